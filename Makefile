@@ -1,0 +1,37 @@
+# Everything runs in .venv, made on first use from Python 3.11+ and constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: help test lint types unit demo bench clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+test: lint types unit  ## everything CI runs
+
+lint: $(READY)  ## ruff: format and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)  ## mypy, strict
+	$(BIN)/mypy
+
+unit: $(READY)  ## the test suite
+	$(BIN)/pytest
+
+demo: $(READY)  ## train at a high learning rate with and without QuacK, and see what it is for
+	$(BIN)/quacklr demo
+
+bench: $(READY)  ## what QuacK costs a training step
+	$(BIN)/python benchmarks/step_overhead.py
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch is pinned before anything can ask for it: a bare "torch" takes the CUDA build.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@

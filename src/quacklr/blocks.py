@@ -1,0 +1,159 @@
+"""Where the blocks of a model are: copying them out, measuring them, and moving them back.
+
+Every block has one place in a flat vector (norms, sensitivities, rates: one number a block). Its rows are read through
+a view of the parameter, and copied with the bias as a last column.
+
+Shapes: B blocks, R rows, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quacklr.norms import Norm
+from quacklr.weight import Weight
+
+Copies = list[Tensor | None]
+Memory = list[Tensor | None]
+
+
+class Rows:
+    """The rows of some blocks of a weight, all of one size: which row of the tensor is which.
+
+    Where they are a regular grid, as in every layout in common use, they are read through a view of the tensor;
+    otherwise they are gathered and put back.
+    """
+
+    def __init__(self, weight: Weight, blocks: Tensor) -> None:
+        index = torch.stack([(weight.block_of_row == block).nonzero().squeeze(1) for block in blocks])
+        self.tensor, self.dim = weight.param, weight.dim
+        self.index = index.to(weight.param.device)
+        self.size = (*index.shape, weight.param.numel() // len(weight.block_of_row))
+        self.first = int(index[0, 0])
+        self.block_step = int(index[1, 0]) - self.first if len(index) > 1 else 0
+        self.row_step = int(index[0, 1]) - self.first if index.shape[1] > 1 else 0
+        block, row = torch.arange(len(index)).unsqueeze(1), torch.arange(index.shape[1])
+        self.regular = torch.equal(index, self.first + block * self.block_step + row * self.row_step)
+        self._view: Tensor | None = None
+        self._address = -1
+
+    def read(self) -> Tensor:
+        """(B, R, C): a view of the rows, or a copy of them where there is no regular grid.
+
+        The view is kept for as long as the tensor stays where it is in memory.
+        """
+        if not self.regular:
+            return self._matrix()[self.index]
+        if self._view is None or self.tensor.data_ptr() != self._address:
+            self._view, self._address = self._new_view(), self.tensor.data_ptr()
+        return self._view
+
+    def write(self, rows_BRC: Tensor) -> None:
+        """Put back what `read` gave, after it was changed in place."""
+        if not self.regular:
+            self._matrix()[self.index] = rows_BRC
+
+    def _new_view(self) -> Tensor:
+        matrix = self._matrix()
+        row, column = matrix.stride()
+        stride = self.block_step * row, self.row_step * row, column
+        return matrix.as_strided(self.size, stride, matrix.storage_offset() + self.first * row)
+
+    def _matrix(self) -> Tensor:
+        """(rows, everything else), as a view."""
+        return self.tensor.detach().movedim(self.dim, 0).view(-1, self.size[2])
+
+
+class Piece:
+    """The blocks of one weight that have the same number of rows; almost always all of them."""
+
+    def __init__(self, weight: Weight, blocks: Tensor) -> None:
+        self.weight, self.blocks = weight, blocks
+        self.columns = [Rows(part, blocks) for part in weight.parts]  # [W b]
+        self._spare: Tensor | None = None
+
+    @classmethod
+    def all_of(cls, weight: Weight) -> Iterator[Piece]:
+        """The pieces of a weight, smallest blocks first."""
+        sizes = weight.rows_of_block
+        for size in sorted(set(sizes.tolist())):
+            yield cls(weight, (sizes == size).nonzero().squeeze(1))
+
+    def holds(self, tensors: Container[int]) -> bool:
+        """Whether it is made of any of these tensors (by id)."""
+        return any(id(rows.tensor) in tensors for rows in self.columns)
+
+    def copy(self) -> Tensor:
+        """(B, R, C): the rows as they are now, laid out in memory as the parameter is."""
+        out, self._spare = self._spare, None
+        if len(self.columns) == 1 and out is not None:
+            return out.copy_(self.columns[0].read())
+        if self.weight.dim == 0:
+            return torch.cat([rows.read() for rows in self.columns], 2, out=out)
+        return torch.cat([rows.read().permute(2, 0, 1) for rows in self.columns]).permute(1, 2, 0)
+
+    def move(self, old_BRC: Tensor, rate_B11: Tensor, tensors: Container[int]) -> None:
+        """Every row of these tensors (by id) becomes old + rate of its block * (now - old). Takes `old_BRC` back.
+
+        On the CPU it is kept for the next step, since fresh pages cost more than the copying.
+        """
+        widths = [rows.size[2] for rows in self.columns]
+        olds = old_BRC.split_with_sizes(widths, 2) if len(widths) > 1 else (old_BRC,)
+        for rows, old in zip(self.columns, olds, strict=True):
+            if id(rows.tensor) in tensors:
+                rows.write(_blend(old, rows.read(), rate_B11))
+        if old_BRC.device.type == "cpu":
+            self._spare = old_BRC
+
+
+def _blend(old_BRC: Tensor, now_BRC: Tensor, rate_B11: Tensor) -> Tensor:
+    """old + rate * (now - old), written to `now`; exactly `now` where the rate is 1."""
+    if now_BRC.dtype in (torch.float32, torch.float64):
+        return torch.lerp(old_BRC, now_BRC, rate_B11.to(now_BRC), out=now_BRC)
+    # a rate in bf16 would be off by up to 0.2 %, so it stays in fp32
+    return now_BRC.addcmul_(old_BRC.sub_(now_BRC), 1 - rate_B11.to(now_BRC.device))
+
+
+class Blocks:
+    """All blocks of some weights, each with its place in one flat vector."""
+
+    def __init__(self, weights: Iterable[Weight]) -> None:
+        self.pieces = [piece for weight in weights for piece in Piece.all_of(weight)]
+        self.place: dict[Weight, Tensor] = {}
+        self.total = 0
+        for piece in self.pieces:
+            place = self.place.setdefault(piece.weight, torch.empty(piece.weight.blocks, dtype=torch.long))
+            place[piece.blocks] = torch.arange(self.total, self.total + len(piece.blocks))
+            self.total += len(piece.blocks)
+        self.device = self.pieces[0].weight.param.device
+
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
+        """A flat vector as (B, 1, 1) views, one a piece."""
+        return flat.view(-1, 1, 1).split_with_sizes([len(piece.blocks) for piece in self.pieces])
+
+    def copy(self, of: Container[int]) -> Copies:
+        """A copy of every piece that is made of one of these tensors (by id)."""
+        return [piece.copy() if piece.holds(of) else None for piece in self.pieces]
+
+    def measure(self, norm: Norm, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
+        """A copy of every piece, the norms of its blocks, and what the norm remembers of it: each copy is measured at
+        once, while it is still in the cache."""
+        copies: Copies = []
+        norms: list[Tensor] = []
+        remembered: Memory = []
+        for piece, last in zip(self.pieces, memory, strict=True):
+            copy_BRC = piece.copy()
+            norms_B, now = norm(copy_BRC, last)
+            copies.append(copy_BRC)
+            norms.append(norms_B.to(self.device))
+            remembered.append(now)
+        return copies, norms, remembered
+
+    def move(self, copies: Copies, rates: Sequence[Tensor], tensors: Container[int]) -> None:
+        """Every row of these tensors (by id) becomes old + rate of its block * (now - old)."""
+        for piece, old_BRC, rate_B11 in zip(self.pieces, copies, rates, strict=True):
+            if old_BRC is not None:
+                piece.move(old_BRC, rate_B11, tensors)

@@ -1,0 +1,42 @@
+"""Which optimizers QuacK can scale: those whose step is linear in lr, since then a scaled step is a scaled lr."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+NOT_LINEAR = {
+    "LBFGS": "its line search and curvature pairs are made of the steps it took",
+    "Rprop": "lr is only where its step sizes start; after that they grow and shrink by themselves",
+    "ASGD": "it averages the weights it wrote, and lr also sets how fast its own step decays",
+    "Adafactor": "its step is min(lr, 1/sqrt(t)), so after 1/lr^2 steps it no longer depends on lr",
+}
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError for what is no optimizer, or one (or a subclass of one) whose step is not linear in lr."""
+    if not optimizers:
+        raise ValueError("no optimizer given; pass the one (or the list of those) that train the model")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer; pass the optimizer it wraps")
+        for name in (cls.__name__ for cls in type(optimizer).__mro__):
+            if name in NOT_LINEAR:
+                raise ValueError(
+                    f"{name} is not linear in lr ({NOT_LINEAR[name]}), so it has no learning rate a head; use SGD, "
+                    "Adam(W), Muon or another optimizer whose step is lr times a direction"
+                )
+
+
+def is_idle(optimizer: Optimizer) -> bool:
+    """Whether the next step moves nothing because every lr is 0: a warmup's first step, or one that fills state.
+
+    A learning rate that is a tensor on a device is not looked at, since that would wait for the device.
+    """
+    for group in optimizer.param_groups:
+        lr = group.get("lr", 1.0)
+        if (isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0:
+            return False
+    return True

@@ -1,0 +1,84 @@
+"""What an attention logit is made of: a sum of paths, each a chain of weights.
+
+    MHA   q[h] . k[h]                               one path
+    GQA   q[h] . k[g(h)]                            one path, a key block serves a group of heads
+    MLA   dq uq[h] . uk[h] dkv  +  dq qr[h] . kr    two paths; dq, dkv, kr serve all heads
+
+Declaring an attention as paths is all it takes to train it; rule.py never asks which kind it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quacklr.weight import Weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Path:
+    """A chain of weights whose product makes one term of the logit of each of `heads` heads.
+
+    Heads read a weight's blocks in equal runs (head h reads block h * blocks // heads) unless `block_of_head` says
+    otherwise: one (heads,) vector for each weight, or None for the equal runs.
+    """
+
+    weights: tuple[Weight, ...]
+    heads: int
+    block_of_head: tuple[Tensor, ...] | Sequence[Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", tuple(self.weights))
+        if not self.weights:
+            raise ValueError("a path needs at least one weight")
+        given = [None] * len(self.weights) if self.block_of_head is None else list(self.block_of_head)
+        if len(given) != len(self.weights):
+            raise ValueError(f"{self}: {len(self.weights)} weights, but block_of_head has {len(given)} entries")
+        object.__setattr__(
+            self, "block_of_head", tuple(self._read(w, g) for w, g in zip(self.weights, given, strict=True))
+        )
+
+    def _read(self, weight: Weight, given: Tensor | None) -> Tensor:
+        if given is None:
+            if self.heads < 1 or self.heads % weight.blocks:
+                blocks = f"{weight.blocks} blocks in equal runs"
+                raise ValueError(f"{weight.name}: {self.heads} heads cannot read {blocks}; pass block_of_head")
+            return torch.arange(self.heads) // (self.heads // weight.blocks)
+        read = torch.as_tensor(given).to("cpu", torch.long)
+        if read.shape != (self.heads,) or read.min() < 0 or read.max() >= weight.blocks:
+            raise ValueError(
+                f"{weight.name}: block_of_head must give each of {self.heads} heads one of its {weight.blocks} blocks"
+            )
+        return read
+
+    @property
+    def reads(self) -> Tensor:
+        """(weights, heads): the block each head reads of each weight."""
+        assert self.block_of_head is not None
+        return torch.stack([read for read in self.block_of_head if read is not None])
+
+    def __str__(self) -> str:
+        return " . ".join(weight.name for weight in self.weights)
+
+
+def mha(q: Weight, k: Weight) -> list[Path]:
+    """The logit of multi-head attention, q[h] . k[h]; grouped- and multi-query when k has fewer blocks than q."""
+    return [Path((q, k), heads=q.blocks)]
+
+
+def mla(
+    uq: Weight, uk: Weight, qr: Weight, kr: Weight, dq: Weight | None = None, dkv: Weight | None = None
+) -> list[Path]:
+    """The logit of multi-head latent attention, dq uq[h] . uk[h] dkv + dq qr[h] . kr, as in the paper's Algorithm 2.
+
+    Leave out `dq` or `dkv` where the model has no such projection, or a norm on the latent that it makes: the logit
+    then does not depend on its scale.
+    """
+    down_q, down_kv = ([w] if w is not None else [] for w in (dq, dkv))
+    return [
+        Path((*down_q, uq, uk, *down_kv), heads=uq.blocks),
+        Path((*down_q, qr, kr), heads=qr.blocks),
+    ]

@@ -1,0 +1,204 @@
+"""QuacK: every head's query and key weights step with the learning rate that keeps changes of its logits in bounds.
+
+The step is scaled, the learning rate is never written. Before the optimizer steps, a hook computes the rates from the
+weights and copies the rows that are on a path; after it, another moves them to old + rate * (new - old). For every
+update that is linear in lr this is the step it would have taken with lr * rate, weight decay included, and
+schedulers, param groups, clipping and logging see what they always saw.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quacklr.blocks import Copies, Memory
+from quacklr.find import survey
+from quacklr.norms import Norm, frobenius
+from quacklr.optimizers import is_idle, refuse_optimizers
+from quacklr.path import Path
+from quacklr.refuse import refuse_taken, refuse_unstepped, refuse_unusable
+from quacklr.rule import Rule, rates
+from quacklr.state import norm_name, read_state, write_state
+from quacklr.table import describe
+
+_attached: WeakSet[QuacK] = WeakSet()
+
+RESUMED_ALONE = (
+    "the optimizer's state was loaded but QuacK's was not, so all rates start again from tau; "
+    "call quack.load_state_dict(...) too when you resume a run"
+)
+
+
+class QuacK:
+    """Per-head learning rates for the query and key weights of a model, on the optimizer (or optimizers) that train it.
+
+        quack = QuacK(model, optimizer)     # once, after the weights are initialised or loaded
+
+    and the training loop stays as it was. `model` is a module, or its paths. `tau` is the rate at the start, relative
+    to the optimizer's lr: the one knob to tune. `adapt=False` leaves it there (the paper's constant-tau ablation).
+    `floor` bounds every norm from below, for weights that start at zero. All rates are relative to the weights found
+    here, so save `state_dict()` beside the optimizer's, and load it when resuming.
+
+    Rates are computed from the weights before the step; of several optimizers, all that step before one of them steps
+    again use the same rates. Costs a copy of the rows on a path while a step runs (on the CPU it is kept for the next
+    one: fresh pages cost more than the copying), one pass over them for the norms, and one to scale the step; waits
+    for no device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Path],
+        optimizer: Optimizer | Iterable[Optimizer],
+        tau: float = 1.0,
+        *,
+        norm: Norm = frobenius,
+        adapt: bool = True,
+        floor: float = 0.0,
+    ) -> None:
+        if not 0 <= floor < float("inf"):
+            raise ValueError(f"floor={floor}: the least norm of a block must be a number from 0 up")
+        self.norm, self.adapt, self.floor = norm, adapt, floor
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        refuse_optimizers(self.optimizers)
+        paths, self.left_alone = survey(model) if isinstance(model, nn.Module) else (list(model), {})
+        self._rule = Rule(paths)
+        refuse_unstepped(self._rule.weights, self.optimizers)
+        refuse_taken(self._rule.weights, [weight for other in _attached for weight in other._rule.weights])
+        self._start, self._memory = self._measure_start()
+        self._rates = torch.empty_like(self._start)
+        self._rate_of_piece = self._rule.blocks.split(self._rates)
+        self.tau = tau
+        self._stepped: set[Optimizer] = set()
+        self._copies: dict[Optimizer, Copies] = {}
+        self._shares: dict[Optimizer, tuple[int, set[int]]] = {}
+        self._loaded = self._resumed_alone = False
+        self._hooks = [hook for each in self.optimizers for hook in self._hook(each)]
+        _attached.add(self)
+
+    def _hook(self, optimizer: Optimizer) -> list[Any]:
+        eager: Any = torch.compiler.disable  # under torch.compile(optimizer.step) the hooks run as they are
+        return [
+            optimizer.register_step_pre_hook(eager(self._before)),
+            optimizer.register_step_post_hook(eager(self._after)),
+            optimizer.register_load_state_dict_post_hook(self._optimizer_loaded),
+        ]
+
+    @property
+    def tau(self) -> float:
+        """The rate at the start, relative to lr. Can be set while training, for a schedule."""
+        return self._tau
+
+    @tau.setter
+    def tau(self, tau: float) -> None:
+        if not 0 < tau < float("inf"):
+            raise ValueError(f"tau={tau}: the rate relative to lr must be a positive number; 1.0 is where to start")
+        self._tau = tau
+        self._target = tau * self._start
+        self._rates.fill_(tau)
+
+    def _measure(self, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
+        copies, norms, memory = self._rule.blocks.measure(self.norm, memory)
+        return copies, [norm.clamp(min=self.floor) for norm in norms] if self.floor else norms, memory
+
+    def _measure_start(self) -> tuple[Tensor, Memory]:
+        """The sensitivities that all later rates are relative to."""
+        _, _, memory = self._measure([None] * len(self._rule.blocks.pieces))
+        _, norms, _ = self._measure(memory)  # as the first step will, so that what has not changed has rate 1 exactly
+        start = self._rule.sensitivity(norms)
+        refuse_unusable(self._rule, torch.cat(norms), start, self.adapt)
+        return start, memory
+
+    def _share(self, optimizer: Optimizer) -> set[int]:
+        """Ids of the tensors that this optimizer steps; looked up again when it gets a new param group."""
+        groups = optimizer.param_groups
+        count, share = self._shares.get(optimizer, (0, set()))
+        if count != len(groups):
+            share = {id(param) for group in groups for param in group["params"]}
+            self._shares[optimizer] = len(groups), share
+        return share
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        self._copies.pop(optimizer, None)  # left there by a step that raised
+        if is_idle(optimizer):
+            return
+        if self._resumed_alone:
+            self._resumed_alone = False
+            warnings.warn(RESUMED_ALONE, stacklevel=2)
+        new_iteration = not self._stepped or optimizer in self._stepped
+        if new_iteration:
+            self._stepped.clear()
+        self._stepped.add(optimizer)
+        if new_iteration and self.adapt:
+            copies, norms, self._memory = self._measure(self._memory)
+            rates(self._target, self._rule.sensitivity(norms), self._tau, out=self._rates)
+        else:
+            copies = self._rule.blocks.copy(self._share(optimizer))
+        self._copies[optimizer] = copies
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        copies = self._copies.pop(optimizer, None)
+        if copies is not None:
+            self._rule.blocks.move(copies, self._rate_of_piece, self._share(optimizer))
+
+    def _optimizer_loaded(self, _: Optimizer) -> None:
+        self._resumed_alone = not self._loaded
+
+    def rates(self) -> dict[str, Tensor]:
+        """For each weight's name the (blocks,) multipliers of lr for a step from the weights as they are now."""
+        now = self._rule.sensitivity(self._measure(self._memory)[1]) if self.adapt else self._start
+        flat = rates(self._target, now, self._tau)
+        trained = [weight for weight in self._rule.weights if any(part.param.requires_grad for part in weight.parts)]
+        return {weight.name: flat[self._rule.blocks.place[weight]] for weight in trained}
+
+    def rate_of(self, param: Tensor) -> Tensor | None:
+        """The multipliers of lr of one parameter or bias, in a shape that broadcasts to it; 1 for rows on no path.
+
+        None if it is frozen, or no row of it is on a path.
+        """
+        parts = [(weight, part) for weight in self._rule.weights for part in weight.parts if part.param is param]
+        if not parts or not param.requires_grad:
+            return None
+        by_name, dim = self.rates(), parts[0][1].dim
+        of_row = torch.ones(param.shape[dim], device=param.device)
+        for weight, part in parts:
+            owned = part.block_of_row >= 0
+            of_row[owned] = by_name[weight.name].to(param.device)[part.block_of_row[owned]]
+        return of_row.view([-1 if d == dim else 1 for d in range(param.ndim)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: the sensitivities at the start, and the norm's memory, by weight name.
+
+        Plain tensors, loadable with `weights_only`. tau, adapt and floor are not in it: the script says them.
+        """
+        return write_state(self._rule, self.norm, self._start, self._memory)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict()`. One of another model or norm is a ValueError that lists the difference."""
+        self._start, self._memory = read_state(self._rule, self.norm, state_dict)
+        self.tau = self._tau
+        self._stepped.clear()
+        self._loaded, self._resumed_alone = True, False
+
+    def remove(self) -> None:
+        """Take the hooks off: the optimizers step as if QuacK had never been there."""
+        for hook in self._hooks:
+            hook.remove()
+        self._copies.clear()
+        _attached.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        settings = f"tau={self.tau:g}, norm={norm_name(self.norm)}, adapt={self.adapt}, floor={self.floor:g}"
+        return f"QuacK({settings}) on {names}\n" + describe(self._rule, self.rates(), self.left_alone)

@@ -1,0 +1,55 @@
+"""What QuacK will not attach to: each refusal names the weight and the way out, before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from quacklr.rule import Rule
+from quacklr.weight import Weight
+
+
+def refuse_unstepped(weights: Iterable[Weight], optimizers: Sequence[Optimizer]) -> None:
+    """A parameter that trains must be in one of the optimizers; a frozen one counts in norms and needs none."""
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for weight in weights:
+        for part in weight.parts:
+            if part.param.requires_grad and id(part.param) not in stepped:
+                raise ValueError(
+                    f"{part.name}: its parameter is in none of the optimizers given; pass the one that steps it too, "
+                    "or freeze it with requires_grad_(False)"
+                )
+
+
+def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight]) -> None:
+    """Two QuacKs on one parameter would multiply their rates."""
+    others = {id(part.param): part.name for other in taken for part in other.parts}
+    for weight in weights:
+        for part in weight.parts:
+            if id(part.param) in others:
+                raise ValueError(
+                    f"{part.name}: another QuacK is attached to its parameter (as {others[id(part.param)]}); "
+                    "call remove() on that one first"
+                )
+
+
+def refuse_unusable(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) -> None:
+    """Norms must be finite, and sensitivities positive: Lemma 1 needs a lower bound on every norm."""
+    if norms.device.type == "meta":
+        raise ValueError(
+            f"{rule.weights[0].name}: its parameter is on the meta device; attach after materialising the model"
+        )
+    names = {int(b): weight.name for weight, place in rule.blocks.place.items() for b in place}
+    broken = (~norms.isfinite()).nonzero().flatten().tolist()
+    if broken:
+        raise ValueError(f"{names[broken[0]]}: holds NaN or inf; attach QuacK to a model whose weights are finite")
+    useless = ((sensitivity == 0) | ~sensitivity.isfinite()).nonzero().flatten().tolist()
+    if adapt and useless:
+        beside = {b for others in rule.beside for b in others[rule.block == useless[0]].tolist()}
+        zeros = sorted({names[b] for b in beside if b in names and norms[b] == 0})
+        raise ValueError(
+            f"{names[useless[0]]}: its partner {' and '.join(zeros)} is all zeros, so its rate has no bound; "
+            "initialise it, or pass floor=c to bound every norm from below by c"
+        )

@@ -1,0 +1,67 @@
+"""QuacK's state, keyed by weight name: what a run must keep to resume exactly.
+
+    {"norm": "frobenius", "sensitivity": {weight: (blocks,)}, "memory": {weight: (blocks, ...)}}
+
+Plain tensors and strings, none stored on a parameter: they survive sharding, torch.save and weights_only loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quacklr.blocks import Memory
+from quacklr.norms import Norm
+from quacklr.rule import Rule
+
+
+def norm_name(norm: Norm) -> str:
+    """How a norm is called in states and tables."""
+    return str(getattr(norm, "__name__", type(norm).__name__))
+
+
+def write_state(rule: Rule, norm: Norm, start: Tensor, memory: Memory) -> dict[str, Any]:
+    """The sensitivities at the start, and what the norm remembers, as copies."""
+    sensitivity = {weight.name: start[place] for weight, place in rule.blocks.place.items()}
+    remembered: dict[str, Tensor] = {}
+    for piece, part in zip(rule.blocks.pieces, memory, strict=True):
+        if part is not None:
+            whole = part.new_empty(piece.weight.blocks, *part.shape[1:])
+            remembered.setdefault(piece.weight.name, whole)[piece.blocks] = part
+    return {"norm": norm_name(norm), "sensitivity": sensitivity, "memory": remembered}
+
+
+def read_state(rule: Rule, norm: Norm, state: Mapping[str, Any]) -> tuple[Tensor, Memory]:
+    """What `write_state` was given. Raises ValueError before anything is changed if it is of another model or norm."""
+    _refuse_foreign(rule, norm, state)
+    start = torch.empty(rule.blocks.total, device=rule.blocks.device)
+    for weight, place in rule.blocks.place.items():
+        start[place] = state["sensitivity"][weight.name].to(start)
+    memory: Memory = []
+    for piece in rule.blocks.pieces:
+        whole = state["memory"].get(piece.weight.name)
+        memory.append(None if whole is None else whole[piece.blocks].to(piece.weight.param.device))
+    return start, memory
+
+
+def _refuse_foreign(rule: Rule, norm: Norm, state: Mapping[str, Any]) -> None:
+    if missing := {"norm", "sensitivity", "memory"} - set(state):
+        raise ValueError(f"this is not the state of a QuacK: it has no {', '.join(sorted(missing))}")
+    if state["norm"] != norm_name(norm):
+        raise ValueError(f"the state was made with norm={state['norm']}, but this QuacK has norm={norm_name(norm)}")
+    saved = {name: len(values) for name, values in state["sensitivity"].items()}
+    here = {weight.name: weight.blocks for weight in rule.weights}
+    differences = [
+        *(f"{name} is in the state but not in the model" for name in sorted(saved.keys() - here.keys())),
+        *(f"{name} is in the model but not in the state" for name in sorted(here.keys() - saved.keys())),
+        *(
+            f"{name} has {saved[name]} blocks in the state, {here[name]} in the model"
+            for name in sorted(here.keys() & saved.keys())
+            if saved[name] != here[name]
+        ),
+    ]
+    if differences:
+        raise ValueError("the state is of another model: " + "; ".join(differences))

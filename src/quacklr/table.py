@@ -1,0 +1,51 @@
+"""What a QuacK is attached to, as a table to read: a line an attention, then what was left alone and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from quacklr.path import Path
+from quacklr.rule import Rule
+from quacklr.weight import Weight
+
+
+def describe(rule: Rule, rates: Mapping[str, Tensor], left_alone: Mapping[str, str]) -> str:
+    """One line for each attention module: heads, the terms of its logit, and the range of each weight's rates now."""
+    attentions: dict[str, list[Path]] = {}
+    for path in rule.paths:
+        attentions.setdefault(_module(path.weights[0]), []).append(path)
+    rows = [("attention", "heads", "logit", "rates now")]
+    for module, paths in attentions.items():
+        logit = " + ".join(" ".join(_term(weight, module) for weight in path.weights) for path in paths)
+        weights = dict.fromkeys(rule.stands_for[weight] for path in paths for weight in path.weights)
+        ranges = [f"{_short(w, module)} {_range(rates[w.name])}" for w in weights if w.name in rates]
+        rows.append((module, "/".join(dict.fromkeys(str(path.heads) for path in paths)), logit, "  ".join(ranges)))
+    frozen = {w.name: "frozen: no rate, counts in its partners' norms" for w in rule.weights if w.name not in rates}
+    alone = [f"  {name}: {reason}" for name, reason in {**frozen, **left_alone}.items()]
+    return "\n".join([*_columns(rows), *(["left alone:", *alone] if alone else [])])
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _module(weight: Weight) -> str:
+    return weight.name.rpartition(".")[0]
+
+
+def _short(weight: Weight, module: str) -> str:
+    return weight.name.removeprefix(f"{module}.")
+
+
+def _term(weight: Weight, module: str) -> str:
+    return _short(weight, module) + (f"[{weight.blocks}]" if weight.blocks > 1 else "")
+
+
+def _range(rates: Tensor) -> str:
+    low, high = f"{float(rates.min()):.3g}", f"{float(rates.max()):.3g}"
+    return low if low == high else f"{low}..{high}"

@@ -1,0 +1,141 @@
+"""A weight: some rows of a parameter, and for each row the block it belongs to.
+
+A block is what one head reads. One index vector a parameter describes every layout there is, because it says of
+each row only whose it is:
+
+    separate     q: 0 0 1 1 2 2                     one parameter a weight
+    fused        q: 0 0 1 1 . . . . . . . .         [q|k|v]; k: . . . . 0 0 1 1 . . . .
+    per head     q: 0 0 . . . . 1 1 . . . .         [h, 3, d]
+    gated        q: 0 0 . . 1 1 . .                 rows of a head are [q, gate]
+
+(a dot is -1: the row is not part of the weight). `packed` writes these vectors for the layouts people use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # a weight equals itself only, so it can key a dict
+class Weight:
+    """Some rows of a parameter, and the block each belongs to.
+
+    Rows lie along `dim` of `param`; everything else of a row is flattened. `block_of_row` is (rows,) long, -1 for rows
+    that are not part of the weight. A `bias` belongs to its rows' blocks: it counts in their norms and gets their
+    rates, as one more column, [W b] [x; 1]. It is a tensor with an entry for each row of `param`, or, if it is laid out
+    in another way, a weight with as many rows in each block.
+    """
+
+    name: str
+    param: Tensor
+    block_of_row: Tensor
+    dim: int = 0
+    bias: Tensor | Weight | None = None
+
+    def __post_init__(self) -> None:
+        if not -self.param.ndim <= self.dim < self.param.ndim:
+            raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {tuple(self.param.shape)}")
+        object.__setattr__(self, "dim", self.dim % self.param.ndim)
+        object.__setattr__(self, "block_of_row", self._checked(torch.as_tensor(self.block_of_row)))
+        if isinstance(self.bias, Tensor):
+            object.__setattr__(self, "bias", Weight(f"{self.name}.bias", self.bias, self.block_of_row))
+        if isinstance(self.bias, Weight) and not torch.equal(self.bias.rows_of_block, self.rows_of_block):
+            raise ValueError(f"{self.name}: its bias must have as many rows in each block as its parameter")
+
+    def _checked(self, block_of_row: Tensor) -> Tensor:
+        rows = self.param.shape[self.dim]
+        if block_of_row.is_floating_point() or block_of_row.dtype == torch.bool:
+            raise ValueError(f"{self.name}: block_of_row must hold whole numbers, not {block_of_row.dtype}")
+        if block_of_row.shape != (rows,):
+            raise ValueError(f"{self.name}: {rows} rows, but block_of_row has {block_of_row.numel()} entries")
+        block_of_row = block_of_row.to("cpu", torch.long)
+        if rows == 0 or block_of_row.min() < -1 or block_of_row.max() < 0:
+            raise ValueError(
+                f"{self.name}: block_of_row must number blocks from 0, with -1 for rows outside the weight"
+            )
+        sizes = torch.bincount(block_of_row[block_of_row >= 0])
+        if (sizes == 0).any():
+            raise ValueError(
+                f"{self.name}: block {int((sizes == 0).nonzero()[0])} has no rows; number blocks without gaps"
+            )
+        return block_of_row
+
+    @property
+    def rows_of_block(self) -> Tensor:
+        """(blocks,): how many rows each block has."""
+        return torch.bincount(self.block_of_row[self.block_of_row >= 0])
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks (heads, or groups of heads) the weight has."""
+        return int(self.block_of_row.max()) + 1
+
+    @property
+    def parts(self) -> tuple[Weight, ...]:
+        """The weight itself, and its bias if it has one."""
+        return (self, self.bias) if isinstance(self.bias, Weight) else (self,)
+
+
+Segment = tuple[str | None, int, int]
+
+
+def packed(
+    source: nn.Module | Tensor, *segments: Segment, repeat: int = 1, dim: int = 0, bias: Tensor | None = None
+) -> list[Weight]:
+    """The named weights of a parameter whose rows are `segments` in order, the whole `repeat` times over.
+
+    A segment is (name, blocks, rows of a block); rows of a segment named None belong to nothing. `source` is a
+    parameter, or a module with a `weight` and perhaps a `bias`.
+
+        q,     = packed(q_proj, ("q", heads, d))                                         separate
+        q, k   = packed(qkv, ("q", heads, d), ("k", groups, d), (None, groups, d))       [q|k|v]
+        q, k   = packed(qkv, ("q", 1, d), ("k", 1, d), (None, 1, d), repeat=heads)       [h, 3, d]
+        q, k   = packed(qkv, ("q", r, d), ("k", 1, d), (None, 1, d), repeat=groups)      [g, r + 2, d]
+        q,     = packed(q_proj, ("q", 1, d), (None, 1, d), repeat=heads)                 [q, gate] a head
+        uq, qr = packed(q_b, ("uq", 1, nope), ("qr", 1, rope), repeat=heads)             MLA
+        dkv, kr = packed(kv_a, ("dkv", 1, latent), ("kr", 1, rope))                      MLA
+    """
+    if isinstance(source, nn.Module):
+        bias = getattr(source, "bias", None)
+    param = source.get_parameter("weight") if isinstance(source, nn.Module) else source
+    period = sum(blocks * size for _, blocks, size in segments)
+    if repeat * period != param.shape[dim]:
+        names = " ".join(name for name, _, _ in segments if name is not None)
+        raise ValueError(f"{names}: segments of {repeat} x {period} rows, but the parameter has {param.shape[dim]}")
+    weights, start = [], 0
+    for name, blocks, size in segments:
+        if name is not None:
+            owner = torch.full((repeat, period), -1)
+            block = torch.arange(repeat * blocks).view(repeat, blocks)
+            owner[:, start : start + blocks * size] = block.repeat_interleave(size, dim=1)
+            weights.append(Weight(name, param, owner.flatten(), dim, bias))
+        start += blocks * size
+    return weights
+
+
+def distinct(weights: Iterable[Weight]) -> dict[Weight, Weight]:
+    """For each weight the first one that is the same rows of the same parameter: itself, unless layers are tied.
+
+    Refuses two weights that share a name, and two that claim the same row with different blocks: a row has one rate.
+    """
+    stands_for: dict[Weight, Weight] = {}
+    by_rows: dict[object, Weight] = {}
+    by_name: dict[str, Weight] = {}
+    owners: dict[int, list[Weight]] = {}
+    for weight in dict.fromkeys(weights):
+        key = tuple((id(part.param), part.dim, tuple(part.block_of_row.tolist())) for part in weight.parts)
+        stands_for[weight] = by_rows.setdefault(key, weight)
+        if stands_for[weight] is not weight:
+            continue
+        if by_name.setdefault(weight.name, weight) is not weight:
+            raise ValueError(f"{weight.name}: two different weights have this name; name each after its module")
+        for part in weight.parts:
+            for other in owners.setdefault(id(part.param), []):
+                if other.dim != part.dim or ((other.block_of_row >= 0) & (part.block_of_row >= 0)).any():
+                    raise ValueError(f"{part.name} and {other.name} claim the same rows; declare them as one Weight")
+            owners[id(part.param)].append(part)
+    return stands_for
