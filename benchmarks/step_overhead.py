@@ -37,7 +37,7 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         q, k, v = (proj(x_BTD).unflatten(2, (self.heads, -1)).transpose(1, 2) for proj in (self.q, self.k, self.v))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o(mixed.transpose(1, 2).flatten(2))
 
     def logit_paths(self) -> list[Path]:
         d_head = self.q.out_features // self.heads
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.norm1(x_BTD))
-        return x_BTD + self.mlp(self.norm2(x_BTD))  # type: ignore[no-any-return]
+        return x_BTD + self.mlp(self.norm2(x_BTD))
 
 
 def decoder(width: int, layers: int, heads: int, vocab: int = 256) -> nn.Sequential:
@@ -152,7 +152,10 @@ def main() -> None:
         size = sum(p.numel() for p in model.parameters()) / 1e6
         name = f"{size:.1f}M (d {width}, {layers} layers)"
         ratio = median(row["quack"] / row["plain"] for row in rows)
-        print(f"{name:<28}{ratio:>9.4f}{1 + middle['hooks'] / middle['plain']:>9.4f}{middle['hooks'] / middle['floor']:>9.2f}", middle)
+        print(
+            f"{name:<28}{ratio:>9.4f}{1 + middle['hooks'] / middle['plain']:>9.4f}{middle['hooks'] / middle['floor']:>9.2f}",
+            middle,
+        )
     print(operations(4), operations(32))
 
 

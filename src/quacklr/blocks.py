@@ -36,7 +36,8 @@ class Rows:
         self.block_step = int(index[1, 0]) - self.first if len(index) > 1 else 0
         self.row_step = int(index[0, 1]) - self.first if index.shape[1] > 1 else 0
         block, row = torch.arange(len(index)).unsqueeze(1), torch.arange(index.shape[1])
-        self.regular = torch.equal(index, self.first + block * self.block_step + row * self.row_step)
+        grid = self.first + block * self.block_step + row * self.row_step
+        self.regular = self.block_step >= 0 and torch.equal(index, grid)  # torch has no negative strides
         self._view: Tensor | None = None
         self._address = -1
 
@@ -113,8 +114,8 @@ def _blend(old_BRC: Tensor, now_BRC: Tensor, rate_B11: Tensor) -> Tensor:
     """old + rate * (now - old), written to `now`; exactly `now` where the rate is 1."""
     if now_BRC.dtype in (torch.float32, torch.float64):
         return torch.lerp(old_BRC, now_BRC, rate_B11.to(now_BRC), out=now_BRC)
-    # a rate in bf16 would be off by up to 0.2 %, so it stays in fp32
-    return now_BRC.addcmul_(old_BRC.sub_(now_BRC), 1 - rate_B11.to(now_BRC.device))
+    exact_BRC = now_BRC.to(torch.float32)  # a rate in bf16 would be off by up to 0.2 %
+    return now_BRC.copy_(exact_BRC.sub_(old_BRC).mul_(rate_B11.to(now_BRC.device)).add_(old_BRC))
 
 
 class Blocks:
@@ -148,7 +149,7 @@ class Blocks:
             copy_BRC = piece.copy()
             norms_B, now = norm(copy_BRC, last)
             copies.append(copy_BRC)
-            norms.append(norms_B.to(self.device))
+            norms.append(norms_B.to(self.device, torch.float32))
             remembered.append(now)
         return copies, norms, remembered
 

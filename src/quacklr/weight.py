@@ -14,7 +14,7 @@ each row only whose it is:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,13 @@ class Weight:
             raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {tuple(self.param.shape)}")
         object.__setattr__(self, "dim", self.dim % self.param.ndim)
         object.__setattr__(self, "block_of_row", self._checked(torch.as_tensor(self.block_of_row)))
-        if isinstance(self.bias, Tensor):
-            object.__setattr__(self, "bias", Weight(f"{self.name}.bias", self.bias, self.block_of_row))
-        if isinstance(self.bias, Weight) and not torch.equal(self.bias.rows_of_block, self.rows_of_block):
+        if self.bias is None:
+            return
+        name, bias = f"{self.name}.bias", self.bias
+        bias = Weight(name, bias, self.block_of_row) if isinstance(bias, Tensor) else replace(bias, name=name)
+        if not torch.equal(bias.rows_of_block, self.rows_of_block):
             raise ValueError(f"{self.name}: its bias must have as many rows in each block as its parameter")
+        object.__setattr__(self, "bias", bias)
 
     def _checked(self, block_of_row: Tensor) -> Tensor:
         rows = self.param.shape[self.dim]

@@ -1,0 +1,129 @@
+"""Finding a model's attention: modules that declare their logits, and the classes we know."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import Latent, Separate, layers, train
+from quacklr import Path, QuacK, logit_paths
+
+
+def names(model: nn.Module) -> list[str]:
+    return [weight.name for path in logit_paths(model) for weight in path.weights]
+
+
+def test_a_module_that_declares_its_logit_is_believed_and_its_weights_named_after_it() -> None:
+    model = nn.ModuleDict({"first": Separate(), "second": nn.Sequential(nn.Linear(2, 2), Latent())})
+    mla = ["dq", "uq", "uk", "dkv", "dq", "qr", "kr"]
+    assert names(model) == ["first.q", "first.k", *(f"second.1.{role}" for role in mla)]
+
+
+def test_a_weight_on_two_paths_stays_one_weight() -> None:
+    nope, rope = logit_paths(nn.Sequential(Latent()))
+    assert nope.weights[0] is rope.weights[0]
+
+
+def test_the_declaration_of_a_whole_model_is_not_searched_further() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = Separate(), Separate()
+
+        def logit_paths(self) -> list[Path]:
+            return self.used.logit_paths()
+
+    assert names(Model()) == ["q", "k"]
+    assert names(nn.Sequential(Model())) == ["0.q", "0.k"]
+
+
+def test_a_module_used_twice_is_found_once() -> None:
+    shared = Separate()
+    assert names(nn.Sequential(shared, shared)) == ["0.q", "0.k"]
+
+
+def heads_of(matrix: Tensor, heads: int) -> Tensor:
+    return matrix.detach().view(heads, -1).norm(dim=1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kdim", [None, 5])
+def test_multihead_attention_of_torch_is_known(bias: bool, kdim: int | None) -> None:
+    """Judge: torch's own parameters, cut by hand."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, bias=bias, kdim=kdim)
+    quack = QuacK(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    def norms() -> tuple[Tensor, Tensor]:
+        if kdim is None:
+            q, k = module.in_proj_weight[:8], module.in_proj_weight[8:16]
+        else:
+            q, k = module.q_proj_weight, module.k_proj_weight
+        if bias:
+            q, k = (torch.cat([w, module.in_proj_bias[i : i + 8, None]], 1) for w, i in ((q, 0), (k, 8)))
+        return heads_of(q, 2), heads_of(k, 2)
+
+    q0, k0 = norms()
+    with torch.no_grad():
+        for param in module.parameters():
+            param.mul_(torch.rand_like(param) * 10).add_(0.1)
+    q, k = norms()
+    torch.testing.assert_close(quack.rates(), {"q": k0 / k, "k": q0 / q})
+    if bias:
+        rate = quack.rate_of(module.in_proj_bias)
+        assert rate is not None
+        torch.testing.assert_close(
+            rate, torch.cat([(k0 / k).repeat_interleave(4), (q0 / q).repeat_interleave(4), torch.ones(8)])
+        )
+
+
+def test_a_transformer_of_torch_attaches_as_it_is() -> None:
+    model = nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True)
+    assert names(model) == [
+        f"{attention}.{role}"
+        for attention in ("encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn")
+        for role in ("q", "k")
+    ]
+
+
+def test_a_model_without_attention_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"^Linear has no attention that QuacK can control; .* logit_paths\(\)"):
+        logit_paths(nn.Linear(2, 2))
+
+
+class Normed(Separate):
+    """Its logit does not depend on the scale of q and k."""
+
+    def logit_paths(self) -> list[Path]:
+        return []
+
+
+def test_attention_with_nothing_to_control_is_left_alone_and_listed() -> None:
+    model = nn.Sequential(Separate(), Normed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    quack = QuacK(model, optimizer, tau=0.5)
+    assert list(quack.rates()) == ["0.q", "0.k"]
+    assert "left alone:\n  1: declares no path" in repr(quack)
+    with pytest.raises(ValueError, match=r"no attention that QuacK can control \(0: declares no path"):
+        logit_paths(nn.Sequential(Normed()))
+
+
+def test_the_table_shows_every_attention_with_its_logit_and_rates() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": Separate(groups=2), "b": Latent()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    quack = QuacK(model, optimizer, tau=0.5)
+    lines = repr(quack).splitlines()
+    assert lines[0] == "QuacK(tau=0.5, norm=frobenius, adapt=True, floor=0) on AdamW"
+    assert lines[1].split() == ["attention", "heads", "logit", "rates", "now"]
+    assert lines[2].split() == ["a", "4", "q[4]", "k[2]", "q", "0.5", "k", "0.5"]
+    assert " ".join(lines[3].split()).startswith("b 4 dq uq[4] uk[4] dkv + dq qr[4] kr dq 0.5 uq 0.5")
+    attention = model["a"]
+    train(attention, optimizer, steps=3)
+    assert ".." in repr(quack).splitlines()[2]
+
+
+def test_several_layers_are_several_lines() -> None:
+    model = layers(3, Separate)
+    assert len(repr(QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))).splitlines()) == 5

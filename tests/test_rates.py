@@ -1,0 +1,169 @@
+"""The rates: precision, biases, frozen and tied weights, rows on no path, and the options of QuacK."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models import PerHead, Separate, assert_equal, layers, train
+from quacklr import Path, QuacK, Weight, frobenius, mha, packed
+
+
+def model_and_optimizer(bias: bool = False, lr: float = 0.1) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = layers(2, lambda: Separate(bias=bias))
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_are_measured_in_fp32_and_scaled_by_the_exact_rate(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k = (nn.Parameter(torch.randn(4, 300).to(dtype)) for _ in range(2))
+    optimizer = torch.optim.SGD([q, k], lr=1.0)
+    quack = QuacK(mha(*(Weight(n, p, torch.arange(4) // 2) for n, p in (("q", q), ("k", k)))), optimizer, tau=0.123)
+    with torch.no_grad():
+        k.mul_(3)
+    exact = 0.123 / 3
+    torch.testing.assert_close(quack.rates()["q"], torch.full((2,), exact), rtol=2e-3, atol=0)  # k's rounding after * 3
+    rate, old = quack.rates()["q"].repeat_interleave(2).unsqueeze(1), q.detach().clone()
+    q.grad, k.grad = torch.full_like(q, 8), torch.zeros_like(k)
+    optimizer.step()
+    stepped = (old - q.grad).float()
+    assert_equal(q.detach(), (old.float() + rate * (stepped - old.float())).to(dtype))
+
+
+def test_norms_of_low_precision_weights_do_not_saturate() -> None:
+    ones = torch.ones(1, 1, 100_000)
+    assert frobenius(ones.to(torch.bfloat16))[0].item() == pytest.approx(100_000**0.5, rel=1e-6)
+    assert frobenius(ones.to(torch.float16))[0].item() == pytest.approx(100_000**0.5, rel=1e-6)
+
+
+def test_a_frozen_partner_counts_and_has_no_rate() -> None:
+    model, _ = model_and_optimizer()
+    attention: Any = model[0]
+    attention.q.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    quack = QuacK(model, optimizer)
+    before = attention.q.weight.clone()
+    with torch.no_grad():
+        attention.q.weight.mul_(4)
+    assert "0.q" not in quack.rates()
+    assert quack.rate_of(attention.q.weight) is None
+    torch.testing.assert_close(quack.rates()["0.k"], torch.full((4,), 0.25))
+    train(model, optimizer, steps=2)
+    assert_equal(attention.q.weight, 4 * before)
+    assert "0.q: frozen" in repr(quack)
+
+
+def test_a_weight_unfrozen_later_is_controlled_from_then_on() -> None:
+    model, _ = model_and_optimizer()
+    attention: Any = model[0]
+    attention.q.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    quack = QuacK(model, optimizer, tau=0.5)
+    train(model, optimizer, steps=1)
+    attention.q.weight.requires_grad_(True)
+    optimizer.add_param_group({"params": [attention.q.weight]})
+    rate, before = quack.rates()["0.q"], attention.q.weight.detach().clone()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    torch.testing.assert_close(attention.q.weight.detach(), before - rate.repeat_interleave(4).unsqueeze(1))
+
+
+def test_tied_layers_are_one_weight_on_several_paths() -> None:
+    torch.manual_seed(0)
+    shared = Separate()
+    other = Separate()
+    other.q.weight = shared.q.weight
+    model = nn.Sequential(shared, other)
+    quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert list(quack.rates()) == ["0.q", "0.k", "1.k"]
+    with torch.no_grad():
+        other.k.weight.mul_(10)
+    start = quack._start[quack._rule.blocks.place[quack._rule.weights[0]]]
+    loudest = torch.maximum(
+        *(torch.linalg.vector_norm(m.k.weight.detach().view(4, -1), dim=1) for m in (shared, other))
+    )
+    torch.testing.assert_close(quack.rates()["0.q"], start / loudest)
+
+
+def test_a_bias_counts_in_its_heads_norm_and_gets_its_rate() -> None:
+    model, optimizer = model_and_optimizer(bias=True)
+    quack = QuacK(model, optimizer)
+    attention: Any = model[0]
+    start = torch.cat([attention.k.weight, attention.k.bias.unsqueeze(1)], 1).view(4, -1).norm(dim=1)
+    with torch.no_grad():
+        attention.k.bias[4:8] += 10
+    now = torch.cat([attention.k.weight, attention.k.bias.unsqueeze(1)], 1).view(4, -1).norm(dim=1)
+    expected = (start / now).detach()
+    torch.testing.assert_close(quack.rates()["0.q"], expected)
+    rate = quack.rate_of(attention.q.bias)
+    assert rate is not None
+    torch.testing.assert_close(rate, expected.repeat_interleave(4))
+    torch.testing.assert_close(quack.rate_of(attention.q.weight), expected.repeat_interleave(4).unsqueeze(1))
+
+
+def test_rows_on_no_path_keep_rate_1_and_their_plain_step() -> None:
+    results = []
+    for attach in (False, True):
+        torch.manual_seed(0)
+        model = PerHead(bias=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if attach:
+            quack = QuacK(nn.Sequential(model), optimizer, tau=0.01)
+            rate = quack.rate_of(model.qkv.weight)
+            assert rate is not None
+            assert rate.shape == (48, 1)
+            assert rate.view(4, 3, 4)[:, 2].eq(1).all()
+            torch.testing.assert_close(rate.view(4, 3, 4)[:, :2], torch.full((4, 2, 4), 0.01))
+        train(model, optimizer, steps=1)
+        results.append([p.detach().view(4, 3, 4, -1)[:, 2] for p in model.parameters()])
+    assert_equal(*results)
+
+
+def test_rate_of_a_parameter_on_no_path_is_none() -> None:
+    model, optimizer = model_and_optimizer()
+    assert QuacK(model, optimizer).rate_of(model[0].v.weight) is None  # type: ignore[union-attr, arg-type]
+
+
+def test_constant_tau_never_changes_the_rates_and_needs_no_partner() -> None:
+    model, optimizer = model_and_optimizer()
+    nn.init.zeros_(model[0].k.weight)  # type: ignore[union-attr, arg-type]
+    quack = QuacK(model, optimizer, tau=0.3, adapt=False)
+    train(model, optimizer, steps=5)
+    for rate in quack.rates().values():
+        torch.testing.assert_close(rate, torch.full((4,), 0.3), rtol=1e-7, atol=0)
+
+
+def test_a_floor_bounds_every_norm_from_below() -> None:
+    model, optimizer = model_and_optimizer()
+    attention: Any = model[0]
+    nn.init.zeros_(attention.k.weight)
+    quack = QuacK(model, optimizer, floor=2.0)
+    assert quack.rates()["0.q"].tolist() == [1.0] * 4
+    nn.init.constant_(attention.k.weight, 1.0)  # norm 8
+    torch.testing.assert_close(quack.rates()["0.q"], torch.full((4,), 0.25))
+
+
+def test_tau_can_be_scheduled() -> None:
+    model, optimizer = model_and_optimizer()
+    for adapt in (True, False):
+        with QuacK(model, optimizer, tau=1.0, adapt=adapt) as quack:
+            quack.tau = 0.125
+            assert quack.rates()["0.q"].tolist() == [0.125] * 4
+            train(model, optimizer, steps=1)
+            assert quack._rates.unique().tolist() == [0.125]
+            with pytest.raises(ValueError, match="tau=-1"):
+                quack.tau = -1
+
+
+def test_paths_can_be_given_instead_of_a_model() -> None:
+    torch.manual_seed(0)
+    q, k = nn.Linear(8, 4), nn.Linear(8, 4)
+    optimizer = torch.optim.SGD([*q.parameters(), *k.parameters()], lr=0.1)
+    quack = QuacK((path for path in [Path((*packed(q, ("q", 2, 2)), *packed(k, ("k", 2, 2))), 2)]), optimizer)
+    assert list(quack.rates()) == ["q", "k"]

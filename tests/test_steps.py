@@ -1,0 +1,277 @@
+"""The step: what is easy to get wrong about scaling an optimizer's step from outside."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import Latent, PerHead, Separate, assert_equal, layers, train
+from quacklr import QuacK, Weight, frobenius, mha, spectral
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def tokens() -> Tensor:
+    return torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0))
+
+
+def model_and_optimizer(bias: bool = False, lr: float = 0.1) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = layers(2, lambda: Separate(bias=bias))
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def test_the_learning_rate_that_others_see_is_never_written() -> None:
+    model, optimizer = model_and_optimizer()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    quack = QuacK(model, optimizer, tau=0.5)
+    seen = []
+    for _ in range(3):
+        train(model, optimizer, steps=1)
+        seen.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    assert seen == [0.1, 0.05, 0.1 / 3]
+    assert len(optimizer.param_groups) == 1
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+    assert (quack.rates()["0.q"] - 0.5).abs().max() > 0.01
+
+
+def test_a_scheduled_run_equals_one_with_the_scheduled_rates() -> None:
+    """Under a schedule QuacK with a constant tau is the plain run with tau times the schedule."""
+    results = []
+    for attach in (True, False):
+        model, _ = model_and_optimizer()
+        model.double()
+        qk = [param for name, param in model.named_parameters() if ".v." not in name]
+        v = [param for name, param in model.named_parameters() if ".v." in name]
+        optimizer = torch.optim.SGD(
+            [{"params": qk, "lr": 0.1 if attach else 0.05}, {"params": v, "lr": 0.1}], momentum=0.9
+        )
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        if attach:
+            QuacK(model, optimizer, tau=0.5, adapt=False)
+        for step in range(4):
+            train(model, optimizer, steps=1, seed=step)
+            scheduler.step()
+        results.append(parameters(model))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+
+
+def test_gradient_clipping_and_logging_see_the_plain_gradients() -> None:
+    norms = []
+    for attach in (False, True):
+        model, optimizer = model_and_optimizer()
+        if attach:
+            QuacK(model, optimizer, tau=0.1)
+        model(tokens()).sum().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    assert_equal(*norms)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_of_the_grad_scaler_changes_nothing(fused: bool) -> None:
+    model, _ = model_and_optimizer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0, fused=fused)
+    quack = QuacK(model, optimizer, tau=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = parameters(model)
+    scaler.scale(model(torch.full((1, 2, 16), torch.inf)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert_equal(parameters(model), before)
+    optimizer.zero_grad()
+    rates = quack.rates()
+    scaler.scale(model(tokens()).square().sum()).backward()
+    scaler.step(optimizer)
+    moved = (model[0].q.weight.detach() - before[0]).abs().max()  # type: ignore[union-attr, operator]
+    assert rates["0.q"].tolist() == [0.5] * 4
+    torch.testing.assert_close(float(moved), 0.05, rtol=1e-3, atol=0)  # the first step of Adam is lr
+
+
+def test_a_step_with_a_closure_is_the_same_step() -> None:
+    results = []
+    for use_closure in (False, True):
+        model, optimizer = model_and_optimizer()
+        QuacK(model, optimizer, tau=0.5)
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(tokens()).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if use_closure:
+                optimizer.step(closure)  # type: ignore[arg-type]
+            else:
+                closure()
+                optimizer.step()
+        results.append(parameters(model))
+    assert_equal(*results)
+
+
+def test_after_a_step_that_raised_the_next_starts_clean() -> None:
+    model, optimizer = model_and_optimizer()
+    quack = QuacK(model, optimizer, tau=0.5)
+
+    def fails() -> float:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(fails)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)  # the weights change in between; a stale copy would undo this
+    rates, before = quack.rates(), parameters(model)
+    train(model, optimizer, steps=1)
+    assert rates["0.q"].tolist() == [0.25] * 4
+    moved = (model[0].q.weight.detach() - before[0]).abs().max()  # type: ignore[union-attr, operator]
+    torch.testing.assert_close(float(moved), 0.1 * 0.25 + 0.25 * 1e-3 * float(before[0].abs().max()), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)])
+def test_a_step_with_lr_0_captures_and_changes_nothing(lr: float | Tensor) -> None:
+    model, optimizer = model_and_optimizer()
+    quack = QuacK(model, optimizer, tau=0.5)
+    before, state = parameters(model), copy.deepcopy(quack.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    train(model, optimizer, steps=2)
+    assert_equal(parameters(model), before)
+    assert_equal(quack.state_dict()["sensitivity"], state["sensitivity"])
+    assert not quack._stepped
+    assert not quack._copies
+
+
+def two_optimizers(order: int, attach: bool) -> tuple[nn.Sequential, list[torch.optim.Optimizer], QuacK | None]:
+    model, _ = model_and_optimizer(bias=True)
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    biases = [param for param in model.parameters() if param.ndim == 1]
+    optimizers = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(biases, lr=0.01)][::order]
+    return model, optimizers, QuacK(model, optimizers, tau=0.5) if attach else None
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_optimizers_use_the_same_rates_in_one_iteration(order: int) -> None:
+    """Judge: the plain steps, scaled by hand with the rates of before both."""
+    model, optimizers, quack = two_optimizers(order, attach=True)
+    plain, plain_optimizers, _ = two_optimizers(order, attach=False)
+    assert quack is not None
+    for step in range(3):
+        rates = {name: quack.rate_of(param) for name, param in model.named_parameters()}
+        old = {name: param.detach().clone() for name, param in model.named_parameters()}
+        with torch.no_grad():
+            for name, param in plain.named_parameters():
+                param.copy_(old[name])
+        train(model, *optimizers, steps=1, seed=step)
+        train(plain, *plain_optimizers, steps=1, seed=step)
+        for name, param in plain.named_parameters():
+            rate = rates[name] if rates[name] is not None else torch.ones(())
+            torch.testing.assert_close(
+                model.get_parameter(name).detach(),
+                old[name] + rate * (param.detach() - old[name]),
+                rtol=1e-5,
+                atol=1e-7,
+            )
+    assert (quack.rates()["0.q"] - 0.5).abs().max() > 0.001
+
+
+def test_optimizers_that_step_at_different_times_each_get_fresh_rates() -> None:
+    model, optimizers, quack = two_optimizers(1, attach=True)
+    assert quack is not None
+    for optimizer in (0, 0, 1, 0):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        rates = quack.rates()["0.q"]
+        optimizers[optimizer].step()
+        used = quack._rates[quack._rule.blocks.place[quack._rule.weights[0]]]
+        if optimizer == 0:  # the second belongs to the iteration that the first began
+            assert_equal(used, rates)
+
+
+def test_remove_leaves_the_optimizer_as_it_was() -> None:
+    model, optimizer = model_and_optimizer()
+    with QuacK(model, optimizer, tau=0.1) as quack:
+        pass
+    quack.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not optimizer._optimizer_load_state_dict_post_hooks
+    plain, plain_optimizer = model_and_optimizer()
+    train(model, optimizer)
+    train(plain, plain_optimizer)
+    assert_equal(parameters(model), parameters(plain))
+
+
+def test_parameters_that_move_in_memory_are_followed() -> None:
+    """model.to(dtype) and the like put new data behind the same parameter."""
+    model, optimizer = model_and_optimizer()
+    quack = QuacK(model, optimizer, tau=0.5)
+    train(model, optimizer, steps=1)
+    rates = quack.rates()
+    for param in model.parameters():
+        param.data = param.data.clone()
+    assert_equal(quack.rates(), rates)
+    before = parameters(model)
+    train(model, optimizer, steps=1)
+    assert not torch.equal(parameters(model)[0], before[0])
+    with torch.no_grad():
+        model[0].k.weight.mul_(2)  # type: ignore[union-attr, operator]
+    assert (quack.rates()["0.q"] < 0.6 * rates["0.q"]).all()
+
+
+def test_an_optimizer_that_replaces_the_data_of_its_parameters_is_scaled_too() -> None:
+    class Replaces(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.data = param.data - group["lr"] * param.grad
+
+    param, other = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2, 3))
+    optimizer = Replaces([param, other], lr=1.0)
+    QuacK(mha(Weight("q", param, torch.arange(2)), Weight("k", other, torch.arange(2))), optimizer, tau=0.25)
+    param.grad = other.grad = torch.ones(2, 3)
+    optimizer.step()
+    assert_equal(param.detach(), torch.full((2, 3), 0.75))
+
+
+@pytest.mark.parametrize("norm", [frobenius, spectral])
+@pytest.mark.parametrize("attention", [Separate, PerHead, Latent])
+def test_training_is_deterministic(norm: Any, attention: Callable[[], nn.Module]) -> None:
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(attention())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        QuacK(model, optimizer, norm=norm)
+        train(model, optimizer, steps=5)
+        results.append(parameters(model))
+    assert_equal(*results)
+
+
+def test_loading_the_optimizer_but_not_quack_is_told() -> None:
+    model, optimizer = model_and_optimizer()
+    quack = QuacK(model, optimizer)
+    train(model, optimizer, steps=1)
+    saved, state = copy.deepcopy(optimizer.state_dict()), quack.state_dict()
+    optimizer.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="load_state_dict"):
+        train(model, optimizer, steps=1)
+    train(model, optimizer, steps=1)  # once is enough
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for load in (
+            (quack.load_state_dict, optimizer.load_state_dict),
+            (optimizer.load_state_dict, quack.load_state_dict),
+        ):
+            for each in load:
+                each(state if each == quack.load_state_dict else saved)
+            train(model, optimizer, steps=1)
