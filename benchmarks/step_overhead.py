@@ -1,31 +1,36 @@
-"""What QuacK costs a training step: ratios from interleaved steps of one process, on the CPU.
+"""What QuacK costs a training step, as ratios from interleaved steps of one process, on the CPU.
 
-    python benchmarks/step_overhead.py              about three minutes on 2 cores
+    python benchmarks/step_overhead.py              about five minutes on 2 cores
     python benchmarks/step_overhead.py --cycles 20  quicker, noisier
 
-Each cycle takes one step (forward, backward, fused AdamW) plain, one with QuacK and one with the floor in QuacK's place: a
-copy of the q/k rows and a squared sum over them, in plain torch calls. All on the same model and batch, in turn.
+A cycle takes a step (forward, backward, fused AdamW; 1024 tokens) plain, one with QuacK, and one with the floor in its
+place: one copy of the q/k rows, kept while the step runs, and one squared sum over them, in plain torch calls.
 
-    step     median of (step with QuacK / plain step) over the cycles
-    hooks    1 + median time in QuacK's hooks / median plain step: the same thing, measured where it happens
-    floor    median time in QuacK's hooks / median time of the floor
-    memory   most bytes that QuacK has allocated at any time in a step / bytes of the q/k rows
-    ops      torch operations that QuacK's hooks call, at 4 heads and at 32
+    hooks   1 + time in QuacK's hooks / time of a plain step, medians: what the step costs more
+    step    median over the cycles of step with QuacK / mean of the plain steps around it, with its standard error: the
+            same from outside; the noise of the machine is in it
+    floor   time in QuacK's hooks / time of the floor, medians
+    memory  most bytes allocated by QuacK that were alive at once in its first step / bytes of the q/k rows
+    calls   torch operations that QuacK adds to a step, with these heads and with eight times as many
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quacklr import Path, QuacK, mha, packed
+
+MODELS = {"1M": (128, 4, 4), "25M": (512, 8, 8)}  # width, layers, heads
 
 
 class Attention(nn.Module):
@@ -40,8 +45,8 @@ class Attention(nn.Module):
         return self.o(mixed.transpose(1, 2).flatten(2))
 
     def logit_paths(self) -> list[Path]:
-        d_head = self.q.out_features // self.heads
-        return mha(*packed(self.q, ("q", self.heads, d_head)), *packed(self.k, ("k", self.heads, d_head)))
+        size = self.q.out_features // self.heads
+        return mha(*packed(self.q, ("q", self.heads, size)), *packed(self.k, ("k", self.heads, size)))
 
 
 class Block(nn.Module):
@@ -56,12 +61,17 @@ class Block(nn.Module):
 
 
 def decoder(width: int, layers: int, heads: int, vocab: int = 256) -> nn.Sequential:
+    torch.manual_seed(0)
     blocks = [Block(width, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(vocab, width), *blocks, nn.RMSNorm(width), nn.Linear(width, vocab))
 
 
+def rows_of(model: nn.Module) -> list[nn.Parameter]:
+    return [p for m in model.modules() if isinstance(m, Attention) for p in (m.q.weight, m.k.weight)]
+
+
 class Timed:
-    """A function that keeps the time it took."""
+    """A function that adds up the time it takes."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.seconds = function, 0.0
@@ -72,11 +82,62 @@ class Timed:
         self.seconds += time.perf_counter() - start
 
 
+class Floor:
+    """The least that any such method must do: keep a copy of the rows, and sum their squares."""
+
+    def __init__(self, rows: list[nn.Parameter]) -> None:
+        self.rows, self.copies = rows, list[Tensor]()
+
+    @torch.no_grad()
+    def before(self, *_: Any) -> None:
+        self.copies = [p.clone() for p in self.rows]
+        for p in self.rows:
+            p.square().sum(1)
+
+    def after(self, *_: Any) -> None:
+        self.copies = []
+
+
+def timed_step(
+    model: nn.Module, optimizer: Optimizer, batch: Tensor, *hooks: Callable[..., Any]
+) -> tuple[float, float]:
+    """Seconds of a whole step, and of the two hooks in it if any."""
+    timed = [Timed(hook) for hook in hooks]
+    handles = [
+        register(hook)
+        for register, hook in zip(
+            (optimizer.register_step_pre_hook, optimizer.register_step_post_hook), timed, strict=False
+        )
+    ]
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+    optimizer.step()
+    seconds = time.perf_counter() - start
+    for handle in handles:
+        handle.remove()
+    return seconds, sum(hook.seconds for hook in timed)
+
+
+def cycles(model: nn.Module) -> Iterator[dict[str, float]]:
+    """The times of one cycle after another."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batch, floor = torch.randint(256, (8, 129)), Floor(rows_of(model))
+    quack = QuacK(model, optimizer)
+    quack.remove()
+    while True:
+        plain, _ = timed_step(model, optimizer, batch)
+        with_quack, hooks = timed_step(model, optimizer, batch, quack._before, quack._after)
+        again, _ = timed_step(model, optimizer, batch)
+        _, least = timed_step(model, optimizer, batch, floor.before, floor.after)
+        yield {"plain": plain, "hooks": hooks, "floor": least, "ratio": 2 * with_quack / (plain + again)}
+
+
 class Operations(TorchDispatchMode):
-    """Counts torch operations, and follows how many bytes of newly allocated results are alive."""
+    """Counts torch operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,79 +145,50 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def cycle(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Iterator[dict[str, float]]:
-    """Times of one plain step, one with QuacK and one with the floor, and of the hooks themselves; again and again."""
-    rows = [p for name, p in model.named_parameters() if "attention.q" in name or "attention.k" in name]
-    quack = QuacK(model, optimizer)
-    quack.remove()
-
-    @torch.no_grad()
-    def floor(*_: Any) -> None:
-        copies = [p.clone() for p in rows]
-        sums = [p.square().sum(1) for p in rows]
-        del copies, sums
-
-    def step() -> float:
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        logits = model(batch[:, :-1])
-        nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
-        optimizer.step()
-        return time.perf_counter() - start
-
-    while True:
-        before, after, plain_calls = Timed(quack._before), Timed(quack._after), Timed(floor)
-        row = {"plain": step()}
-        hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-        row["quack"] = step()
-        for hook in hooks:
-            hook.remove()
-        hook = optimizer.register_step_pre_hook(plain_calls)
-        step()
-        hook.remove()
-        yield row | {"hooks": before.seconds + after.seconds, "floor": plain_calls.seconds}
+def calls(width: int, layers: int, heads: int) -> int:
+    model = decoder(width, layers, heads)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with QuacK(model, optimizer) as quack, Operations() as operations:
+        quack._before(optimizer)
+        quack._after(optimizer)
+    return operations.count
 
 
-def operations(heads: int, layers: int = 4) -> int:
-    """How many torch operations QuacK adds to a step."""
-    model = decoder(128, layers, heads)
-    counts = []
-    for attach in (False, True):
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        quack = QuacK(model, optimizer) if attach else None
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        with Operations() as counter:
-            optimizer.step()
-        counts.append(counter.count)
-        if quack is not None:
-            quack.remove()
-    return counts[1] - counts[0]
+def memory(width: int, layers: int, heads: int) -> float:
+    def alive() -> int:
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    model = decoder(width, layers, heads)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with QuacK(model, optimizer) as quack:
+        before = alive()
+        quack._before(optimizer)
+        inside = alive()
+        quack._after(optimizer)
+    return (inside - before) / sum(p.numel() * p.element_size() for p in rows_of(model))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=150, help="interleaved steps of each kind for the small model")
-    cycles: int = parser.parse_args().cycles
-    print(f"{'model':<28}{'step':>9}{'hooks':>9}{'floor':>9}")
-    for width, layers, heads, share in ((128, 4, 4, 1.0), (512, 8, 8, 0.2)):
-        torch.manual_seed(0)
-        model = decoder(width, layers, heads)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        run = cycle(model, optimizer, torch.randint(256, (8, 129)))
-        for _ in range(3):
-            next(run)
-        rows = [next(run) for _ in range(max(3, int(share * cycles)))]
+    parser.add_argument(
+        "--cycles", type=int, default=200, help="cycles for the small model; a tenth of it for the large"
+    )
+    number: int = parser.parse_args().cycles
+    print(f"{'model':<8}{'hooks':>10}{'step':>20}{'floor':>8}{'memory':>9}{'calls':>11}")
+    for (name, size), count in zip(MODELS.items(), (number, number // 10), strict=True):
+        run = cycles(decoder(*size))
+        rows = [next(run) for _ in range(max(3, count) + 2)][2:]
         middle = {key: median(row[key] for row in rows) for key in rows[0]}
-        size = sum(p.numel() for p in model.parameters()) / 1e6
-        name = f"{size:.1f}M (d {width}, {layers} layers)"
-        ratio = median(row["quack"] / row["plain"] for row in rows)
+        error = 1.25 * stdev(row["ratio"] for row in rows) / len(rows) ** 0.5
+        width, layers, heads = size
         print(
-            f"{name:<28}{ratio:>9.4f}{1 + middle['hooks'] / middle['plain']:>9.4f}{middle['hooks'] / middle['floor']:>9.2f}",
-            middle,
+            f"{name:<8}{1 + middle['hooks'] / middle['plain']:>10.4f}{middle['ratio']:>12.4f} +- {error:.4f}"
+            f"{middle['hooks'] / middle['floor']:>8.2f}{memory(*size):>9.3f}"
+            f"{calls(*size):>6} {calls(width, layers, 8 * heads):>4}",
+            flush=True,
         )
-    print(operations(4), operations(32))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class Operations(TorchDispatchMode):
     """Counts operations by name, and follows the most bytes of storage allocated by them that was alive at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: Counter[str] = Counter()
         self.alive: dict[int, int] = {}
         self.most = 0

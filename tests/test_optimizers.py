@@ -1,4 +1,4 @@
-"""For an update that is linear in lr, a scaled step is a step with a scaled lr. Judge: the same optimizer with that lr."""
+"""For an update linear in lr, a scaled step is a step with a scaled lr. Judge: the same optimizer with that lr."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_two_optimizers_use_the_same_rates_in_one_iteration(order: int) -> None:
         train(model, *optimizers, steps=1, seed=step)
         train(plain, *plain_optimizers, steps=1, seed=step)
         for name, param in plain.named_parameters():
-            rate = rates[name] if rates[name] is not None else torch.ones(())
+            rate = torch.ones(()) if (found := rates[name]) is None else found
             torch.testing.assert_close(
                 model.get_parameter(name).detach(),
                 old[name] + rate * (param.detach() - old[name]),
@@ -230,7 +230,7 @@ def test_parameters_that_move_in_memory_are_followed() -> None:
 
 def test_an_optimizer_that_replaces_the_data_of_its_parameters_is_scaled_too() -> None:
     class Replaces(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, _: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 for param in group["params"]:
                     param.data = param.data - group["lr"] * param.grad

@@ -16,8 +16,6 @@ import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
 from pathlib import Path as File
 
 import torch
@@ -48,23 +46,17 @@ In your own script, once the weights are initialised or loaded, add two lines; t
     from quacklr import QuacK
     quack = QuacK(model, optimizer)
 
+An attention that quacklr does not know says what its logit is made of, as Attention.logit_paths does in quacklr/demo.py.
 To see a learning rate at which the plain run is fine as well: quacklr demo --lr 0.003
 """
 
 
-@cache
-def rotation() -> tuple[Tensor, Tensor]:
-    """Cosine and sine, (T, K / 2) each, of the angles by which rotary embeddings turn a query or key."""
-    speed = 10000.0 ** (-torch.arange(0, D_HEAD, 2) / D_HEAD)
-    angle = torch.outer(torch.arange(CONTEXT), speed)
-    return angle.cos(), angle.sin()
-
-
 def rotate(x_BHTK: Tensor) -> Tensor:
-    """Turn each query or key by its position, so that logits depend on distances; lengths stay as they are."""
-    cos, sin = rotation()
-    a, b = x_BHTK.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    """Turn each query or key by its position (rotary embeddings), so that logits depend on distances."""
+    angle_TK = torch.outer(torch.arange(x_BHTK.shape[2]), 10000.0 ** (-torch.arange(0, D_HEAD, 2) / D_HEAD))
+    cos_TK, sin_TK = angle_TK.cos(), angle_TK.sin()
+    a_BHTK, b_BHTK = x_BHTK.chunk(2, dim=-1)
+    return torch.cat([a_BHTK * cos_TK - b_BHTK * sin_TK, b_BHTK * cos_TK + a_BHTK * sin_TK], dim=-1)
 
 
 def heads(x_BTD: Tensor) -> Tensor:
@@ -86,8 +78,7 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Mix values by the softmax of the logits."""
         mixed_BHTK = scaled_dot_product_attention(*self.qk(x_BTD), heads(self.v(x_BTD)), is_causal=True)
-        out_BTD: Tensor = self.o(mixed_BHTK.transpose(1, 2).flatten(2))
-        return out_BTD
+        return self.o(mixed_BHTK.transpose(1, 2).flatten(2))
 
     def logit_paths(self) -> list[Path]:
         """What QuacK needs to know: the logit of head h is q[h] . k[h]."""
@@ -106,8 +97,7 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Add both to the stream."""
         x_BTD = x_BTD + self.attention(self.norm1(x_BTD))
-        out_BTD: Tensor = x_BTD + self.mlp(self.norm2(x_BTD))
-        return out_BTD
+        return x_BTD + self.mlp(self.norm2(x_BTD))
 
 
 class Decoder(nn.Module):
@@ -181,7 +171,7 @@ class Run:
         self.model, self.held_out = model, held_out
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARMUP, total_iters=WARMUP)
-        self.logits = [self.probe()]
+        self.logits, self.changes = self.probe(), list[float]()
 
     @torch.no_grad()
     def probe(self) -> Tensor:
@@ -191,27 +181,36 @@ class Run:
     def step(self, bytes_BT: Tensor) -> None:
         """Take one training step."""
         self.optimizer.zero_grad()
-        self.model.loss(bytes_BT).backward()  # type: ignore[no-untyped-call]
+        self.model.loss(bytes_BT).backward()
         self.optimizer.step()
         self.schedule.step()
-        self.logits.append(self.probe())
+        before, self.logits = self.logits, self.probe()
+        self.changes.append((self.logits - before).abs().mean().item())
 
     @torch.no_grad()
     def measure(self) -> Measured:
         """The row of this step; the next one starts from here."""
-        changes = [(new - old).abs().mean().item() for old, new in pairwise(self.logits)]
-        self.logits = self.logits[-1:]
-        change = sum(changes) / max(1, len(changes))
-        return Measured(self.model.loss(self.held_out).item(), self.logits[0].abs().max().item(), change)
+        change = sum(self.changes) / max(1, len(self.changes))
+        self.changes.clear()
+        return Measured(self.model.loss(self.held_out).item(), self.logits.abs().max().item(), change)
+
+
+def number(value: float) -> str:
+    """A logit for a table; one that exploded must not break the columns."""
+    return f"{value:.1e}" if value >= 1e6 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Both runs at one step."""
+    """Both runs at one step: a line of the live table."""
 
     step: int
     plain: Measured
     quack: Measured
+
+    def __str__(self) -> str:
+        logits = f"{number(self.plain.max_logit):>12}{number(self.quack.max_logit):>10}"
+        return f"{self.step:>6}{self.plain.loss:>12.3f}{self.quack.loss:>10.3f}{logits}"
 
 
 def train(lr: float, tau: float, steps: int, seed: int) -> Iterator[tuple[int, Row | None]]:
@@ -221,12 +220,11 @@ def train(lr: float, tau: float, steps: int, seed: int) -> Iterator[tuple[int, R
     model = Decoder(seed)
     plain, quack = Run(deepcopy(model), lr, held_out), Run(model, lr, held_out)
     QuacK(quack.model, quack.optimizer, tau=tau)
-    every = max(1, steps // ROWS)
     yield 0, Row(0, plain.measure(), quack.measure())
     for step, bytes_BT in zip(range(1, steps + 1), batches(train_data, BATCH, seed), strict=False):
         plain.step(bytes_BT)
         quack.step(bytes_BT)
-        due = step % every == 0 or step == steps
+        due = step % max(1, steps // ROWS) == 0 or step == steps
         yield step, Row(step, plain.measure(), quack.measure()) if due else None
 
 
@@ -249,17 +247,6 @@ class Screen:
             print(f"\r{self.status}", end="", flush=True)
 
 
-def number(value: float) -> str:
-    """A logit for the table; one that exploded must not break the columns."""
-    return f"{value:.1e}" if value >= 1e6 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
-
-
-def table_row(row: Row) -> str:
-    """One line of the live table."""
-    logits = f"{number(row.plain.max_logit):>12}{number(row.quack.max_logit):>10}"
-    return f"{row.step:>6}{row.plain.loss:>12.3f}{row.quack.loss:>10.3f}{logits}"
-
-
 def compare(ours: float, theirs: float, margin: float) -> str:
     """How our number stands to theirs; what is not finite is larger than all that is."""
     ours, theirs = (value if math.isfinite(value) else math.inf for value in (ours, theirs))
@@ -273,9 +260,8 @@ def verdict(row: Row, lr: float) -> str:
     logit = compare(quack.max_logit, plain.max_logit, SAME_LOGIT)
     so = {"lower": "QuacK helped", "higher": "QuacK did harm", "about the same": "QuacK did not help the loss"}[loss]
     return (
-        f"At lr {lr:g}, after {row.step} steps, {so}: with it the validation loss is {loss} ({quack.loss:.2f} against "
-        f"{plain.loss:.2f})\nand the largest attention logit is {logit} "
-        f"({number(quack.max_logit)} against {number(plain.max_logit)})."
+        f"At lr {lr:g} {so}: with it the validation loss is {loss} ({quack.loss:.2f} against {plain.loss:.2f}) and\n"
+        f"the largest attention logit is {logit} ({number(quack.max_logit)} against {number(plain.max_logit)})."
     )
 
 
@@ -299,7 +285,7 @@ def run(steps: int, lr: float, tau: float, seed: int, threads: int) -> int:
     try:
         for step, row in train(lr, tau, steps, seed):
             if row is not None:
-                screen.line(table_row(row))
+                screen.line(str(row))
                 last = row
             screen.progress(step)
     except KeyboardInterrupt:

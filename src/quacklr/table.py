@@ -21,9 +21,8 @@ def describe(rule: Rule, rates: Mapping[str, Tensor], left_alone: Mapping[str, s
         logit = " + ".join(" ".join(_term(weight, module) for weight in path.weights) for path in paths)
         weights = dict.fromkeys(rule.stands_for[weight] for path in paths for weight in path.weights)
         ranges = [f"{_short(w, module)} {_range(rates[w.name])}" for w in weights if w.name in rates]
-        rows.append(
-            (module or "(model)", "/".join(dict.fromkeys(str(path.heads) for path in paths)), logit, "  ".join(ranges))
-        )
+        heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
+        rows.append((module or "(model)", heads, logit, "  ".join(ranges)))
     frozen = {w.name: "frozen: no rate, counts in its partners' norms" for w in rule.weights if w.name not in rates}
     alone = [f"  {name}: {reason}" for name, reason in {**frozen, **left_alone}.items()]
     return "\n".join([*_columns(rows), *(["left alone:", *alone] if alone else [])])
