@@ -66,7 +66,7 @@ def decoder(width: int, layers: int, heads: int, vocab: int = 256) -> nn.Sequent
     return nn.Sequential(nn.Embedding(vocab, width), *blocks, nn.RMSNorm(width), nn.Linear(width, vocab))
 
 
-def rows_of(model: nn.Module) -> list[nn.Parameter]:
+def rows_of(model: nn.Module) -> list[Tensor]:
     return [p for m in model.modules() if isinstance(m, Attention) for p in (m.q.weight, m.k.weight)]
 
 
@@ -85,7 +85,7 @@ class Timed:
 class Floor:
     """The least that any such method must do: keep a copy of the rows, and sum their squares."""
 
-    def __init__(self, rows: list[nn.Parameter]) -> None:
+    def __init__(self, rows: list[Tensor]) -> None:
         self.rows, self.copies = rows, list[Tensor]()
 
     @torch.no_grad()

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 import reference
 from models import PerHead, Separate, assert_equal, layers, train
-from quacklr import QuacK, Weight, mha, packed
+from quacklr import QuacK, Weight, frobenius, mha, packed, spectral
+from quacklr.norms import Norm
 from quacklr.optimizers import NOT_LINEAR
 
 ACCEPTED: dict[str, dict[str, Any]] = {
@@ -109,15 +110,16 @@ def test_what_is_no_optimizer_is_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", [frobenius, spectral])
 def test_the_first_step_at_tau_1_is_the_plain_step_bitwise(
-    name: str, options: dict[str, Any], dtype: torch.dtype
+    name: str, options: dict[str, Any], dtype: torch.dtype, norm: Norm
 ) -> None:
     results = []
     for attach in (False, True):
         torch.manual_seed(0)
         model = layers(2, PerHead).to(dtype)
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
-        quack = QuacK(model, optimizer) if attach else None
+        quack = QuacK(model, optimizer, norm=norm) if attach else None
         train(model, optimizer, steps=1)
         results.append([param.detach() for param in model.parameters()])
         if quack:

@@ -46,9 +46,8 @@ In your own script, once the weights are initialised or loaded, add two lines; t
     from quacklr import QuacK
     quack = QuacK(model, optimizer)
 
-An attention that quacklr does not know says what its logit is made of, as Attention.logit_paths does in quacklr/demo.py.
-To see a learning rate at which the plain run is fine as well: quacklr demo --lr 0.003
-"""
+An attention that quacklr does not know declares its logit in one method, as Attention does in quacklr/demo.py.
+To see a learning rate at which the plain run is fine as well: quacklr demo --lr 0.003"""
 
 
 def rotate(x_BHTK: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A byte-level language model, initialised as GPT-2 is: every matrix N(0, 0.02)."""
+    """A byte-level language model; every matrix starts as N(0, 0.02)."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -224,7 +223,7 @@ def train(lr: float, tau: float, steps: int, seed: int) -> Iterator[tuple[int, R
     for step, bytes_BT in zip(range(1, steps + 1), batches(train_data, BATCH, seed), strict=False):
         plain.step(bytes_BT)
         quack.step(bytes_BT)
-        due = step % max(1, steps // ROWS) == 0 or step == steps
+        due = step % math.ceil(steps / ROWS) == 0 or step == steps
         yield step, Row(step, plain.measure(), quack.measure()) if due else None
 
 
@@ -232,7 +231,7 @@ class Screen:
     """Lines that stay, and on a terminal below them one that says how far we are."""
 
     def __init__(self, steps: int) -> None:
-        self.steps, self.started, self.status = steps, time.monotonic(), ""
+        self.steps, self.started, self.status = steps, 0.0, ""
 
     def line(self, text: str) -> None:
         """Print in place of the status, and of the ^C that a terminal puts after it."""
@@ -240,9 +239,11 @@ class Screen:
         self.status = ""
 
     def progress(self, step: int) -> None:
-        """Say how many steps are done, and how long the rest will take."""
-        if sys.stdout.isatty():
-            left = int((time.monotonic() - self.started) * (self.steps / max(1, step) - 1))
+        """Say how many steps are done and how long the rest will take, which is known from step 1 on."""
+        if step == 0:
+            self.started = time.monotonic()
+        elif sys.stdout.isatty():
+            left = int((time.monotonic() - self.started) * (self.steps / step - 1))
             self.status = f"step {step} of {self.steps}, {left // 60}:{left % 60:02} left; Ctrl-C stops "
             print(f"\r{self.status}", end="", flush=True)
 
@@ -285,8 +286,8 @@ def run(steps: int, lr: float, tau: float, seed: int, threads: int) -> int:
     try:
         for step, row in train(lr, tau, steps, seed):
             if row is not None:
-                screen.line(str(row))
                 last = row
+                screen.line(str(row))
             screen.progress(step)
     except KeyboardInterrupt:
         screen.line("Stopped; this is what was seen so far.")

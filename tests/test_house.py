@@ -1,0 +1,86 @@
+"""Rules a linter cannot see."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path as File
+
+import pytest
+
+import quacklr
+
+ROOT = File(__file__).parent.parent
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+CODE = [ROOT / name for name in TRACKED if name.endswith(".py") and (ROOT / name).exists()]
+PROSE = [ROOT / name for name in TRACKED if name.endswith(".md") and (ROOT / name).exists()]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def imported(file: File) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
+
+
+def test_the_core_imports_torch_and_the_standard_library_only() -> None:
+    for file in (ROOT / "src/quacklr").rglob("*.py"):
+        if "lab" in file.parts or "integrations" in file.parts:
+            continue
+        roots = {name.split(".")[0] for name in imported(file)}
+        assert roots <= {"torch", "quacklr", *sys.stdlib_module_names}, file
+        assert not any(name.startswith("quacklr.lab") for name in imported(file)), file
+
+
+@pytest.mark.parametrize("file", CODE, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_file_has_less_than_300_lines_says_what_it_is_for_and_is_ascii(file: File) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 300
+    assert ast.get_docstring(ast.parse(text))
+    assert text.isascii()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_an_example_runs_and_its_assertions_hold(example: File) -> None:
+    runpy.run_path(str(example), run_name="__main__")
+
+
+def readme_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("block", readme_blocks(), ids=lambda block: block.splitlines()[0])
+def test_a_python_block_of_the_readme_runs(block: str) -> None:
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("file", PROSE, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_path_named_in_prose_exists(file: File) -> None:
+    text = file.read_text()
+    named = re.findall(r"`((?:src|tests|docs|examples|benchmarks|results|\.ci)/[\w./-]*)`", text)
+    named += [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    for name in named:
+        assert (ROOT / name).exists() or (file.parent / name).exists(), name
+
+
+def test_the_tour_in_the_readme_names_every_file_of_the_core() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for file in (ROOT / "src/quacklr").glob("*.py"):
+        if file.name != "__init__.py":
+            assert file.name in readme, file
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert f"version: {quacklr.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_public_names_are_there() -> None:
+    assert set(quacklr.__all__) >= {"QuacK", "Path", "Weight", "logit_paths", "sensitivity", "frobenius", "spectral"}
+    assert all(hasattr(quacklr, name) for name in quacklr.__all__)
