@@ -74,6 +74,8 @@ class Piece:
     def __init__(self, weight: Weight, blocks: Tensor) -> None:
         self.weight, self.blocks = weight, blocks
         self.columns = [Rows(part, blocks) for part in weight.parts]  # [W b]
+        self.widths = [rows.size[2] for rows in self.columns]
+        self._on_cpu = weight.param.device.type == "cpu"
         self._spare: Tensor | None = None
 
     @classmethod
@@ -101,21 +103,22 @@ class Piece:
 
         On the CPU it is kept for the next step, since fresh pages cost more than the copying.
         """
-        widths = [rows.size[2] for rows in self.columns]
-        olds = old_BRC.split_with_sizes(widths, 2) if len(widths) > 1 else (old_BRC,)
+        olds = old_BRC.split_with_sizes(self.widths, 2) if len(self.widths) > 1 else (old_BRC,)
         for rows, old in zip(self.columns, olds, strict=True):
             if id(rows.tensor) in tensors:
                 rows.write(_blend(old, rows.read(), rate_B11))
-        if old_BRC.device.type == "cpu":
+        if self._on_cpu:
             self._spare = old_BRC
 
 
 def _blend(old_BRC: Tensor, now_BRC: Tensor, rate_B11: Tensor) -> Tensor:
     """old + rate * (now - old), written to `now`; exactly `now` where the rate is 1."""
-    if now_BRC.dtype in (torch.float32, torch.float64):
-        return torch.lerp(old_BRC, now_BRC, rate_B11.to(now_BRC), out=now_BRC)
+    if now_BRC.dtype == torch.float64:
+        rate_B11 = rate_B11.to(torch.float64)
+    if now_BRC.dtype == rate_B11.dtype:
+        return torch.lerp(old_BRC, now_BRC, rate_B11, out=now_BRC)
     exact_BRC = now_BRC.to(torch.float32)  # a rate in bf16 would be off by up to 0.2 %
-    return now_BRC.copy_(exact_BRC.sub_(old_BRC).mul_(rate_B11.to(now_BRC.device)).add_(old_BRC))
+    return now_BRC.copy_(exact_BRC.sub_(old_BRC).mul_(rate_B11).add_(old_BRC))
 
 
 class Blocks:
@@ -130,6 +133,7 @@ class Blocks:
             place[piece.blocks] = torch.arange(self.total, self.total + len(piece.blocks))
             self.total += len(piece.blocks)
         self.device = self.pieces[0].weight.param.device
+        self.one_device = all(piece.weight.param.device == self.device for piece in self.pieces)
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat vector as (B, 1, 1) views, one a piece."""
@@ -140,8 +144,10 @@ class Blocks:
         return [piece.copy() if piece.holds(of) else None for piece in self.pieces]
 
     def measure(self, norm: Norm, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
-        """A copy of every piece, the norms of its blocks, and what the norm remembers of it: each copy is measured at
-        once, while it is still in the cache."""
+        """A copy of every piece, the norms of its blocks, and what the norm remembers of it.
+
+        Each copy is measured as soon as it is made, while it is in the cache.
+        """
         copies: Copies = []
         norms: list[Tensor] = []
         remembered: Memory = []
@@ -157,4 +163,4 @@ class Blocks:
         """Every row of these tensors (by id) becomes old + rate of its block * (now - old)."""
         for piece, old_BRC, rate_B11 in zip(self.pieces, copies, rates, strict=True):
             if old_BRC is not None:
-                piece.move(old_BRC, rate_B11, tensors)
+                piece.move(old_BRC, rate_B11 if self.one_device else rate_B11.to(old_BRC.device), tensors)
