@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path as File
 
@@ -14,9 +13,8 @@ import pytest
 import quacklr
 
 ROOT = File(__file__).parent.parent
-TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-CODE = [ROOT / name for name in TRACKED if name.endswith(".py") and (ROOT / name).exists()]
-PROSE = [ROOT / name for name in TRACKED if name.endswith(".md") and (ROOT / name).exists()]
+CODE = sorted(file for folder in ("src", "tests", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
+PROSE = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 

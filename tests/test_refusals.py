@@ -134,6 +134,7 @@ def test_a_second_quack_on_the_same_weights_is_refused_until_the_first_is_remove
     first = QuacK(model, optimizer)
     with pytest.raises(ValueError, match=r"^0.q: another QuacK is attached .* \(as 0.q\); call remove\(\)"):
         QuacK(model, optimizer)
+    QuacK(model, torch.optim.AdamW(model.parameters()))  # another optimizer's steps are its own
     first.remove()
     QuacK(model, optimizer)
 

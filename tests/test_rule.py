@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import reference
 from models import Latent, Separate, layers
-from quacklr import Path, QuacK, Weight, mha, packed, sensitivity, spectral
+from quacklr import Path, QuacK, Weight, mha, mla, packed, sensitivity, spectral
 from reference import Layer
 
 sizes = st.integers(1, 5)
@@ -109,6 +109,12 @@ def test_heads_can_read_blocks_in_any_order() -> None:
 def test_a_weight_on_several_paths_takes_the_most_sensitive() -> None:
     shared = weight("a", 2)
     assert by_name([Path((shared, weight("b", 3)), 1), Path((shared, weight("c", 5), weight("d", 7)), 1)])["a"] == [35]
+
+
+def test_a_norm_on_a_latent_takes_its_projection_off_the_paths() -> None:
+    """DeepSeek's MLA: dq and dkv are left out, and the rest is as sensitive as if they were not there."""
+    found = by_name(mla(weight("uq", 2, 3), weight("uk", 5, 7), weight("qr", 11, 13), weight("kr", 17)))
+    assert found == {"uq": [5, 7], "uk": [2, 3], "qr": [17, 17], "kr": [13]}
 
 
 def test_a_weight_that_is_its_own_partner_is_sensitive_to_itself() -> None:

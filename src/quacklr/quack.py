@@ -69,7 +69,8 @@ class QuacK:
         paths, self.left_alone = survey(model) if isinstance(model, nn.Module) else (list(model), {})
         self._rule = Rule(paths)
         refuse_unstepped(self._rule.weights, self.optimizers)
-        refuse_taken(self._rule.weights, [weight for other in _attached for weight in other._rule.weights])
+        here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
+        refuse_taken(self._rule.weights, [weight for other in here for weight in other._rule.weights])
         self._start, self._memory = self._measure_start()
         self._rates = torch.empty_like(self._start)
         self._rate_of_piece = self._rule.blocks.split(self._rates)

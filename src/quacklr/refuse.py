@@ -24,7 +24,7 @@ def refuse_unstepped(weights: Iterable[Weight], optimizers: Sequence[Optimizer])
 
 
 def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight]) -> None:
-    """Two QuacKs on one parameter would multiply their rates."""
+    """Two QuacKs that scale the same optimizer's step of one parameter would multiply their rates."""
     others = {id(part.param): part.name for other in taken for part in other.parts}
     for weight in weights:
         for part in weight.parts:
