@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from models import assert_equal
-from quacklr import QuacK, Weight, frobenius, mha, packed, spectral
+from quacklr import Path, QuacK, Weight, frobenius, mha, packed, spectral
 from quacklr.blocks import Blocks
 
 H, G, D = 4, 2, 3
@@ -144,7 +144,7 @@ def test_a_packed_grouped_attention_has_the_rates_of_its_separate_heads(layout: 
 def test_heads_of_different_sizes_are_one_weight() -> None:
     param, other = nn.Parameter(torch.ones(6, 2)), nn.Parameter(torch.ones(3, 2))
     weight = Weight("q", param, torch.tensor([0, 0, 0, 1, 2, 2]))
-    quack = QuacK(mha(weight, Weight("k", other, torch.arange(3))), torch.optim.SGD([param, other], lr=0.1))
+    quack = QuacK([Path((weight, Weight("k", other, torch.arange(3))), 3)], torch.optim.SGD([param, other], lr=0.1))
     with torch.no_grad():
         param[3].mul_(2)
         param[4:].mul_(4)

@@ -153,7 +153,9 @@ def test_two_weights_with_one_name_are_refused() -> None:
 
 def test_two_weights_that_claim_one_row_are_refused() -> None:
     shared = param(4, 3)
-    paths = mha(Weight("a", shared, torch.tensor([0, 0, 1, 1])), Weight("b", shared, torch.tensor([0, 1, 1, -1])))
+    paths = [
+        Path((Weight("a", shared, torch.tensor([0, 0, 1, 1])), Weight("b", shared, torch.tensor([0, 1, 1, -1]))), 2)
+    ]
     with pytest.raises(ValueError, match="^b and a claim the same rows; declare them as one Weight"):
         QuacK(paths, torch.optim.SGD([shared], lr=0.1))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from models import Latent, PerHead, Separate, assert_equal, layers, train
-from quacklr import QuacK, Weight, frobenius, mha, spectral
+from quacklr import Path, QuacK, Weight, frobenius, spectral
 from quacklr.norms import Norm
 
 Run = tuple[nn.Module, torch.optim.Optimizer, QuacK]
@@ -65,7 +65,7 @@ def test_state_is_keyed_by_name_so_blocks_of_different_sizes_find_their_place() 
     param = nn.Parameter(torch.arange(1.0, 13.0).view(6, 2))
     other = nn.Parameter(torch.ones(3, 2))
     optimizer = torch.optim.SGD([param, other], lr=0.1)
-    paths = mha(Weight("q", param, torch.tensor([0, 0, 0, 1, 2, 2])), Weight("k", other, torch.arange(3)))
+    paths = [Path((Weight("q", param, torch.tensor([0, 0, 0, 1, 2, 2])), Weight("k", other, torch.arange(3))), 3)]
     with QuacK(paths, optimizer, norm=spectral) as quack:
         state = quack.state_dict()
         exact = torch.stack([torch.linalg.svd(rows)[2][0] for rows in param.detach().split([3, 1, 2])])
@@ -85,7 +85,10 @@ def test_state_is_keyed_by_name_so_blocks_of_different_sizes_find_their_place() 
             lambda: layers(1, Separate),
             "1.k is in the model but not in the state; 1.q is in the model but not in the state",
         ),
-        (lambda: layers(2, lambda: Separate(groups=2)), "0.k has 2 blocks in the state, 4 in the model"),
+        (
+            lambda: layers(2, lambda: Separate(groups=2)),
+            "0.k has shape [8, 16] and 2 blocks in the state, shape [16, 16] and 4 blocks",
+        ),
     ],
 )
 def test_a_state_of_another_model_is_refused_with_the_difference(other: Callable[[], nn.Module], message: str) -> None:

@@ -35,9 +35,10 @@ class Rows:
         self.first = int(index[0, 0])
         self.block_step = int(index[1, 0]) - self.first if len(index) > 1 else 0
         self.row_step = int(index[0, 1]) - self.first if index.shape[1] > 1 else 0
-        block, row = torch.arange(len(index)).unsqueeze(1), torch.arange(index.shape[1])
-        grid = self.first + block * self.block_step + row * self.row_step
-        self.regular = self.block_step >= 0 and torch.equal(index, grid)  # torch has no negative strides
+        block, row = (torch.arange(size, device="cpu") for size in index.shape)
+        grid = self.first + block.unsqueeze(1) * self.block_step + row * self.row_step
+        negative = self.block_step < 0  # torch has no such strides
+        self.regular = torch.equal(index, grid) and not negative and self._is_matrix()
         self._view: Tensor | None = None
         self._address = -1
 
@@ -47,7 +48,7 @@ class Rows:
         The view is kept for as long as the tensor stays where it is in memory.
         """
         if not self.regular:
-            return self._matrix()[self.index]
+            return self._rows_first()[self.index].reshape(self.size)
         if self._view is None or self.tensor.data_ptr() != self._address:
             self._view, self._address = self._new_view(), self.tensor.data_ptr()
         return self._view
@@ -55,17 +56,25 @@ class Rows:
     def write(self, rows_BRC: Tensor) -> None:
         """Put back what `read` gave, after it was changed in place."""
         if not self.regular:
-            self._matrix()[self.index] = rows_BRC
+            tensor = self._rows_first()
+            tensor[self.index] = rows_BRC.view(*self.index.shape, *tensor.shape[1:])
 
     def _new_view(self) -> Tensor:
-        matrix = self._matrix()
+        matrix = self._rows_first().view(-1, self.size[2])
         row, column = matrix.stride()
         stride = self.block_step * row, self.row_step * row, column
         return matrix.as_strided(self.size, stride, matrix.storage_offset() + self.first * row)
 
-    def _matrix(self) -> Tensor:
-        """(rows, everything else), as a view."""
-        return self.tensor.detach().movedim(self.dim, 0).view(-1, self.size[2])
+    def _rows_first(self) -> Tensor:
+        return self.tensor.detach().movedim(self.dim, 0)
+
+    def _is_matrix(self) -> bool:
+        """Whether everything else of a row is evenly spaced in memory, so that (rows, everything else) is a view."""
+        tensor = self._rows_first()
+        strides = tensor.stride()[1:]
+        return all(
+            outer == inner * size for outer, inner, size in zip(strides, strides[1:], tensor.shape[2:], strict=False)
+        )
 
 
 class Piece:
@@ -92,6 +101,8 @@ class Piece:
     def copy(self) -> Tensor:
         """(B, R, C): the rows as they are now, laid out in memory as the parameter is."""
         out, self._spare = self._spare, None
+        if out is not None and out.dtype != self.weight.param.dtype:
+            out = None
         if len(self.columns) == 1 and out is not None:
             return out.copy_(self.columns[0].read())
         if self.weight.dim == 0:
@@ -99,16 +110,17 @@ class Piece:
         return torch.cat([rows.read().permute(2, 0, 1) for rows in self.columns]).permute(1, 2, 0)
 
     def move(self, old_BRC: Tensor, rate_B11: Tensor, tensors: Container[int]) -> None:
-        """Every row of these tensors (by id) becomes old + rate of its block * (now - old). Takes `old_BRC` back.
-
-        On the CPU it is kept for the next step, since fresh pages cost more than the copying.
-        """
+        """Every row of these tensors (by id) becomes old + rate of its block * (now - old). Takes `old_BRC` back."""
         olds = old_BRC.split_with_sizes(self.widths, 2) if len(self.widths) > 1 else (old_BRC,)
         for rows, old in zip(self.columns, olds, strict=True):
             if id(rows.tensor) in tensors:
                 rows.write(_blend(old, rows.read(), rate_B11))
-        if self._on_cpu:
-            self._spare = old_BRC
+        self.take_back(old_BRC)
+
+    def take_back(self, copy_BRC: Tensor) -> None:
+        """On the CPU, keep a used copy for the next step: fresh pages cost more than the copying."""
+        if self._on_cpu and (self.weight.dim == 0 or len(self.columns) == 1):
+            self._spare = copy_BRC
 
 
 def _blend(old_BRC: Tensor, now_BRC: Tensor, rate_B11: Tensor) -> Tensor:
@@ -129,8 +141,10 @@ class Blocks:
         self.place: dict[Weight, Tensor] = {}
         self.total = 0
         for piece in self.pieces:
-            place = self.place.setdefault(piece.weight, torch.empty(piece.weight.blocks, dtype=torch.long))
-            place[piece.blocks] = torch.arange(self.total, self.total + len(piece.blocks))
+            place = self.place.setdefault(
+                piece.weight, torch.empty(piece.weight.blocks, dtype=torch.long, device="cpu")
+            )
+            place[piece.blocks] = torch.arange(self.total, self.total + len(piece.blocks), device="cpu")
             self.total += len(piece.blocks)
         self.device = self.pieces[0].weight.param.device
         self.one_device = all(piece.weight.param.device == self.device for piece in self.pieces)

@@ -1,6 +1,6 @@
 """How large a block is. A norm takes blocks of one shape, stacked, and what it remembers of the last step.
 
-The rule holds for any submultiplicative norm that is at least the spectral one; these are the paper's two. Both are
+The bound holds for any norm that is at least the spectral one; these are the paper's two. Both are
 accumulated in fp32 or better whatever the parameter's dtype. To use your own, write a function of the same form.
 
 Shapes: B blocks, R rows, C columns (the bias is one of them), V vectors.
@@ -67,6 +67,8 @@ def _largest_singular_value(image_BRV: Tensor) -> Tensor:
 
 def _random_basis(blocks_BRC: Tensor) -> Tensor:
     count, _, columns = blocks_BRC.shape
-    generator = torch.Generator().manual_seed(0)
-    vectors_BCV = torch.randn(count, columns, min(VECTORS, columns), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    vectors_BCV = torch.randn(
+        count, columns, min(VECTORS, columns), generator=generator, device="cpu", dtype=torch.float32
+    )
     return torch.linalg.qr(vectors_BCV.to(blocks_BRC)).Q.contiguous()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,19 +15,23 @@ NOT_LINEAR = {
 }
 
 
-def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError for what is no optimizer, or one (or a subclass of one) whose step is not linear in lr."""
-    if not optimizers:
+def as_optimizers(given: object) -> list[Optimizer]:
+    """One optimizer or several, as a list. ValueError for what is none, and for those known not to be linear in lr."""
+    several = list(given) if isinstance(given, Iterable) and not isinstance(given, Optimizer) else [given]
+    if not several:
         raise ValueError("no optimizer given; pass the one (or the list of those) that train the model")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer; pass the optimizer it wraps")
-        for name in (cls.__name__ for cls in type(optimizer).__mro__):
+    optimizers = []
+    for each in several:
+        if not isinstance(each, Optimizer):
+            raise ValueError(f"{type(each).__name__} is not a torch.optim.Optimizer; call QuacK(model, optimizer)")
+        for name in (cls.__name__ for cls in type(each).__mro__):
             if name in NOT_LINEAR:
                 raise ValueError(
                     f"{name} is not linear in lr ({NOT_LINEAR[name]}), so it has no learning rate a head; use SGD, "
                     "Adam(W), Muon or another optimizer whose step is lr times a direction"
                 )
+        optimizers.append(each)
+    return optimizers
 
 
 def is_idle(optimizer: Optimizer) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
 import torch
@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from quacklr.blocks import Copies, Memory
 from quacklr.find import survey
 from quacklr.norms import Norm, frobenius
-from quacklr.optimizers import is_idle, refuse_optimizers
-from quacklr.path import Path
-from quacklr.refuse import refuse_taken, refuse_unstepped, refuse_unusable
-from quacklr.rule import Rule, rates
+from quacklr.optimizers import as_optimizers, is_idle
+from quacklr.path import Path, as_paths
+from quacklr.refuse import refuse_settings, refuse_taken, refuse_unstepped, refuse_unusable
+from quacklr.rule import Rule, rates_from
 from quacklr.state import norm_name, read_state, write_state
 from quacklr.table import describe
 
@@ -61,12 +61,10 @@ class QuacK:
         adapt: bool = True,
         floor: float = 0.0,
     ) -> None:
-        if not 0 <= floor < float("inf"):
-            raise ValueError(f"floor={floor}: the least norm of a block must be a number from 0 up")
+        refuse_settings(tau, norm, floor)
         self.norm, self.adapt, self.floor = norm, adapt, floor
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        refuse_optimizers(self.optimizers)
-        paths, self.left_alone = survey(model) if isinstance(model, nn.Module) else (list(model), {})
+        self.optimizers = as_optimizers(optimizer)
+        paths, self.left_alone = survey(model) if isinstance(model, nn.Module) else (as_paths(model, "the model"), {})
         self._rule = Rule(paths)
         refuse_unstepped(self._rule.weights, self.optimizers)
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
@@ -97,11 +95,11 @@ class QuacK:
 
     @tau.setter
     def tau(self, tau: float) -> None:
-        if not 0 < tau < float("inf"):
-            raise ValueError(f"tau={tau}: the rate relative to lr must be a positive number; 1.0 is where to start")
+        refuse_settings(tau, self.norm, self.floor)
         self._tau = tau
         self._target = tau * self._start
-        self._rates.fill_(tau)
+        if not self.adapt:
+            self._rates.fill_(tau)
 
     def _measure(self, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
         copies, norms, memory = self._rule.blocks.measure(self.norm, memory)
@@ -130,14 +128,14 @@ class QuacK:
             return
         if self._resumed_alone:
             self._resumed_alone = False
-            warnings.warn(RESUMED_ALONE, stacklevel=2)
+            warnings.warn(RESUMED_ALONE, stacklevel=4)  # the line that called optimizer.step
         new_iteration = not self._stepped or optimizer in self._stepped
         if new_iteration:
             self._stepped.clear()
         self._stepped.add(optimizer)
         if new_iteration and self.adapt:
             copies, norms, self._memory = self._measure(self._memory)
-            rates(self._target, self._rule.sensitivity(norms), self._tau, out=self._rates)
+            rates_from(self._target, self._rule.sensitivity(norms), self._tau, out=self._rates)
         else:
             copies = self._rule.blocks.copy(self._share(optimizer))
         self._copies[optimizer] = copies
@@ -152,8 +150,11 @@ class QuacK:
 
     def rates(self) -> dict[str, Tensor]:
         """For each weight's name the (blocks,) multipliers of lr for a step from the weights as they are now."""
-        now = self._rule.sensitivity(self._measure(self._memory)[1]) if self.adapt else self._start
-        flat = rates(self._target, now, self._tau)
+        copies, norms, _ = self._measure(self._memory)
+        for piece, copy_BRC in zip(self._rule.blocks.pieces, copies, strict=True):
+            if copy_BRC is not None:
+                piece.take_back(copy_BRC)
+        flat = rates_from(self._target, self._rule.sensitivity(norms) if self.adapt else self._start, self._tau)
         trained = [weight for weight in self._rule.weights if any(part.param.requires_grad for part in weight.parts)]
         return {weight.name: flat[self._rule.blocks.place[weight]] for weight in trained}
 
@@ -166,7 +167,7 @@ class QuacK:
         if not parts or not param.requires_grad:
             return None
         by_name, dim = self.rates(), parts[0][1].dim
-        of_row = torch.ones(param.shape[dim], device=param.device)
+        of_row = torch.ones(param.shape[dim], device=param.device, dtype=torch.float32)
         for weight, part in parts:
             owned = part.block_of_row >= 0
             of_row[owned] = by_name[weight.name].to(param.device)[part.block_of_row[owned]]
@@ -192,6 +193,13 @@ class QuacK:
             hook.remove()
         self._copies.clear()
         _attached.discard(self)
+
+    def __reduce__(self) -> NoReturn:
+        """A copy would look attached and do nothing, since a copied optimizer has no hooks."""
+        raise TypeError(
+            "a QuacK cannot be copied or pickled; attach a new one to the copied optimizer, and give it this one's "
+            "state_dict()"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -11,8 +11,22 @@ from quacklr.rule import Rule
 from quacklr.weight import Weight
 
 
-def refuse_unstepped(weights: Iterable[Weight], optimizers: Sequence[Optimizer]) -> None:
+def refuse_settings(tau: object, norm: object, floor: object) -> None:
+    """Numbers in range, and a norm that can be called."""
+    if isinstance(tau, Optimizer):
+        raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
+    if not isinstance(tau, int | float) or not 0 < tau < float("inf"):
+        raise ValueError(f"tau={tau!r}: the rate relative to lr must be a positive number; 1.0 is where to start")
+    if not isinstance(floor, int | float) or not 0 <= floor < float("inf"):
+        raise ValueError(f"floor={floor!r}: the least norm of a block must be a number from 0 up")
+    if not callable(norm):
+        raise ValueError(f"norm={norm!r}: a norm is a function, quacklr.frobenius or quacklr.spectral")
+
+
+def refuse_unstepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> None:
     """A parameter that trains must be in one of the optimizers; a frozen one counts in norms and needs none."""
+    if not any(part.param.requires_grad for weight in weights for part in weight.parts):
+        raise ValueError(f"{weights[0].name} and all others on a path are frozen, so there is nothing to control")
     stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for weight in weights:
         for part in weight.parts:
@@ -25,7 +39,10 @@ def refuse_unstepped(weights: Iterable[Weight], optimizers: Sequence[Optimizer])
 
 def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight]) -> None:
     """Two QuacKs that scale the same optimizer's step of one parameter would multiply their rates."""
-    others = {id(part.param): part.name for other in taken for part in other.parts}
+    others: dict[int, str] = {}
+    for other in taken:
+        for part in other.parts:
+            others.setdefault(id(part.param), part.name)
     for weight in weights:
         for part in weight.parts:
             if id(part.param) in others:
@@ -49,7 +66,8 @@ def refuse_unusable(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool)
     if adapt and useless:
         beside = {b for others in rule.beside for b in others[rule.block == useless[0]].tolist()}
         zeros = sorted({names[b] for b in beside if b in names and norms[b] == 0})
+        partner = f"partner {zeros[0]} is" if len(zeros) == 1 else f"partners {' and '.join(zeros)} are"
         raise ValueError(
-            f"{names[useless[0]]}: its partner {' and '.join(zeros)} is all zeros, so its rate has no bound; "
-            "initialise it, or pass floor=c to bound every norm from below by c"
+            f"{names[useless[0]]}: its {partner} all zeros, so its rate has no bound; initialise what is zero, or pass "
+            "floor=c to bound every norm from below by c"
         )

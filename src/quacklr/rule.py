@@ -3,8 +3,8 @@
     s(w, b) = max over paths through w, over heads h reading block b, of  prod of ||v[h]|| for the other v on the path
     rate    = tau * s_init / s
 
-The sensitivity is how far a unit change of the block can move a logit. The paper's Algorithm 1 (MHA) and Algorithm 2
-(MLA) are both this line; their `factor` is 1 / s, their `lr` is lr * rate.
+The sensitivity is how far a unit change of the block can move a logit through any one path. The paper's Algorithm 1
+(MHA) and Algorithm 2 (MLA) are both this line; their `factor` is 1 / s, their `lr` is lr * rate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quacklr.weight import Weight, distinct
 
 
 def sensitivity(paths: Iterable[Path], norm: Norm = frobenius) -> dict[Weight, Tensor]:
-    """How far a unit change of each block can move a logit: a (blocks,) vector for each weight on the paths."""
+    """How far a unit change of each block can move a logit through one path: (blocks,) for each weight on the paths."""
     rule = Rule(paths)
     with torch.no_grad():
         _, norms, _ = rule.blocks.measure(norm, [None] * len(rule.blocks.pieces))
@@ -50,7 +50,7 @@ class Rule:
         device = self.blocks.device
         self.block, self.beside = block.to(device), [b.to(device) for b in beside]
         self.once = len(block) == self.blocks.total
-        self.one = torch.ones(1, device=device)
+        self.one = torch.ones(1, device=device, dtype=torch.float32)
 
     def _terms(self) -> tuple[Tensor, list[Tensor]]:
         most_beside = max(1, *(len(path.weights) - 1 for path in self.paths))
@@ -58,7 +58,7 @@ class Rule:
         for path in self.paths:
             places = [self.blocks.place[self.stands_for[weight]] for weight in path.weights]
             read = [place[blocks] for place, blocks in zip(places, path.reads, strict=True)]
-            nothing = torch.full((path.heads,), self.blocks.total)
+            nothing = torch.full((path.heads,), self.blocks.total, device="cpu")
             for i, block in enumerate(read):
                 others = read[:i] + read[i + 1 :]
                 terms.append(torch.stack([block, *others, *[nothing] * (most_beside - len(others))]))
@@ -82,7 +82,7 @@ class Rule:
         return norm.new_zeros(self.blocks.total).scatter_reduce_(0, self.block, of_term, "amax")
 
 
-def rates(target: Tensor, now: Tensor, tau: float, out: Tensor | None = None) -> Tensor:
+def rates_from(target: Tensor, now: Tensor, tau: float, out: Tensor | None = None) -> Tensor:
     """Multipliers of lr from sensitivities: target / now, where target is tau * the sensitivity at the start.
 
     tau where nothing has changed, and never NaN or inf: a block whose partner has become exactly zero moves no logit,

@@ -1,6 +1,6 @@
 """QuacK's state, keyed by weight name: what a run must keep to resume exactly.
 
-    {"norm": "frobenius", "sensitivity": {weight: (blocks,)}, "memory": {weight: (blocks, ...)}}
+    {"norm": "frobenius", "shape": {name: [...]}, "sensitivity": {name: (blocks,)}, "memory": {name: (blocks, ...)}}
 
 Plain tensors and strings, none stored on a parameter: they survive sharding, torch.save and weights_only loading.
 """
@@ -31,13 +31,14 @@ def write_state(rule: Rule, norm: Norm, start: Tensor, memory: Memory) -> dict[s
         if part is not None:
             whole = part.new_empty(piece.weight.blocks, *part.shape[1:])
             remembered.setdefault(piece.weight.name, whole)[piece.blocks] = part
-    return {"norm": norm_name(norm), "sensitivity": sensitivity, "memory": remembered}
+    shape = {weight.name: list(weight.param.shape) for weight in rule.weights}
+    return {"norm": norm_name(norm), "shape": shape, "sensitivity": sensitivity, "memory": remembered}
 
 
 def read_state(rule: Rule, norm: Norm, state: Mapping[str, Any]) -> tuple[Tensor, Memory]:
     """What `write_state` was given. Raises ValueError before anything is changed if it is of another model or norm."""
     _refuse_foreign(rule, norm, state)
-    start = torch.empty(rule.blocks.total, device=rule.blocks.device)
+    start = torch.empty(rule.blocks.total, device=rule.blocks.device, dtype=torch.float32)
     for weight, place in rule.blocks.place.items():
         start[place] = state["sensitivity"][weight.name].to(start)
     memory: Memory = []
@@ -48,20 +49,24 @@ def read_state(rule: Rule, norm: Norm, state: Mapping[str, Any]) -> tuple[Tensor
 
 
 def _refuse_foreign(rule: Rule, norm: Norm, state: Mapping[str, Any]) -> None:
-    if missing := {"norm", "sensitivity", "memory"} - set(state):
+    if missing := {"norm", "shape", "sensitivity", "memory"} - set(state):
         raise ValueError(f"this is not the state of a QuacK: it has no {', '.join(sorted(missing))}")
     if state["norm"] != norm_name(norm):
         raise ValueError(f"the state was made with norm={state['norm']}, but this QuacK has norm={norm_name(norm)}")
-    saved = {name: len(values) for name, values in state["sensitivity"].items()}
-    here = {weight.name: weight.blocks for weight in rule.weights}
+    saved = {name: (shape, len(state["sensitivity"][name])) for name, shape in state["shape"].items()}
+    here = {weight.name: (list(weight.param.shape), weight.blocks) for weight in rule.weights}
     differences = [
         *(f"{name} is in the state but not in the model" for name in sorted(saved.keys() - here.keys())),
         *(f"{name} is in the model but not in the state" for name in sorted(here.keys() - saved.keys())),
         *(
-            f"{name} has {saved[name]} blocks in the state, {here[name]} in the model"
+            f"{name} has shape {saved[name][0]} and {saved[name][1]} blocks in the state, "
+            f"shape {here[name][0]} and {here[name][1]} blocks in the model"
             for name in sorted(here.keys() & saved.keys())
             if saved[name] != here[name]
         ),
     ]
     if differences:
         raise ValueError("the state is of another model: " + "; ".join(differences))
+    for name, sensitivity in state["sensitivity"].items():
+        if not sensitivity.isfinite().all():
+            raise ValueError(f"{name}: the state holds NaN or inf; resume from an earlier checkpoint")

@@ -13,7 +13,7 @@ each row only whose it is:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,8 +103,12 @@ def packed(
         dkv, kr = packed(kv_a, ("dkv", 1, latent), ("kr", 1, rope))                      MLA
     """
     if isinstance(source, nn.Module):
-        bias = getattr(source, "bias", None)
+        bias = bias if bias is not None else getattr(source, "bias", None)
     param = source.get_parameter("weight") if isinstance(source, nn.Module) else source
+    for segment in segments:
+        numbers: Sequence[object] = segment[1:]
+        if len(numbers) != 2 or not all(isinstance(number, int) and number > 0 for number in numbers):
+            raise ValueError(f"{segment}: a segment is (name, blocks, rows of a block), two positive whole numbers")
     period = sum(blocks * size for _, blocks, size in segments)
     if repeat * period != param.shape[dim]:
         names = " ".join(name for name, _, _ in segments if name is not None)
@@ -112,8 +116,8 @@ def packed(
     weights, start = [], 0
     for name, blocks, size in segments:
         if name is not None:
-            owner = torch.full((repeat, period), -1)
-            block = torch.arange(repeat * blocks).view(repeat, blocks)
+            owner = torch.full((repeat, period), -1, device="cpu")
+            block = torch.arange(repeat * blocks, device="cpu").view(repeat, blocks)
             owner[:, start : start + blocks * size] = block.repeat_interleave(size, dim=1)
             weights.append(Weight(name, param, owner.flatten(), dim, bias))
         start += blocks * size

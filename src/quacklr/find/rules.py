@@ -9,22 +9,28 @@ from typing import Any
 from torch import nn
 
 from quacklr.path import Path, mha
-from quacklr.weight import Segment, packed
+from quacklr.weight import Segment, Weight, packed
 
 
 def multihead_attention(module: nn.MultiheadAttention) -> list[Path]:
     """torch.nn.MultiheadAttention: [q|k|v] in one parameter, or three when keys have another width."""
     segments: list[Segment] = [(role, module.num_heads, module.head_dim) for role in ("q", "k", None)]
     if module.in_proj_weight is not None:
-        return mha(*packed(module.in_proj_weight, *segments, bias=module.in_proj_bias))
-    q, k = (
-        packed(param, segment)[0]
-        for param, segment in zip((module.q_proj_weight, module.k_proj_weight), segments, strict=False)
-    )
-    if module.in_proj_bias is not None:
-        q_bias, k_bias = packed(module.in_proj_bias, *segments)
-        q, k = replace(q, bias=q_bias), replace(k, bias=k_bias)
-    return mha(q, k)
+        q, k = packed(module.in_proj_weight, *segments, bias=module.in_proj_bias)
+    else:
+        (q,), (k,) = packed(module.q_proj_weight, segments[0]), packed(module.k_proj_weight, segments[1])
+        if module.in_proj_bias is not None:
+            q_bias, k_bias = packed(module.in_proj_bias, *segments)
+            q, k = replace(q, bias=q_bias), replace(k, bias=k_bias)
+    return [*mha(q, k), *_learned_key(module, q)]
+
+
+def _learned_key(module: nn.MultiheadAttention, q: Weight) -> list[Path]:
+    """With add_bias_kv one more key, the same for every token, is learned: q[h] . bias_k[h]."""
+    if module.bias_k is None:
+        return []
+    (bias_k,) = packed(module.bias_k, ("bias_k", module.num_heads, module.head_dim), dim=2)
+    return [Path((q, bias_k), heads=q.blocks)]
 
 
 RULES: dict[type[nn.Module], Callable[[Any], list[Path]]] = {nn.MultiheadAttention: multihead_attention}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from quacklr.find.rules import RULES
-from quacklr.path import Path
+from quacklr.path import Path, as_paths
 
 
 def logit_paths(model: nn.Module) -> list[Path]:
@@ -28,7 +28,8 @@ def survey(model: nn.Module) -> tuple[list[Path], dict[str, str]]:
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in declared):
             continue
-        found = _paths_of(module)
+        name = name.replace("_orig_mod.", "").removesuffix("_orig_mod")  # what torch.compile calls the module it wraps
+        found = _paths_of(module, name)
         if found is None:
             continue
         declared.append(f"{name}." if name else "")
@@ -44,9 +45,9 @@ def survey(model: nn.Module) -> tuple[list[Path], dict[str, str]]:
     return paths, left_alone
 
 
-def _paths_of(module: Any) -> list[Path] | None:
+def _paths_of(module: Any, name: str) -> list[Path] | None:
     if callable(getattr(module, "logit_paths", None)):
-        return list(module.logit_paths())
+        return as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'}")
     for known, rule in RULES.items():
         if isinstance(module, known):
             return rule(module)
