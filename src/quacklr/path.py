@@ -55,7 +55,7 @@ class Path:
                 blocks = f"{weight.blocks} blocks in equal runs"
                 raise ValueError(f"{weight.name}: {self.heads} heads cannot read {blocks}; pass block_of_head")
             return torch.arange(self.heads, device="cpu") // (self.heads // weight.blocks)
-        read = torch.as_tensor(given).to("cpu", torch.long)
+        read = torch.as_tensor(given, device="cpu").to(torch.long)
         if read.shape != (self.heads,) or read.min() < 0 or read.max() >= weight.blocks:
             raise ValueError(
                 f"{weight.name}: block_of_head must give each of {self.heads} heads one of its {weight.blocks} blocks"

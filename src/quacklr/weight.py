@@ -40,7 +40,7 @@ class Weight:
         if not -self.param.ndim <= self.dim < self.param.ndim:
             raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {tuple(self.param.shape)}")
         object.__setattr__(self, "dim", self.dim % self.param.ndim)
-        object.__setattr__(self, "block_of_row", self._checked(torch.as_tensor(self.block_of_row)))
+        object.__setattr__(self, "block_of_row", self._checked(torch.as_tensor(self.block_of_row, device="cpu")))
         if self.bias is None:
             return
         name, bias = f"{self.name}.bias", self.bias
@@ -55,7 +55,7 @@ class Weight:
             raise ValueError(f"{self.name}: block_of_row must hold whole numbers, not {block_of_row.dtype}")
         if block_of_row.shape != (rows,):
             raise ValueError(f"{self.name}: {rows} rows, but block_of_row has {block_of_row.numel()} entries")
-        block_of_row = block_of_row.to("cpu", torch.long)
+        block_of_row = block_of_row.to(torch.long)
         if rows == 0 or block_of_row.min() < -1 or block_of_row.max() < 0:
             raise ValueError(
                 f"{self.name}: block_of_row must number blocks from 0, with -1 for rows outside the weight"
