@@ -39,25 +39,32 @@ class Rows:
         grid = self.first + block.unsqueeze(1) * self.block_step + row * self.row_step
         negative = self.block_step < 0  # torch has no such strides
         self.regular = torch.equal(index, grid) and not negative and self._is_matrix()
-        self._view: Tensor | None = None
-        self._address = -1
+        self._view, self._address = self.tensor, -1  # made when first read
 
     def read(self) -> Tensor:
         """(B, R, C): a view of the rows, or a copy of them where there is no regular grid.
 
         The view is kept for as long as the tensor stays where it is in memory.
         """
+        if self.tensor.data_ptr() == self._address:
+            return self._view
         if not self.regular:
             return self._rows_first()[self.index].reshape(self.size)
-        if self._view is None or self.tensor.data_ptr() != self._address:
-            self._view, self._address = self._new_view(), self.tensor.data_ptr()
+        self._view, self._address = self._new_view(), self.tensor.data_ptr()
         return self._view
 
-    def write(self, rows_BRC: Tensor) -> None:
-        """Put back what `read` gave, after it was changed in place."""
+    def move(self, old_BRC: Tensor, rate_B11: Tensor) -> None:
+        """Rows become old + rate * (now - old); exactly `now` where the rate is 1."""
+        now_BRC = self.read()
+        if now_BRC.dtype == rate_B11.dtype:
+            torch.lerp(old_BRC, now_BRC, rate_B11, out=now_BRC)
+        elif now_BRC.dtype == torch.float64:
+            torch.lerp(old_BRC, now_BRC, rate_B11.to(torch.float64), out=now_BRC)
+        else:  # in fp32, since a rate in bf16 would be off by up to 0.2 %
+            now_BRC.copy_(now_BRC.to(torch.float32).sub_(old_BRC).mul_(rate_B11).add_(old_BRC))
         if not self.regular:
             tensor = self._rows_first()
-            tensor[self.index] = rows_BRC.view(*self.index.shape, *tensor.shape[1:])
+            tensor[self.index] = now_BRC.view(*self.index.shape, *tensor.shape[1:])
 
     def _new_view(self) -> Tensor:
         matrix = self._rows_first().view(-1, self.size[2])
@@ -84,7 +91,8 @@ class Piece:
         self.weight, self.blocks = weight, blocks
         self.columns = [Rows(part, blocks) for part in weight.parts]  # [W b]
         self.widths = [rows.size[2] for rows in self.columns]
-        self._on_cpu = weight.param.device.type == "cpu"
+        on_cpu = weight.param.device.type == "cpu"
+        self._keeps = on_cpu and (weight.dim == 0 or len(self.columns) == 1)
         self._spare: Tensor | None = None
 
     @classmethod
@@ -100,37 +108,30 @@ class Piece:
 
     def copy(self) -> Tensor:
         """(B, R, C): the rows as they are now, laid out in memory as the parameter is."""
-        out, self._spare = self._spare, None
-        if out is not None and out.dtype != self.weight.param.dtype:
+        first_BRC = self.columns[0].read()
+        out = self._spare
+        if out is not None and out.dtype != first_BRC.dtype:
             out = None
-        if len(self.columns) == 1 and out is not None:
-            return out.copy_(self.columns[0].read())
+        self._spare = None
+        if out is not None and len(self.columns) == 1:
+            return out.copy_(first_BRC)
+        columns_BRC = [first_BRC, *(rows.read() for rows in self.columns[1:])]
         if self.weight.dim == 0:
-            return torch.cat([rows.read() for rows in self.columns], 2, out=out)
-        return torch.cat([rows.read().permute(2, 0, 1) for rows in self.columns]).permute(1, 2, 0)
+            return torch.cat(columns_BRC, 2, out=out)
+        return torch.cat([column_BRC.permute(2, 0, 1) for column_BRC in columns_BRC]).permute(1, 2, 0)
+
+    def take_back(self, copy_BRC: Tensor) -> None:
+        """On the CPU, keep a used copy for the next step: fresh pages cost more than the copying."""
+        if self._keeps:
+            self._spare = copy_BRC
 
     def move(self, old_BRC: Tensor, rate_B11: Tensor, tensors: Container[int]) -> None:
         """Every row of these tensors (by id) becomes old + rate of its block * (now - old). Takes `old_BRC` back."""
         olds = old_BRC.split_with_sizes(self.widths, 2) if len(self.widths) > 1 else (old_BRC,)
         for rows, old in zip(self.columns, olds, strict=True):
             if id(rows.tensor) in tensors:
-                rows.write(_blend(old, rows.read(), rate_B11))
+                rows.move(old, rate_B11)
         self.take_back(old_BRC)
-
-    def take_back(self, copy_BRC: Tensor) -> None:
-        """On the CPU, keep a used copy for the next step: fresh pages cost more than the copying."""
-        if self._on_cpu and (self.weight.dim == 0 or len(self.columns) == 1):
-            self._spare = copy_BRC
-
-
-def _blend(old_BRC: Tensor, now_BRC: Tensor, rate_B11: Tensor) -> Tensor:
-    """old + rate * (now - old), written to `now`; exactly `now` where the rate is 1."""
-    if now_BRC.dtype == torch.float64:
-        rate_B11 = rate_B11.to(torch.float64)
-    if now_BRC.dtype == rate_B11.dtype:
-        return torch.lerp(old_BRC, now_BRC, rate_B11, out=now_BRC)
-    exact_BRC = now_BRC.to(torch.float32)  # a rate in bf16 would be off by up to 0.2 %
-    return now_BRC.copy_(exact_BRC.sub_(old_BRC).mul_(rate_B11).add_(old_BRC))
 
 
 class Blocks:
@@ -168,8 +169,10 @@ class Blocks:
         for piece, last in zip(self.pieces, memory, strict=True):
             copy_BRC = piece.copy()
             norms_B, now = norm(copy_BRC, last)
+            if norms_B.dtype != torch.float32 or not self.one_device:
+                norms_B = norms_B.to(self.device, torch.float32)
             copies.append(copy_BRC)
-            norms.append(norms_B.to(self.device, torch.float32))
+            norms.append(norms_B)
             remembered.append(now)
         return copies, norms, remembered
 
