@@ -108,14 +108,12 @@ class Piece:
 
     def copy(self) -> Tensor:
         """(B, R, C): the rows as they are now, laid out in memory as the parameter is."""
-        first_BRC = self.columns[0].read()
-        out = self._spare
-        if out is not None and out.dtype != first_BRC.dtype:
+        columns_BRC = [rows.read() for rows in self.columns]
+        out, self._spare = self._spare, None
+        if out is not None and out.dtype != columns_BRC[0].dtype:
             out = None
-        self._spare = None
-        if out is not None and len(self.columns) == 1:
-            return out.copy_(first_BRC)
-        columns_BRC = [first_BRC, *(rows.read() for rows in self.columns[1:])]
+        if out is not None and len(columns_BRC) == 1:
+            return out.copy_(columns_BRC[0])
         if self.weight.dim == 0:
             return torch.cat(columns_BRC, 2, out=out)
         return torch.cat([column_BRC.permute(2, 0, 1) for column_BRC in columns_BRC]).permute(1, 2, 0)
