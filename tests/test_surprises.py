@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from models import PerHead, Separate, assert_equal, layers, train
-from quacklr import Path, QuacK, Weight, frobenius, mha, mla, packed, spectral
+from quacklr import Path, QuacK, Weight, frobenius, logit_paths, mha, mla, packed, spectral
 
 
 @pytest.fixture
@@ -137,6 +137,9 @@ def test_names_are_the_same_for_a_compiled_model() -> None:
     compiled = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert list(QuacK(compiled, optimizer).rates()) == ["0.q", "0.k"]  # type: ignore[arg-type]
+    part = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)})
+    part["a"] = torch.compile(part["a"])  # type: ignore[assignment]
+    assert [weight.name for path in logit_paths(part) for weight in path.weights] == ["a.q", "a.k"]
 
 
 def row(name: str, rows: int, blocks: int = 1, bias: bool = False) -> Weight:
@@ -186,7 +189,7 @@ def test_a_wrong_declaration_names_its_module() -> None:
             return None
 
     model = nn.ModuleDict({"attention": Wrong()})
-    with pytest.raises(ValueError, match=r"logit_paths\(\) of attention must be .* list of Path, not NoneType"):
+    with pytest.raises(ValueError, match=r"logit_paths\(\) of attention must return a list of Path, not NoneType"):
         QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

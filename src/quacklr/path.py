@@ -72,12 +72,12 @@ class Path:
         return " . ".join(weight.name for weight in self.weights)
 
 
-def as_paths(given: object, whose: str) -> list[Path]:
-    """What somebody gave as paths, as a list; ValueError if it is something else."""
+def as_paths(given: object, demand: str) -> list[Path]:
+    """What somebody gave as paths, as a list; ValueError, beginning with the demand, if it is something else."""
     paths = []
     for path in given if isinstance(given, Iterable) else [given]:
         if not isinstance(path, Path):
-            raise ValueError(f"{whose} must be an nn.Module or a list of Path, not {type(path).__name__}")
+            raise ValueError(f"{demand} a list of Path, not {type(path).__name__}")
         paths.append(path)
     return paths
 

@@ -62,7 +62,7 @@ def refuse_unusable(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool)
     broken = (~norms.isfinite()).nonzero().flatten().tolist()
     if broken:
         raise ValueError(f"{names[broken[0]]}: holds NaN or inf; attach QuacK to a model whose weights are finite")
-    useless = ((sensitivity == 0) | ~sensitivity.isfinite()).nonzero().flatten().tolist()
+    useless = (sensitivity == 0).nonzero().flatten().tolist()
     if adapt and useless:
         beside = {b for others in rule.beside for b in others[rule.block == useless[0]].tolist()}
         zeros = sorted({names[b] for b in beside if b in names and norms[b] == 0})

@@ -24,9 +24,8 @@ from quacklr.weight import Weight, distinct
 def sensitivity(paths: Iterable[Path], norm: Norm = frobenius) -> dict[Weight, Tensor]:
     """How far a unit change of each block can move a logit through one path: (blocks,) for each weight on the paths."""
     rule = Rule(paths)
-    with torch.no_grad():
-        _, norms, _ = rule.blocks.measure(norm, [None] * len(rule.blocks.pieces))
-        flat = rule.sensitivity(norms)
+    _, norms, _ = rule.blocks.measure(norm, [None] * len(rule.blocks.pieces))
+    flat = rule.sensitivity(norms)
     return {weight: flat[rule.blocks.place[first]] for weight, first in rule.stands_for.items()}
 
 

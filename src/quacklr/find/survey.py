@@ -26,9 +26,11 @@ def survey(model: nn.Module) -> tuple[list[Path], dict[str, str]]:
     left_alone: dict[str, str] = {}
     declared: list[str] = []
     for name, module in model.named_modules():
+        name = ".".join(
+            part for part in name.split(".") if part != "_orig_mod"
+        )  # torch.compile's name for what it wraps
         if any(name.startswith(outer) for outer in declared):
             continue
-        name = name.replace("_orig_mod.", "").removesuffix("_orig_mod")  # what torch.compile calls the module it wraps
         found = _paths_of(module, name)
         if found is None:
             continue
@@ -47,7 +49,7 @@ def survey(model: nn.Module) -> tuple[list[Path], dict[str, str]]:
 
 def _paths_of(module: Any, name: str) -> list[Path] | None:
     if callable(getattr(module, "logit_paths", None)):
-        return as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'}")
+        return as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'} must return")
     for known, rule in RULES.items():
         if isinstance(module, known):
             return rule(module)
