@@ -1,5 +1,8 @@
 """Settings for all tests: hypothesis draws the same examples every time, and a slow machine is not a failure."""
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -8,3 +11,11 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of the standard library's tokens for the tests, made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUACKLR_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

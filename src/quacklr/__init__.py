@@ -5,7 +5,9 @@
 The method, QuacK, is from "Controlling changes to attention logits" (Anson & Aitchison, 2025).
 """
 
+from quacklr.clip import QKClip
 from quacklr.find import logit_paths
+from quacklr.monitor import LogitMonitor, LogitStats
 from quacklr.norms import frobenius, spectral
 from quacklr.path import Path, mha, mla
 from quacklr.quack import QuacK
@@ -15,7 +17,10 @@ from quacklr.weight import Weight, packed
 __version__ = "0.1.0"
 
 __all__ = [
+    "LogitMonitor",
+    "LogitStats",
     "Path",
+    "QKClip",
     "QuacK",
     "Weight",
     "frobenius",

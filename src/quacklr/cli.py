@@ -6,12 +6,18 @@ Every number is checked here, at the door, so that a mistake costs one sentence 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from quacklr import __version__
+
+LAB = {  # by command: the module whose main(argv) it is, and what it does
+    "train": ("quacklr.lab.train.command", "train one model with any of the methods, and write everything to a folder"),
+    "prepare": ("quacklr.lab.data.command", "turn text into shards of tokens to train on"),
+}
 
 DEMO = """\
 Train a small byte-level transformer on the source of Python's standard library, twice: plain AdamW, and AdamW with
@@ -61,6 +67,16 @@ def demo(options: argparse.Namespace) -> int:
     return run(options.steps, options.lr, options.tau, options.seed, options.threads)
 
 
+def lab(command: str, argv: Sequence[str]) -> int:
+    """Run a command of the lab, which reads its own options; its packages may be missing."""
+    try:
+        module = importlib.import_module(LAB[command][0])
+    except ModuleNotFoundError as missing:
+        print(f"quacklr {command} needs {missing.name}: pip install 'quacklr[lab]'", file=sys.stderr)
+        return 2
+    return int(module.main(argv))
+
+
 def parser() -> Parser:
     """All commands and their options."""
     top = Parser(prog="quacklr", description="Per-head learning rates that control changes to attention logits.")
@@ -74,6 +90,8 @@ def parser() -> Parser:
     )
     add_demo_options(shown)
     shown.set_defaults(command=demo)
+    for name, (_, meaning) in LAB.items():
+        commands.add_parser(name, help=meaning)
     return top
 
 
@@ -92,8 +110,13 @@ def add_demo_options(shown: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 2 for bad options, 130 when stopped by Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        if argv and argv[0] in LAB:
+            return lab(argv[0], argv[1:])
         options = parser().parse_args(argv)
+    except KeyboardInterrupt:
+        return 130
     except SystemExit as stop:  # argparse exits by itself after --help, --version and mistakes
         return int(stop.code or 0)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +26,7 @@ def survey(model: nn.Module) -> tuple[list[Path], dict[str, str]]:
     paths: list[Path] = []
     left_alone: dict[str, str] = {}
     declared: list[str] = []
-    for name, module in model.named_modules():
-        name = ".".join(
-            part for part in name.split(".") if part != "_orig_mod"
-        )  # torch.compile's name for what it wraps
+    for name, module in named_modules(model):
         if any(name.startswith(outer) for outer in declared):
             continue
         found = _paths_of(module, name)
@@ -45,6 +43,12 @@ def survey(model: nn.Module) -> tuple[list[Path], dict[str, str]]:
             "logit_paths(), or pass the paths themselves: QuacK([Path(...), ...], optimizer)"
         )
     return paths, left_alone
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, under names that torch.compile has not changed: it puts what it wraps under `_orig_mod`."""
+    for name, module in model.named_modules():
+        yield ".".join(part for part in name.split(".") if part != "_orig_mod"), module
 
 
 def _paths_of(module: Any, name: str) -> list[Path] | None:

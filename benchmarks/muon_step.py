@@ -1,0 +1,112 @@
+"""What a step of Muon costs, as ratios from interleaved steps of one process, on the CPU.
+
+    python benchmarks/muon_step.py               about a minute on 2 free cores
+    python benchmarks/muon_step.py --cycles 10   quicker, noisier
+
+The matrices of the `cpu` preset: 4 layers of four 128 x 128, two 512 x 128 and one 128 x 512. A cycle takes one step
+of each optimizer, and one bare Newton-Schulz: the textbook's five steps in fp32, batched, on tensors that are stacked
+and transposed already.
+
+    torch / ours      a step of torch.optim.Muon, in bf16, to one of ours, in fp32
+    ours / bare       a step of ours to the bare Newton-Schulz; below 1 because ours multiplies small polynomials where
+                      a matrix is long
+    per head / ours   a step with every parameter cut into 4 blocks to one of whole matrices
+
+medians over the cycles of the ratio within a cycle. torch.optim.Muon depends on what the CPU does with bf16, so this is
+measured as the machine is, and again in processes whose libraries are told to use less of it: AVX-512 without bf16
+units, where oneDNN imitates them, and AVX2, where torch has no matrix product for bf16 but a plain loop. And with
+`kept` memory: once a process has freed a block of 31 MB, glibc gives smaller ones back to itself instead of the system,
+and fresh pages no longer cost as much as the arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from quacklr.lab.optim import Muon
+
+LAYERS, SHAPES = 4, [(128, 128)] * 4 + [(512, 128)] * 2 + [(128, 512)]
+STACKS = [(16, 128, 128), (8, 128, 512), (4, 128, 512)]
+MACHINES: dict[str, dict[str, str]] = {
+    "as it is": {},
+    "as it is, kept": {},
+    "AVX-512, no bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+}
+
+
+def parameters() -> list[Tensor]:
+    made = [torch.randn(shape, requires_grad=True) for _ in range(LAYERS) for shape in SHAPES]
+    for param in made:
+        param.grad = torch.randn_like(param)
+    return made
+
+
+def bare(x_BRC: Tensor) -> Tensor:
+    x_BRC = x_BRC / x_BRC.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram_BRR = x_BRC @ x_BRC.mT
+        polynomial_BRR = torch.baddbmm(gram_BRR, gram_BRR, gram_BRR, beta=-4.7750, alpha=2.0315)
+        x_BRC = torch.baddbmm(x_BRC, polynomial_BRR, x_BRC, beta=3.4445)
+    return x_BRC
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure(machine: str, cycles: int) -> None:
+    """One line: the ratios in this process."""
+    torch.manual_seed(0)
+    stacks = [torch.randn(shape) for shape in STACKS]
+    if "kept" in machine:
+        torch.empty(31 * 2**18)
+    work: dict[str, Callable[[], object]] = {
+        "torch": torch.optim.Muon(parameters(), lr=0.01, weight_decay=0.0).step,
+        "ours": Muon(parameters(), lr=0.01).step,
+        "bare": lambda: [bare(stack_BRC) for stack_BRC in stacks],
+        "per head": Muon(parameters(), lr=0.01, blocks=4).step,
+    }
+    rows = [{name: seconds(each) for name, each in work.items()} for _ in range(cycles + 2)][2:]
+    pairs = [("torch", "ours"), ("ours", "bare"), ("per head", "ours")]
+    ratios = [median(row[above] / row[below] for row in rows) for above, below in pairs]
+    print(f"{machine:<20}" + "".join(f"{ratio:>18.2f}" for ratio in ratios), flush=True)
+
+
+def bf16_units() -> str:
+    """The flags of this CPU for bf16 arithmetic."""
+    file = Path("/proc/cpuinfo")
+    flags = set(re.findall(r"\b(?:avx512_bf16|amx_bf16)\b", file.read_text())) if file.exists() else {"unknown"}
+    return " ".join(sorted(flags)) or "none"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=30, help="steps of each optimizer, on each machine")
+    parser.add_argument("--machine", choices=MACHINES, help="measure in this process; else in a new one for each")
+    options = parser.parse_args()
+    if options.machine:
+        return measure(options.machine, options.cycles)
+    print(f"bf16 units of this CPU: {bf16_units()}; {torch.get_num_threads()} threads")
+    print(f"{'machine':<20}{'torch / ours':>18}{'ours / bare':>18}{'per head / ours':>18}", flush=True)
+    for machine, less in MACHINES.items():
+        command = [sys.executable, __file__, "--cycles", str(options.cycles), "--machine", machine]
+        subprocess.run(command, env={**os.environ, **less}, check=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()

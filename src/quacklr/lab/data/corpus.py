@@ -1,0 +1,114 @@
+"""A folder of tokens, opened: what training, validation and the logit probe read.
+
+Opening compares sizes only, since hashing gigabytes at every start is too slow; `verify` hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from quacklr.lab.data.manifest import AGAIN, FORMAT, MANIFEST, TOKENIZER, Manifest, check_hash, hash_of, read_manifest
+from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer
+from quacklr.lab.data.tokens import DTYPE, Tokens
+from quacklr.lab.errors import UserError
+
+STDLIB = "stdlib"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A finished folder. Tokens are mapped, and the tokenizer read, when they are asked for."""
+
+    where: Path
+    manifest: Manifest
+
+    @property
+    def vocab(self) -> int:
+        """Every id is smaller."""
+        return self.manifest.tokenizer.vocab
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight letters that are the same for the same tokens."""
+        return hash_of(self.where / MANIFEST)[:8]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """What it was written with; needs the extra `quacklr[data]` unless that is bytes."""
+        stated = self.manifest.tokenizer
+        if stated.sha256 is None:
+            return Bytes()
+        return FromJson(check_hash(self.where / TOKENIZER, stated.sha256).read_bytes(), stated.name, stated.end_token)
+
+    def tokens(self, split: str) -> Tokens:
+        """The tokens of train, val or probe."""
+        shards = self.manifest.splits[split].shards
+        return Tokens(f"the {split} split of {self.where}", [self.where / shard.name for shard in shards])
+
+    def bytes_per_token(self, split: str) -> float:
+        """How many bytes of text a token stands for, on the mean: a loss per token divided by it is one per byte."""
+        counts = self.manifest.splits[split]
+        return counts.bytes / counts.tokens
+
+    def verify(self, show: Callable[[float], None]) -> None:
+        """Hash every file; UserError names the first that is not what was written. `show` is told the tokens so far."""
+        if self.manifest.tokenizer.sha256 is not None:
+            check_hash(self.where / TOKENIZER, self.manifest.tokenizer.sha256)
+        tokens = 0
+        for shard in (shard for split in self.manifest.splits.values() for shard in split.shards):
+            check_hash(self.where / shard.name, shard.sha256)
+            tokens += shard.tokens
+            show(tokens)
+
+
+def open_corpus(where: str) -> Corpus:
+    """A folder that `quacklr prepare` finished, or "stdlib": Python's own source as bytes, made on first use."""
+    return open_folder(_embedded() if where == STDLIB else Path(where))
+
+
+def open_folder(folder: Path) -> Corpus:
+    """A folder that `quacklr prepare` finished; UserError when it is none, or has lost a shard or a part of one."""
+    if not (folder / MANIFEST).exists():
+        is_what = "is not finished or was not made by quacklr prepare" if folder.is_dir() else "does not exist"
+        raise UserError(f"{folder} {is_what}: quacklr prepare SOURCE --out {folder}")
+    corpus = Corpus(folder, read_manifest(folder))
+    for shard in (shard for split in corpus.manifest.splits.values() for shard in split.shards):
+        _sized(folder / shard.name, shard.tokens * DTYPE.itemsize)
+    return corpus
+
+
+def _sized(path: Path, size: int) -> None:
+    if not path.exists():
+        raise UserError(f"{path} is missing; {AGAIN}")
+    if path.stat().st_size != size:
+        raise UserError(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}; {AGAIN}")
+
+
+def _embedded() -> Path:
+    """The folder of the standard library's tokens, made if need be. Another Python makes its own."""
+    path = sysconfig.get_path("stdlib")
+    here = hashlib.sha256(path.encode()).hexdigest()[:8]
+    folder = _cache() / f"{STDLIB}-{platform.python_version()}-{here}-{FORMAT}"
+    if not (folder / MANIFEST).exists():
+        from quacklr.lab.data.prepare import prepare
+        from quacklr.lab.data.request import Request
+        from quacklr.lab.data.sources import Stdlib
+
+        try:
+            prepare(Request(Stdlib(), Stdlib.held_out), folder, "preparing the standard library", wait=True)
+        except UserError as error:
+            raise UserError(f"{error} (QUACKLR_CACHE names another place for it)") from error
+    return folder
+
+
+def _cache() -> Path:
+    if "QUACKLR_CACHE" in os.environ:
+        return Path(os.environ["QUACKLR_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quacklr"

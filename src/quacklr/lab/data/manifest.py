@@ -1,0 +1,100 @@
+"""What a prepared folder says of itself: what was asked for, its tokenizer, and the size and hash of every shard.
+
+No absolute path and no date: the same text and the same options give the same manifest, byte for byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quacklr.lab.errors import UserError
+from quacklr.lab.files import read_json, write_json
+
+FORMAT = 1
+SPLITS = ("train", "val", "probe")
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+AGAIN = "remove the folder and prepare it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file of tokens: raw little-endian uint16, nothing else."""
+
+    name: str
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Documents that are used for one thing. `bytes` are those of their UTF-8 text, and one for the end of each."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    shards: tuple[Shard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokenizer: `vocab` ids, of which `end` ends a document. Bytes need no file, so they have no hash."""
+
+    name: str
+    vocab: int
+    end: int
+    end_token: str
+    sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The whole of `manifest.json`, which is written last: a folder without it is not finished."""
+
+    request: dict[str, Any]
+    tokenizer: Vocabulary
+    splits: dict[str, Split]
+
+    def write(self, folder: Path) -> None:
+        """Finish a folder."""
+        write_json(folder / MANIFEST, {"format": FORMAT, **asdict(self)})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a finished folder; UserError when it is damaged or of another format."""
+    read = read_json(folder / MANIFEST)
+    try:
+        check_format(read, folder)
+        return Manifest(read["request"], Vocabulary(**read["tokenizer"]), read_splits(read["splits"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / MANIFEST} is damaged; {AGAIN}") from error
+
+
+def check_format(read: Mapping[str, Any], folder: Path) -> None:
+    """UserError when a folder was written by another version, in a way that this one does not know."""
+    if read["format"] != FORMAT:
+        raise UserError(f"{folder} has format {read['format']}, and this quacklr reads {FORMAT}: prepare it again")
+
+
+def read_splits(read: Mapping[str, Any]) -> dict[str, Split]:
+    """Splits, from their JSON."""
+    return {name: Split(**{**read[name], "shards": tuple(Shard(**s) for s in read[name]["shards"])}) for name in SPLITS}
+
+
+def hash_of(path: Path) -> str:
+    """The SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_hash(path: Path, sha256: str) -> Path:
+    """The same path; UserError when there is no such file, or when it is not the one that was written."""
+    if not path.exists():
+        raise UserError(f"{path} is missing; {AGAIN}")
+    if hash_of(path) != sha256:
+        raise UserError(f"{path} is not what was written: its hash is another; {AGAIN}")
+    return path

@@ -1,0 +1,137 @@
+"""Text to shards of tokens. Killed at any moment, it goes on, and ends with the same bytes as if it never had been.
+
+After each set of shards the journal says how far the source has been read. What a killed process leaves of the next set
+is not in the journal, and is written anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quacklr.lab.data.journal import JOURNAL, Journal, begin, locked, refuse_other
+from quacklr.lab.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Split, check_hash, read_manifest
+from quacklr.lab.data.request import Request
+from quacklr.lab.data.shards import write_set
+from quacklr.lab.data.sources import File, Fractions, Place, documents, split_of
+from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer, vocabulary
+from quacklr.lab.data.vocabularies import tokenizer_json
+from quacklr.lab.errors import UserError
+from quacklr.lab.files import whole
+from quacklr.lab.progress import progress
+
+CHUNK = 1 << 20  # bytes of text to encode at once: enough for all cores, little enough for any memory
+
+
+def prepare(request: Request, folder: Path, title: str = "preparing", wait: bool = False) -> Manifest:
+    """Fill a folder, or go on with it; leave one that is finished. `wait` if another process is at work in it."""
+    described = request.describe()
+    with locked(folder, wait):
+        if (folder / MANIFEST).exists():
+            manifest = read_manifest(folder)
+            refuse_other(folder, described, manifest.request)
+            (folder / JOURNAL).unlink(missing_ok=True)  # killed between the manifest and this
+            return manifest
+        journal = begin(folder, described)
+        files = request.source.files()
+        tokenizer, journal = _tokenizer(request, folder, journal, files)
+        return _finish(folder, _write(request, folder, journal, files, tokenizer, title))
+
+
+def _tokenizer(request: Request, folder: Path, journal: Journal, files: Sequence[File]) -> tuple[Tokenizer, Journal]:
+    """The one the journal names; else the one that was asked for, saved and then named."""
+    name, path = Path(request.tokenizer).name, folder / TOKENIZER
+    if request.tokenizer == "bytes":
+        return Bytes(), replace(journal, tokenizer=vocabulary(Bytes(), name, None))
+    if journal.tokenizer is not None and journal.tokenizer.sha256 is not None:
+        return FromJson(check_hash(path, journal.tokenizer.sha256).read_bytes(), name, request.end_token), journal
+    raw = tokenizer_json(request.tokenizer, lambda: _training_texts(files, request.held_out))
+    tokenizer = FromJson(raw, name, request.end_token)
+    with whole(path) as file:
+        file.write(raw)
+    journal = replace(journal, tokenizer=vocabulary(tokenizer, name, hashlib.sha256(raw).hexdigest()))
+    journal.write(folder)
+    return tokenizer, journal
+
+
+def _training_texts(files: Sequence[File], held_out: Fractions) -> Iterator[str]:
+    with progress("training the tokenizer", sum(file.size for file in files) / 1e6, "MB") as show:
+        for document, place in documents(files, Place()):
+            show(place.read / 1e6)
+            if split_of(document, held_out) == "train":
+                yield document.decode()
+
+
+def _write(
+    request: Request, folder: Path, journal: Journal, files: Sequence[File], tokenizer: Tokenizer, title: str
+) -> Journal:
+    """Sets of shards until the source has ended; the journal after the last."""
+    stream = _encoded(documents(files, journal.place), tokenizer)
+    place, tokens = journal.place, sum(split.tokens for split in journal.splits.values())
+
+    def pieces() -> Iterator[tuple[str, bytes, NDArray[np.uint16]]]:
+        nonlocal place, tokens
+        for document, ids, after in stream:
+            place = after
+            if document:
+                tokens += len(ids)
+                show(place.read / 1e6, f"{tokens:,} tokens")
+                yield split_of(document, request.held_out), document, ids
+
+    with progress(title, sum(file.size for file in files) / 1e6, "MB", place.read / 1e6) as show:
+        while (splits := write_set(folder, journal.splits, request.shard_tokens, pieces())) != journal.splits:
+            journal = replace(journal, place=place, splits=splits)
+            journal.write(folder)
+    return journal
+
+
+def _encoded(
+    stream: Iterator[tuple[bytes, Place]], tokenizer: Tokenizer
+) -> Iterator[tuple[bytes, NDArray[np.uint16], Place]]:
+    for chunk in _chunks(stream):
+        ids = tokenizer.encode_documents([document for document, _ in chunk])
+        yield from ((document, each, place) for (document, place), each in zip(chunk, ids, strict=True))
+
+
+def _chunks(stream: Iterator[tuple[bytes, Place]]) -> Iterator[list[tuple[bytes, Place]]]:
+    chunk, size = [], 0
+    for document, place in stream:
+        chunk.append((document, place))
+        size += len(document) + 1
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    yield chunk
+
+
+def _finish(folder: Path, journal: Journal) -> Manifest:
+    empty = [name for name in SPLITS if not journal.splits[name].tokens]
+    if empty:
+        _discard(folder, journal)
+        raise UserError(_too_few(journal.splits, empty))
+    assert journal.tokenizer is not None
+    manifest = Manifest(journal.request, journal.tokenizer, journal.splits)
+    manifest.write(folder)
+    (folder / JOURNAL).unlink()
+    return manifest
+
+
+def _too_few(splits: Mapping[str, Split], empty: Sequence[str]) -> str:
+    count = sum(split.documents for split in splits.values())
+    if count < len(SPLITS):
+        return f"too few documents ({count}): train, val and probe need one each; give more files, or a jsonl"
+    way_out = "lower --val and --probe" if "train" in empty else f"raise {' and '.join(f'--{name}' for name in empty)}"
+    return f"none of {count} documents fell to {' and '.join(empty)}; {way_out}"
+
+
+def _discard(folder: Path, journal: Journal) -> None:
+    """Give the folder back to whatever options come next."""
+    Journal(journal.request).write(folder)
+    for split in journal.splits.values():
+        for shard in split.shards:
+            (folder / shard.name).unlink()

@@ -1,0 +1,61 @@
+"""Files that are whole or not there: written beside their place, flushed to disk, then renamed into it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from quacklr.lab.errors import UserError
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to that takes its name only when all of it is on the disk; on any error it is removed.
+
+    A process killed in between leaves `.<name>.part`, which nothing reads and the next write replaces. What the system
+    says about a full disk or a forbidden directory becomes a UserError.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        _flush_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        raise
+
+
+def _flush_folder(folder: Path) -> None:
+    """A rename lives in the folder: it survives a power cut only when that is on the disk too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A small JSON file, indented for people, whole or not there."""
+    with whole(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file; UserError if it is not there or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from error

@@ -1,0 +1,102 @@
+"""The paper's language model: a Qwen3 decoder (RMS norms, SwiGLU, rotary positions, tied embeddings, no biases).
+
+Shapes: B batch, T position, C width, F feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quacklr.lab.errors import UserError
+from quacklr.lab.model.attention import Attention
+from quacklr.lab.model.mha import MultiHead
+from quacklr.lab.model.mla import Latent
+from quacklr.lab.model.norm import RMSNorm
+from quacklr.lab.model.rope import Rotary
+from quacklr.lab.model.spec import MHA, MLA, Shape
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate x) * up x)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.d_model, shape.d_ff, bias=False)
+        self.up = nn.Linear(shape.d_model, shape.d_ff, bias=False)
+        self.down = nn.Linear(shape.d_ff, shape.d_model, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Each position by itself."""
+        return self.down(F.silu(self.gate(x_BTC)) * self.up(x_BTC))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on a normed copy of the stream and added to it."""
+
+    def __init__(self, shape: Shape, spec: MHA | MLA) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(shape.d_model, shape.norm_eps)
+        self.attention: Attention = MultiHead(shape, spec) if isinstance(spec, MHA) else Latent(shape, spec)
+        self.feed_forward_norm = RMSNorm(shape.d_model, shape.norm_eps)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x_BTC: Tensor, rotary: Rotary) -> Tensor:
+        """The stream after this block."""
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary)
+        return x_BTC + self.feed_forward(self.feed_forward_norm(x_BTC))
+
+
+class Decoder(nn.Module):
+    """Tokens to the logits of the next ones, or to the mean loss when the targets are given."""
+
+    def __init__(self, shape: Shape, spec: MHA | MLA) -> None:
+        super().__init__()
+        if shape.vocab is None:
+            raise UserError("--vocab is needed to build a model without a corpus")
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab, shape.d_model)
+        self.rotary = Rotary(spec.head_dim if isinstance(spec, MHA) else spec.rope_dim, shape.context, shape.rope_theta)
+        self.blocks = nn.ModuleList([Block(shape, spec) for _ in range(shape.layers)])
+        self.norm = RMSNorm(shape.d_model, shape.norm_eps)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """(B, T, V) logits, or the mean cross-entropy in float32."""
+        if tokens_BT.shape[1] > self.shape.context:
+            raise UserError(
+                f"a sequence of {tokens_BT.shape[1]} tokens, but the model's context is {self.shape.context}"
+            )
+        x_BTC = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTC = block(x_BTC, self.rotary)
+        logits_BTV = F.linear(self.norm(x_BTC), self.embedding.weight)
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+    def attentions(self) -> dict[str, Attention]:
+        """The attention of every block, by its module's name."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, Attention)}
+
+    def initialise(self, seed: int) -> None:
+        """Matrices from N(0, init_std), gains 1; the same on every device, because the numbers are drawn on the CPU."""
+        generator = torch.Generator().manual_seed(seed)
+        for param in self.parameters():
+            with torch.no_grad():
+                if param.ndim > 1:
+                    param.copy_(torch.empty(param.shape).normal_(0, self.shape.init_std, generator=generator))
+                else:
+                    param.fill_(1.0)
+        self.rotary.reset()
+
+
+def build(shape: Shape, spec: MHA | MLA, seed: int, device: Any = "cpu") -> Decoder:
+    """A model with its initial weights, made on the device without being made anywhere else first."""
+    with torch.device("meta"):
+        model = Decoder(shape, spec)
+    model.to_empty(device=device)
+    model.initialise(seed)
+    return model

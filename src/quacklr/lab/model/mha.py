@@ -1,0 +1,43 @@
+"""Multi-head attention, with grouped keys and values if wanted, as in Llama and Qwen3.
+
+Shapes: B batch, T position, C width, H head, G head of keys and values, D size of a head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from quacklr import Path, mha
+from quacklr.lab.model.attention import Attention
+from quacklr.lab.model.rope import Rotary
+from quacklr.lab.model.spec import MHA, Shape
+
+
+class MultiHead(Attention):
+    """q, k and v straight from the residual stream."""
+
+    logit_roles = ("q", "k")
+
+    def __init__(self, shape: Shape, spec: MHA) -> None:
+        super().__init__(query_size=spec.head_dim)
+        self.heads, self.kv_heads = spec.heads, spec.kv_heads
+        self.q = nn.Linear(shape.d_model, spec.heads * spec.head_dim, bias=False)
+        self.k = nn.Linear(shape.d_model, spec.kv_heads * spec.head_dim, bias=False)
+        self.v = nn.Linear(shape.d_model, spec.kv_heads * spec.head_dim, bias=False)
+        self.o = nn.Linear(spec.heads * spec.head_dim, shape.d_model, bias=False)
+
+    def forward(self, x_BTC: Tensor, rotary: Rotary) -> Tensor:
+        """What each position reads from those up to it."""
+        q_BTHD = self.q(x_BTC).unflatten(-1, (self.heads, -1))
+        k_BTGD = self.k(x_BTC).unflatten(-1, (self.kv_heads, -1))
+        v_BTGD = self.v(x_BTC).unflatten(-1, (self.kv_heads, -1))
+        q_BTHD, k_BTGD = self.normed(q_BTHD, k_BTGD)
+        return self.o(self.attend(rotary(q_BTHD), rotary(k_BTGD), v_BTGD))
+
+    def logit_paths(self) -> list[Path]:
+        """q[h] . k[g(h)]."""
+        return [] if self.scale_free else mha(self.weight("q"), self.weight("k"))
+
+    def matrices(self) -> dict[str, tuple[nn.Linear, int]]:
+        """A head's rows lie together."""
+        return {"q": (self.q, self.heads), "k": (self.k, self.kv_heads), "v": (self.v, self.kv_heads)}

@@ -1,0 +1,73 @@
+"""Rotary positions: each pair of a head's numbers is turned by an angle that grows with the position.
+
+Number i is paired with number i + D/2 (the half-split order of Llama and Qwen, not the interleaved one of GPT-J).
+Shapes: B batch, T position, H head, D size of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Rotary(nn.Module):
+    """The cosines and sines of the first `context` positions; not part of a checkpoint."""
+
+    cos_TD: Tensor
+    sin_TD: Tensor
+
+    def __init__(self, dim: int, context: int, theta: float) -> None:
+        super().__init__()
+        self.dim, self.context, self.theta = dim, context, theta
+        self.register_buffer("cos_TD", torch.empty(context, dim), persistent=False)
+        self.register_buffer("sin_TD", torch.empty(context, dim), persistent=False)
+        self.reset()
+
+    def reset(self) -> None:
+        """Fill the tables, in float32; again after `to_empty`."""
+        device = self.cos_TD.device
+        rate_F = 1.0 / self.theta ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+        angle_TF = torch.arange(self.context, device=device, dtype=torch.float32)[:, None] * rate_F
+        with torch.no_grad():
+            self.cos_TD.copy_(torch.cat([angle_TF.cos(), angle_TF.cos()], dim=-1))
+            self.sin_TD.copy_(torch.cat([-angle_TF.sin(), angle_TF.sin()], dim=-1))
+
+    def forward(self, x_BTHD: Tensor) -> Tensor:
+        """The same, turned; position t stands at index t."""
+        length = x_BTHD.shape[1]
+        turning = turn if torch.compiler.is_compiling() else _turn  # a compiler finds the short gradient by itself
+        return turning(x_BTHD, self.cos_TD[:length, None], self.sin_TD[:length, None])
+
+
+class Turn(torch.autograd.Function):
+    """x cos + swap(x) sin, where the sines of the first half are negative; its gradient is the turn back.
+
+    Written out because autograd would keep four intermediate tensors of x's size and walk them all again.
+    """
+
+    @staticmethod
+    def forward(x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+        """In float32, the result in the dtype of x."""
+        return turn(x_BTHD, cos_T1D, sin_T1D)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG004
+        """Only the tables are needed to turn back."""
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTHD: Tensor) -> tuple[Tensor, None, None]:
+        """Turn by the opposite angle."""
+        cos_T1D, sin_T1D = ctx.saved_tensors
+        return turn(grad_BTHD, cos_T1D, -sin_T1D), None, None
+
+
+_turn: Any = Turn.apply
+
+
+def turn(x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """x cos + swap(x) sin."""
+    swapped_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
+    return torch.addcmul(swapped_BTHD * sin_T1D, x_BTHD, cos_T1D).to(x_BTHD.dtype)

@@ -1,0 +1,47 @@
+"""Sigma-Reparam (Zhai et al., 2023): a linear layer uses gain * W / sigma(W), sigma its largest singular value.
+
+The gain is learned and starts at 1. Sigma is followed by power iteration, one step at each training forward, and the
+gradient flows through it as u' W v with u and v held fixed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+FIRST = 100  # power iterations before training; later steps are small and one at a time follows them
+
+
+class SigmaReparam(nn.Module):
+    """The parametrization of one weight."""
+
+    u: Tensor
+    v: Tensor
+
+    def __init__(self, weight_RC: Tensor) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones((), device=weight_RC.device))
+        start = torch.randn(weight_RC.shape[1], generator=torch.Generator().manual_seed(0))
+        self.register_buffer("v", F.normalize(start, dim=0).to(weight_RC.device))
+        self.register_buffer("u", torch.zeros(weight_RC.shape[0], device=weight_RC.device))
+        for _ in range(FIRST):
+            self.follow(weight_RC)
+
+    @torch.no_grad()
+    def follow(self, weight_RC: Tensor) -> None:
+        """One power iteration; new tensors, because a backward may still need the old ones."""
+        self.u = F.normalize(weight_RC @ self.v, dim=0)
+        self.v = F.normalize(weight_RC.mT @ self.u, dim=0)
+
+    def forward(self, weight_RC: Tensor) -> Tensor:
+        """The weight that the layer uses."""
+        if self.training:
+            self.follow(weight_RC)
+        return self.gain / (self.u @ weight_RC @ self.v) * weight_RC
+
+
+def reparametrise(linear: nn.Linear) -> None:
+    """Let a layer use its weight through SigmaReparam from now on."""
+    parametrize.register_parametrization(linear, "weight", SigmaReparam(linear.weight.detach()))

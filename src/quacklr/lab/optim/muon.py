@@ -1,0 +1,152 @@
+"""Muon: momentum, orthogonalised. Every matrix of one shape in one batched Newton-Schulz, by matrix or by head.
+
+    buffer <- lerp(buffer, grad, 1 - momentum)
+    update <- lerp(grad, buffer, momentum)                          (Nesterov; else the buffer)
+    param  <- (1 - lr weight_decay) param - lr scale orthogonalise(update)
+
+as in torch.optim.Muon, which takes one matrix after another, and in bf16 whatever the machine.
+
+Shapes: B matrices, R rows, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from quacklr.lab.optim.newton_schulz import orthogonalise, precision
+
+Scale = Literal["jordan", "rms"]
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "jordan": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+    "rms": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+}
+
+Job: TypeAlias = tuple[Tensor, dict[str, Any]]
+"""A parameter to step, and the param group it is in."""
+
+
+class Muon(Optimizer):
+    """Steps 2-D parameters by the orthogonalised momentum of their gradients. Linear in lr.
+
+    `scale` is the factor of an update of shape (rows, columns): "jordan" is sqrt(max(1, rows / columns)), "rms" is
+    0.2 sqrt(max(rows, columns)), torch's "original" and "match_rms_adamw". `weight_decay` is decoupled. `blocks` cuts
+    the rows of a parameter into that many equal blocks, each stepped as if it were a parameter of its own: one a head
+    is "Muon Split". All of these can differ between param groups.
+
+    Matrices of equal shape, of all groups, are stacked and orthogonalised at once. Costs little but that, and memory:
+    a momentum buffer for each parameter, and while it runs about five copies of a stack, in fp32 or (GPU) bf16.
+    """
+
+    most = 2**25
+    """Numbers in a stack, at most; a larger parameter has one of its own. 128 MB in fp32: eight matrices of 2048^2."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        scale: Scale = "jordan",
+        blocks: int = 1,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "scale": scale, "blocks": blocks})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Another group, as for any optimizer. ValueError for a parameter that is no matrix or cannot be cut."""
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()
+        if group["scale"] not in SCALES:
+            raise ValueError(f"scale must be one of {', '.join(SCALES)}, not {group['scale']!r}")
+        names = group.get("param_names", ["a parameter"] * len(group["params"]))
+        for name, param in zip(names, group["params"], strict=True):
+            _refuse(name, param, group["blocks"])
+        self.param_groups.append(group)
+
+    def split(self, blocks_of_param: Mapping[Tensor, int]) -> None:
+        """Cut these parameters into that many blocks from now on; each moves to a group of its blocks' number.
+
+        Before the first step, before a state is loaded, and before a scheduler looks at the groups. A run that was
+        split is resumed by one that is split the same way and then loads its state.
+        """
+        if self.state:
+            raise ValueError("split Muon's parameters before its first step and before load_state_dict")
+        held = {param for group in self.param_groups for param in group["params"]}
+        for param, blocks in blocks_of_param.items():
+            if param not in held:
+                raise ValueError(f"a parameter of shape {tuple(param.shape)} is to be split but is not this Muon's")
+            _refuse("a parameter", param, blocks)
+        self.param_groups[:] = [part for group in self.param_groups for part in _parts(group, blocks_of_param)]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for rows, jobs in self._batches():
+            self._step(rows, jobs)
+        return loss
+
+    def _batches(self) -> Iterator[tuple[int, list[Job]]]:
+        """Parameters whose blocks have one shape, with the rows of a block; together at most `most` numbers."""
+        alike: dict[Any, list[Job]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    rows, columns = param.shape[0] // group["blocks"], param.shape[1]
+                    alike.setdefault((rows, columns, precision(param), param.device), []).append((param, group))
+        for (rows, *_), jobs in alike.items():
+            each = max(1, self.most // max(param.numel() for param, _ in jobs))
+            for first in range(0, len(jobs), each):
+                yield rows, jobs[first : first + each]
+
+    def _step(self, rows: int, jobs: list[Job]) -> None:
+        heights = [len(param) for param, _ in jobs]
+        columns, device = jobs[0][0].shape[1], jobs[0][0].device
+        stack_RC = torch.empty(sum(heights), columns, dtype=precision(jobs[0][0]), device=device)
+        for (param, group), update_RC in zip(jobs, stack_RC.split(heights), strict=True):
+            self._write_update(param, group, update_RC)
+        stack_RC = orthogonalise(stack_RC.view(-1, rows, columns), overwrite=True).flatten(0, 1)
+        for (param, group), update_RC in zip(jobs, stack_RC.split(heights), strict=True):
+            lr: float = group["lr"]
+            if group["weight_decay"]:
+                param.mul_(1 - lr * group["weight_decay"])
+            param.add_(update_RC, alpha=-lr * SCALES[group["scale"]](rows, columns))
+
+    def _write_update(self, param: Tensor, group: dict[str, Any], update_RC: Tensor) -> None:
+        assert param.grad is not None
+        state = self.state[param]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        buffer_RC: Tensor = state["momentum_buffer"].lerp_(param.grad, 1 - group["momentum"])
+        if group["nesterov"]:
+            torch.lerp(param.grad, buffer_RC, group["momentum"], out=update_RC)
+        else:
+            update_RC.copy_(buffer_RC)
+
+
+def _refuse(name: str, param: Tensor, blocks: int) -> None:
+    shape = tuple(param.shape)
+    if param.ndim != 2:
+        raise ValueError(f"Muon steps matrices, but {name} has shape {shape}; give it to AdamW")
+    if blocks < 1 or shape[0] % blocks:
+        raise ValueError(f"the rows of {name} of shape {shape} cannot be cut into {blocks} equal blocks")
+
+
+def _parts(group: dict[str, Any], blocks_of_param: Mapping[Tensor, int]) -> Iterator[dict[str, Any]]:
+    """The group as one group for each number of blocks."""
+    blocks = [blocks_of_param.get(param, group["blocks"]) for param in group["params"]]
+    lists: list[str] = [key for key in ("params", "param_names") if key in group]
+    for number in dict.fromkeys(blocks):
+        chosen = {key: [x for x, b in zip(group[key], blocks, strict=True) if b == number] for key in lists}
+        yield {**group, **chosen, "blocks": number}

@@ -1,0 +1,30 @@
+"""Settings that make no sense, refused in a sentence that names the option."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from quacklr.lab.errors import UserError
+
+
+def refuse_unless(holds: Callable[[float], bool], what: str, settings: dict[str, float]) -> None:
+    """UserError for the first of these settings that is no finite number, or for which it does not hold."""
+    for name, value in settings.items():
+        if not math.isfinite(value) or not holds(value):
+            raise UserError(f"--{name.replace('_', '-')} must be {what}, not {value:g}")
+
+
+def refuse_unless_positive(**settings: float) -> None:
+    """UserError for one that is not above 0."""
+    refuse_unless(lambda value: value > 0, "a positive number", settings)
+
+
+def refuse_negative(**settings: float) -> None:
+    """UserError for one that is below 0."""
+    refuse_unless(lambda value: value >= 0, "0 or a positive number", settings)
+
+
+def refuse_unless_below_1(**settings: float) -> None:
+    """UserError for one that is not at least 0 and below 1: what a running mean keeps of the past."""
+    refuse_unless(lambda value: 0 <= value < 1, "at least 0 and below 1", settings)

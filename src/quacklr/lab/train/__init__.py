@@ -1,0 +1,1 @@
+"""Training: the loop, its folder and checkpoints, and the command `quacklr train`."""

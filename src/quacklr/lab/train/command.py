@@ -1,0 +1,150 @@
+"""`quacklr train`: options to a configuration, a run, and a sentence about how it ended.
+
+Options are read twice. First those that choose kinds (--preset, --method, --attention, ...), because they decide which
+others there are; then all of them, so that --help shows just those that mean something, with their true defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from quacklr.lab.config import KINDS, Config, fingerprint, kind_of, values_of
+from quacklr.lab.errors import UserError
+from quacklr.lab.presets import ATTENTIONS, PRESETS, with_kinds
+from quacklr.lab.train.folder import Folder
+from quacklr.lab.train.runner import Stopped, run
+
+ABOUT = """\
+Train one model and write everything about it to a folder.
+
+The default is a model of a million parameters on the source of Python's standard library:
+about a minute on two cores, and nothing to download.
+"""
+OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Other kinds have other options: `quacklr train --method quack --attention mla --help` shows theirs."""
+
+    preset: Literal["cpu", "100m", "paper-mha", "paper-mla"] = "cpu"
+    """Where all other defaults come from; the paper's need a GPU."""
+    attention: Literal["mha", "mla"] = "mha"
+    """Multi-head attention, or multi-head latent attention."""
+    method: Annotated[
+        Literal["default", "quack", "constant-tau", "qk-norm", "qk-clip", "soft-cap", "sigma-reparam", "muon-split"],
+        tyro.conf.arg(metavar="METHOD"),
+    ] = "default"
+    """What is done about attention logits: default (nothing), quack, constant-tau, qk-norm, qk-clip, soft-cap,
+    sigma-reparam or muon-split."""
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """Muon for matrices and AdamW for the rest, or AdamW for all."""
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    """The learning rate after its warmup."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the run goes."""
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Its folder; runs/<a name made from the options> unless given."""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Go on with the run in this folder, with its options."""
+    wandb: Annotated[str | None, tyro.conf.arg(metavar="PROJECT")] = None
+    """Log to this project of Weights & Biases too."""
+
+
+def parse(argv: Sequence[str]) -> tuple[Config, Place]:
+    """The run that the options mean."""
+    base, choices = first_reading(argv)
+    parts = {field.name: getattr(base, field.name) for field in fields(base)}
+    titles = {name: getattr(choices, name, name).replace("-", "_") for name in parts}  # a part is titled by its kind
+    shown = make_dataclass(
+        "Train",
+        [
+            ("main", Choices, field(default=choices)),
+            ("folder", Place, field(default=Place())),
+            *((titles[name], type(part), field(default=part)) for name, part in parts.items()),
+        ],
+        frozen=True,
+    )
+    refuse_strangers(argv, base)
+    given: Any = tyro.cli(shown, prog="quacklr train", args=list(argv), description=ABOUT, config=OPTIONS)
+    return Config(**{name: getattr(given, titles[name]) for name in parts}), given.folder
+
+
+def first_reading(argv: Sequence[str]) -> tuple[Config, Choices]:
+    """The configuration that all defaults come from, by the options that choose kinds. Mistakes are left to tyro."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("preset", "resume", *KINDS):
+        first.add_argument(f"--{name}", nargs="?")
+    given, _ = first.parse_known_args([option for option in argv if option not in ("-h", "--help")])
+    preset = given.preset if given.preset in PRESETS else "cpu"
+    kinds = {name: value if (value := getattr(given, name)) in KINDS[name] else None for name in KINDS}
+    saved = PRESETS[preset] if given.resume is None else Folder(Path(given.resume)).config()
+    base = with_kinds(saved, ATTENTIONS[preset], **kinds)
+    names: dict[str, Any] = {name: kind_of(name, getattr(base, name)) for name in KINDS}
+    return base, Choices(**names | {"preset": preset})
+
+
+def refuse_strangers(argv: Sequence[str], config: Config) -> None:
+    """UserError for an option of another kind than the chosen one: it would do nothing."""
+    known = {name for part in values_of(config).values() for name in values_of(part)}
+    for name, kinds in KINDS.items():
+        owners: dict[str, list[str]] = {}
+        for kind, type_ in kinds.items():
+            for each in fields(type_):
+                owners.setdefault(each.name, []).append(kind)
+        for option in argv:
+            wanted = option.partition("=")[0].removeprefix("--").replace("-", "_")
+            if option.startswith("--") and wanted in owners and wanted not in known:
+                chosen = kind_of(name, getattr(config, name))
+                right = " or ".join(f"--{name} {kind}" for kind in owners[wanted])
+                raise UserError(
+                    f"{option.partition('=')[0]} means nothing with --{name} {chosen}; it goes with {right}"
+                )
+
+
+def name_of(config: Config) -> str:
+    """A folder's name that people can read, and that no other configuration has."""
+    kinds = f"{kind_of('attention', config.attention)}-{kind_of('method', config.method)}"
+    return f"{kinds}-lr{config.optimizer.lr:g}-seed{config.training.seed}-{fingerprint(config)}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command: 0, 2 for what a user can mend, 130 or 143 when stopped by Ctrl-C or SIGTERM."""
+    path = None
+    try:
+        config, place = parse(argv)
+        path = place.resume or place.out or Path("runs") / name_of(config)
+        if place.resume and place.out:
+            raise UserError("--resume says the folder of the run, so leave --out away")
+        result = run(config, path, resume=place.resume is not None, wandb=place.wandb)
+    except SystemExit as stop:  # tyro exits by itself after --help and mistakes
+        return int(stop.code or 0)
+    except BrokenPipeError:  # somebody reads the first lines of --help only
+        return 1
+    except UserError as error:
+        print(f"quacklr train: {error}", file=sys.stderr)
+        return 2
+    except Stopped as stopped:
+        print(f"Stopped at step {stopped.step}; go on with: quacklr train --resume {path}", file=sys.stderr)
+        return 130 if stopped.signum == signal.SIGINT else 143
+    if result["status"] == "diverged":
+        print(f"The run diverged: {result['reason']}. It is recorded in {path}.")
+    else:
+        print(f"Done: validation loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits a byte. {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

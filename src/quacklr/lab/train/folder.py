@@ -1,0 +1,93 @@
+"""A run's folder: what was asked for, on what machine, every row that came out, how it ended, and its checkpoints.
+
+    config.json  environment.json  metrics.jsonl  result.json  checkpoints/  tensorboard/
+
+`metrics.jsonl` is the truth about the run, a row a line; everything else that shows numbers is made from it.
+`result.json` is there once the run has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from quacklr.lab.config import Config, from_json, to_json
+from quacklr.lab.errors import UserError
+from quacklr.lab.files import read_json, whole, write_json
+
+Row = dict[str, Any]
+
+
+class Folder:
+    """The files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+
+    @property
+    def taken(self) -> bool:
+        """Whether a run was begun here."""
+        return (self.path / "config.json").exists()
+
+    @property
+    def result(self) -> Row | None:
+        """How the run ended, if it has."""
+        path = self.path / "result.json"
+        return dict(read_json(path)) if path.exists() else None
+
+    def config(self) -> Config:
+        """What the run was asked to do."""
+        if not self.taken:
+            raise UserError(f"{self.path} is not the folder of a run: it has no config.json")
+        return from_json(read_json(self.path / "config.json"))
+
+    def begin(self, config: Config, environment: dict[str, Any]) -> None:
+        """Write down what is asked for, and on what machine."""
+        write_json(self.path / "environment.json", environment)
+        write_json(self.path / "config.json", to_json(config))
+
+    def rows(self) -> list[Row]:
+        """All rows so far. A last line that a killed process left unfinished is not one."""
+        rows = []
+        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
+        for place, line in enumerate(lines, start=1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                if place < len(lines):
+                    raise UserError(f"{self.metrics}, line {place}, is damaged: {error}") from error
+        return rows
+
+    def forget_after(self, step: int) -> None:
+        """Drop the rows after a step, and the ending: a resumed run makes them again."""
+        rows = self.rows()
+        kept = [row for row in rows if row["step"] <= step]
+        if len(kept) == len(rows):
+            return
+        with whole(self.metrics) as file:
+            file.write("".join(line(row) for row in kept).encode())
+        (self.path / "result.json").unlink(missing_ok=True)
+
+    def append(self, row: Row) -> None:
+        """Add a row; it is with the system before this returns, so that a killed process loses none."""
+        try:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(line(row))
+        except OSError as error:
+            raise UserError(f"cannot write {self.metrics}: {error.strerror or error}") from error
+
+    def end(self, result: Row) -> None:
+        """Write down how it ended."""
+        write_json(self.path / "result.json", result)
+
+
+def line(row: Row) -> str:
+    """A row as a line of JSON, which has no NaN: a number that is none becomes null."""
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"

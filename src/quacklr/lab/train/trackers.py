@@ -1,0 +1,92 @@
+"""Where rows go besides the run's folder: TensorBoard when it is installed, Weights & Biases when asked for.
+
+Both get the same scalars, made from the rows of `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from quacklr.lab.config import Config, to_json
+from quacklr.lab.errors import UserError
+
+Row = dict[str, Any]
+
+
+class Tracker(Protocol):
+    """Something that shows rows."""
+
+    def write(self, row: Row) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+def trackers(folder: Path, config: Config, first_step: int, project: str | None) -> list[Tracker]:
+    """Those that are wanted and installed."""
+    found: list[Tracker] = []
+    if find_spec("tensorboard"):
+        found.append(TensorBoard(folder / "tensorboard", first_step))
+    if project is not None:
+        found.append(WandB(folder, config, project))
+    return found
+
+
+def scalars(row: Row) -> Iterator[tuple[str, float]]:
+    """The numbers of a row under names that group well; of the logits, for each layer the extreme or the mean."""
+    for key, value in row.items():
+        if isinstance(value, float) and key not in ("val_loss", "val_bpb"):
+            yield f"train/{key}", value
+    for key in ("val_loss", "val_bpb"):
+        if row.get(key) is not None:
+            yield f"validation/{key.removeprefix('val_')}", row[key]
+    for key, table in row.get("logits", {}).items():
+        for layer, heads in enumerate(table):
+            seen = [value for value in heads if value is not None]
+            if seen:
+                yield f"logits {key}/layer {layer}", max(seen) if key == "max" else sum(seen) / len(seen)
+
+
+class TensorBoard:
+    """Event files in the run's folder. A resumed run takes back what the killed one had shown after its checkpoint."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self.folder, self.first_step = folder, first_step
+        self._writer: Any = None
+
+    def write(self, row: Row) -> None:
+        """All scalars of a row."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.folder), purge_step=self.first_step + 1 if self.first_step else None)
+        for name, value in scalars(row):
+            self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Flush what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB:
+    """A run in a project of Weights & Biases; WANDB_MODE=offline keeps it on the disk."""
+
+    def __init__(self, folder: Path, config: Config, project: str) -> None:
+        if not find_spec("wandb"):
+            raise UserError("--wandb needs the package wandb: pip install 'quacklr[track]'")
+        import wandb
+
+        identity = folder.resolve().name
+        self._run = wandb.init(
+            project=project, id=identity, name=identity, dir=str(folder), resume="allow", config=to_json(config)
+        )
+
+    def write(self, row: Row) -> None:
+        """All scalars of a row."""
+        self._run.log(dict(scalars(row)), step=row["step"])
+
+    def close(self) -> None:
+        """Finish the upload."""
+        self._run.finish()

@@ -1,0 +1,57 @@
+"""Trains every method with both attentions three ways: whole; killed in the middle; and on from there to the end.
+
+    python forked_runs.py CORPUS OUT      fills OUT/whole/<attention>-<method> and OUT/killed/<attention>-<method>
+
+Each run is a process of its own, forked from this one, so that torch is imported once and not fifty times.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path as File
+
+import torch._dynamo
+import torch.utils.tensorboard  # noqa: F401 - both would be imported by every run
+
+from lab_runs import ATTENTIONS, METHODS, read_rows, small
+from quacklr.lab.config import Config
+from quacklr.lab.train.runner import run
+
+KILL_AFTER = 8  # the last checkpoint is that of step 6
+
+
+def fork(config: Config, folder: File) -> int:
+    child = os.fork()
+    if child == 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
+        run(config, folder, resume=folder.exists())
+        os._exit(0)
+    return child
+
+
+def kill_in_the_middle(child: int, folder: File) -> None:
+    while len(read_rows(folder)) <= KILL_AFTER:
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), f"{folder} had ended before it could be killed"
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert not (folder / "result.json").exists()
+
+
+def main(corpus: File, out: File) -> None:
+    for attention, spec in ATTENTIONS.items():
+        for name, method in METHODS.items():
+            config, run_name = small(corpus, method, spec), f"{attention}-{name}"
+            whole = fork(config, out / "whole" / run_name)
+            killed = fork(config, out / "killed" / run_name)
+            kill_in_the_middle(killed, out / "killed" / run_name)
+            resumed = fork(config, out / "killed" / run_name)
+            for child in (whole, resumed):
+                assert os.waitpid(child, 0)[1] == 0, run_name
+
+
+if __name__ == "__main__":
+    main(File(sys.argv[1]), File(sys.argv[2]))

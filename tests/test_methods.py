@@ -1,0 +1,157 @@
+"""Each method does to the model and to the steps what it says, and all of them train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path as File
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab_runs import ATTENTIONS, METHODS, block, make_corpus, small
+from quacklr import QKClip, QuacK
+from quacklr.lab.data import Corpus, open_corpus
+from quacklr.lab.methods import ConstantTau, MuonSplit, QKNorm, Quack, SigmaReparametrised, SoftCap, rates
+from quacklr.lab.model import MHA, MLA, Shape, build
+from quacklr.lab.model.sigma import reparametrise
+from quacklr.lab.train.session import Session
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return open_corpus(str(make_corpus(tmp_path_factory.mktemp("corpus"))))
+
+
+def session(corpus: Corpus, method: object, attention: str = "mha") -> Session:
+    return Session(small(File(corpus.where), method, ATTENTIONS[attention]), corpus)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns(corpus: Corpus, method: str, attention: str) -> None:
+    rows = list(session(corpus, METHODS[method], attention).rows())
+    assert rows[-1]["step"] == 36
+    assert rows[-1]["val_loss"] < rows[0]["val_loss"] - 1.5
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_methods_differ_in_nothing_else_so_all_begin_with_the_same_loss(corpus: Corpus, attention: str) -> None:
+    """QK norm, sigma-Reparam and the cap change the function; the others the steps only."""
+    same = ["default", "quack", "constant-tau", "qk-clip", "muon-split"]
+    first = [list(islice(session(corpus, METHODS[name], attention).rows(), 2))[1]["loss"] for name in same]
+    assert len(set(first)) == 1
+
+
+def test_quack_and_constant_tau_are_the_librarys(corpus: Corpus) -> None:
+    adapting, constant = (session(corpus, method) for method in (Quack(tau=0.5, norm="spectral"), ConstantTau(0.25)))
+    for each in (adapting, constant):
+        list(islice(each.rows(), 5))
+    assert isinstance(adapting.attached, QuacK)
+    assert (adapting.attached.tau, adapting.attached.adapt) == (0.5, True)
+    found = torch.cat(list(rates(adapting.attached).values()))
+    assert (found != 0.5).all()
+    assert torch.cat(list(rates(constant.attached).values())).unique().tolist() == [0.25]
+
+
+def test_qk_clip_is_the_librarys(corpus: Corpus) -> None:
+    clipped = session(corpus, METHODS["qk-clip"])
+    assert isinstance(clipped.attached, QKClip)
+    assert clipped.attached.threshold == 100.0
+
+
+def test_constant_tau_of_one_is_bitwise_the_default(corpus: Corpus) -> None:
+    one, other = (session(corpus, method) for method in (ConstantTau(tau=1.0), METHODS["default"]))
+    list(islice(one.rows(), 8)), list(islice(other.rows(), 8))
+    for ours, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_muon_split_steps_each_head_as_a_matrix_of_its_own(corpus: Corpus) -> None:
+    """After one step from the same gradient, a head of the split run moved as a separate matrix would."""
+    split = session(corpus, MuonSplit(), "mla")
+    before = {name: param.detach().clone() for name, param in split.model.named_parameters()}
+    list(islice(split.rows(), 2))
+    for role, blocks in (("uq", 2), ("qr", 2), ("uk", 2), ("uv", 2), ("dq", 1), ("kr", 1)):
+        name = f"blocks.0.attention.{role}.weight"
+        moved = (split.model.get_parameter(name).detach() - before[name]).unflatten(0, (blocks, -1))
+        for head in moved:  # an orthogonalised matrix has singular values about 1, times lr and scale
+            values = torch.linalg.svdvals(head)
+            scale = 0.05 / 4 * max(1, head.shape[0] / head.shape[1]) ** 0.5
+            assert 0.5 * scale < values[0] < 1.3 * scale
+
+
+def largest_singular_value(weight: Tensor) -> float:
+    return float(torch.linalg.svdvals(weight.detach())[0])
+
+
+def test_sigma_reparam_uses_weights_whose_largest_singular_value_is_the_gain(corpus: Corpus) -> None:
+    """Nearly: one power iteration a step runs after weights that Muon moves fast."""
+    trained = session(corpus, SigmaReparametrised())
+    linears: list[Any] = [module for module in trained.model.modules() if hasattr(module, "parametrizations")]
+    assert len(linears) == 2 * 7
+    for linear in linears:
+        assert largest_singular_value(linear.weight) == pytest.approx(1, rel=0.02)
+    list(trained.rows())
+    for linear in linears:
+        gain = float(linear.parametrizations["weight"][0].gain.detach())
+        assert gain != 1
+        assert largest_singular_value(linear.weight) == pytest.approx(abs(gain), rel=0.3)
+
+
+def test_sigma_reparam_of_queries_and_keys_leaves_the_rest(corpus: Corpus) -> None:
+    trained = session(corpus, SigmaReparametrised(scope="qk"), "mla")
+    names = {
+        name.split(".parametrizations")[0].rsplit(".")[-1]
+        for name, _ in trained.model.named_parameters()
+        if "gain" in name
+    }
+    assert names == {"dq", "uq", "qr", "dkv", "uk", "kr"}
+
+
+def test_the_gradient_of_sigma_reparam_flows_through_sigma() -> None:
+    """Scaling the raw weight changes nothing, so the gradient along the weight itself is zero."""
+    linear: Any = torch.nn.Linear(6, 5, bias=False)
+    reparametrise(linear)
+    linear.eval()  # u and v held fixed, as the gradient takes them
+    linear(torch.randn(3, 6)).square().sum().backward()
+    raw = linear.parametrizations["weight"].original
+    assert float((raw.grad * raw.detach()).sum()) == pytest.approx(0, abs=1e-5)
+    assert float(raw.grad.norm()) > 0.01
+
+
+@pytest.mark.parametrize("spec", [MHA(), MLA()], ids=["mha", "mla"])
+def test_scaling_queries_does_nothing_under_a_scale_free_method(spec: MHA | MLA) -> None:
+    from quacklr.lab.methods import alter
+
+    shape, role = Shape(vocab=64, layers=1), "q" if isinstance(spec, MHA) else "uq"
+    for method in (QKNorm(), SigmaReparametrised(scope="qk")):
+        model = build(shape, spec, seed=0)
+        alter(method, model)
+        model.eval()
+        attention = block(model).attention
+        assert attention.scale_free
+        assert attention.logit_paths() == []
+        if isinstance(method, QKNorm) and isinstance(spec, MHA):
+            x = torch.randn(1, 8, 128)
+            before = attention(x, model.rotary)
+            with torch.no_grad():
+                getattr(attention, role).weight.mul_(5)
+            torch.testing.assert_close(attention(x, model.rotary), before, rtol=1e-3, atol=1e-5)
+
+
+def test_a_cap_bounds_what_the_softmax_sees(corpus: Corpus) -> None:
+    capped = session(corpus, SoftCap(cap=0.02))
+    rows = list(capped.rows())
+    assert max(value for row in rows if "logits" in row for layer in row["logits"]["max"] for value in layer) <= 0.02
+
+
+def test_the_loop_treats_one_large_micro_batch_as_many_small_ones(corpus: Corpus) -> None:
+    base = small(File(corpus.where), Quack(), ATTENTIONS["mla"])
+    ends = []
+    for micro in (8, 2):
+        config = replace(base, training=replace(base.training, micro_batch=micro))
+        ends.append([row["loss"] for row in islice(Session(config, corpus).rows(), 1, 7)])
+    assert ends[0] == pytest.approx(ends[1], rel=1e-4)
