@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import tyro
 
 from quacklr.lab import methods
-from quacklr.lab.errors import UserError
+from quacklr.lab.errors import UserError, refuse_negative, refuse_unless_positive
 from quacklr.lab.methods import Method
 from quacklr.lab.model import MHA, MLA, Shape
 from quacklr.lab.optim import WSD, AdamWRecipe, Constant, Cosine, MuonRecipe, Recipe, Schedule, check
@@ -53,6 +53,10 @@ class Training:
     seed: int = 0
     """For the initial weights and the order of the data."""
 
+    def __post_init__(self) -> None:
+        refuse_unless_positive(steps=self.steps, batch_tokens=self.batch_tokens, micro_batch=self.micro_batch)
+        refuse_negative(grad_clip=self.grad_clip, seed=self.seed)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -66,6 +70,9 @@ class Machine:
     """Run the model through torch.compile."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """CPU threads; torch's own choice unless given."""
+
+    def __post_init__(self) -> None:
+        refuse_unless_positive(threads=1 if self.threads is None else self.threads)
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,9 @@ class Watch:
     """Steps between checkpoints; there is always one at the end."""
     keep: int = 2
     """How many of the last checkpoints are kept."""
+
+    def __post_init__(self) -> None:
+        refuse_unless_positive(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -115,11 +125,6 @@ class Config:
 
 def refuse_contradictions(config: Config) -> None:
     """What no run could do, in one sentence that names the options."""
-    for part in (config.training, config.watch):
-        for name, value in values_of(part).items():
-            least = 0 if name in ("seed", "grad_clip") else 1
-            if isinstance(value, int | float) and not least <= value < float("inf"):
-                raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
     micro = config.shape.context * config.training.micro_batch
     if config.training.batch_tokens % micro:
         raise UserError(
@@ -131,8 +136,6 @@ def refuse_contradictions(config: Config) -> None:
         raise UserError("--method muon-split is a way to use Muon, so it needs --optimizer muon")
     if isinstance(config.method, methods.QKClipping) and config.machine.compile:
         raise UserError("--method qk-clip has to see the logits, which --compile hides; leave one of them out")
-    if config.machine.threads is not None and config.machine.threads < 1:
-        raise UserError(f"--threads must be at least 1, not {config.machine.threads}")
 
 
 def kind_of(field: str, value: object) -> str:

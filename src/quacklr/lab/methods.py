@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr import QKClip, QuacK, frobenius, spectral
-from quacklr.lab.errors import UserError
+from quacklr.lab.errors import refuse_negative, refuse_unless_positive
 from quacklr.lab.model import Decoder
 from quacklr.lab.model.sigma import reparametrise
 from quacklr.lab.optim import Muon
@@ -46,7 +46,8 @@ class Quack:
     """Least norm of a block."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive("tau", self.tau)
+        refuse_unless_positive(tau=self.tau)
+        refuse_negative(floor=self.floor)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class ConstantTau:
     """Learning rate of query and key weights, relative to the base learning rate."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive("tau", self.tau)
+        refuse_unless_positive(tau=self.tau)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class QKClipping:
     """Largest logit that is left alone."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive("threshold", self.threshold)
+        refuse_unless_positive(threshold=self.threshold)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class SoftCap:
     """Bound of the logits."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive("cap", self.cap)
+        refuse_unless_positive(cap=self.cap)
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,3 @@ def attach(method: Method, model: Decoder, optimizers: Sequence[Optimizer]) -> A
 def rates(attached: Attached | None) -> dict[str, Tensor]:
     """The learning rates that a method gives to blocks of weights, relative to the base rate, by weight name."""
     return attached.rates() if isinstance(attached, QuacK) else {}
-
-
-def refuse_unless_positive(option: str, value: float) -> None:
-    """Settings of a method are positive, finite numbers."""
-    if not 0 < value < float("inf"):
-        raise UserError(f"--{option} must be a positive number, not {value}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from quacklr.lab.errors import UserError
+from quacklr.lab.errors import UserError, refuse_unless_positive
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Shape:
     """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
-        refuse_sizes(self)
+        refuse_unless_positive(**{name: value for name, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class MHA:
     """Size of a head."""
 
     def __post_init__(self) -> None:
-        refuse_sizes(self)
+        refuse_unless_positive(**vars(self))
         if self.heads % self.kv_heads:
             raise UserError(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
         if self.head_dim % 2:
@@ -79,7 +79,7 @@ class MLA:
     """RMS norm on both latents, as DeepSeek has; the paper has none."""
 
     def __post_init__(self) -> None:
-        refuse_sizes(self)
+        refuse_unless_positive(**{name: value for name, value in vars(self).items() if name != "latent_norm"})
         if self.rope_dim % 2:
             raise UserError(f"--rope-dim {self.rope_dim} is odd, but rotary positions turn pairs")
 
@@ -87,10 +87,3 @@ class MLA:
     def attended(self) -> int:
         """Numbers of a query and of a value, over all heads: what one position costs to attend to."""
         return self.heads * (self.nope_dim + self.rope_dim + self.v_head_dim)
-
-
-def refuse_sizes(spec: object) -> None:
-    """Every number of a spec must be positive."""
-    for name, value in vars(spec).items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < float("inf"):
-            raise UserError(f"--{name.replace('_', '-')} must be a positive number, not {value}")

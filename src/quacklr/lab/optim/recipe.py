@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from quacklr.lab.errors import UserError
+from quacklr.lab.errors import UserError, refuse_negative, refuse_unless_below_1, refuse_unless_positive
 from quacklr.lab.optim.muon import SCALES, Muon, Scale
-from quacklr.lab.optim.refuse import refuse_negative, refuse_unless_below_1, refuse_unless_positive
 
 Named = dict[str, nn.Parameter]
 Group = dict[str, Any]
@@ -30,8 +30,8 @@ class MuonRecipe:
 
     lr: float = 0.1
     """Learning rate of Muon, at its peak."""
-    rest_lr: float | None = None
-    """Learning rate of AdamW, which trains embeddings, norms and biases. None: the same as lr."""
+    rest_lr: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """Learning rate of AdamW, which trains embeddings, norms and biases; that of Muon unless given."""
     momentum: float = 0.95
     """How much of Muon's momentum is kept at a step."""
     nesterov: bool = True

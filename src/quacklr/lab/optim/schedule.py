@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from quacklr.lab.errors import UserError
-from quacklr.lab.optim.refuse import refuse_negative, refuse_unless
+from quacklr.lab.errors import UserError, refuse_negative, refuse_unless
 
 
 @dataclass(frozen=True, slots=True)
