@@ -28,6 +28,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `quacklr train` does, before torch is loaded
+
 import torch
 
 from quacklr.lab.data import batch, open_corpus
@@ -145,6 +147,7 @@ def cold() -> None:
         began = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 2:
+                assert process.poll() is None, "the run ended before its first step"
                 time.sleep(0.01)
             first = time.perf_counter() - began
             process.wait()

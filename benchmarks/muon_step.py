@@ -1,7 +1,8 @@
 """What a step of Muon costs, as ratios from interleaved steps of one process, on the CPU.
 
-    python benchmarks/muon_step.py               about a minute on 2 free cores
+    python benchmarks/muon_step.py               about a minute
     python benchmarks/muon_step.py --cycles 10   quicker, noisier
+    python benchmarks/muon_step.py --threads 2   on a machine with nothing else to do: threads wait for each other
 
 The matrices of the `cpu` preset: 4 layers of four 128 x 128, two 512 x 128 and one 128 x 512. A cycle takes one step
 of each optimizer, and one bare Newton-Schulz: the textbook's five steps in fp32, batched, on tensors that are stacked
@@ -14,9 +15,7 @@ and transposed already.
 
 medians over the cycles of the ratio within a cycle. torch.optim.Muon depends on what the CPU does with bf16, so this is
 measured as the machine is, and again in processes whose libraries are told to use less of it: AVX-512 without bf16
-units, where oneDNN imitates them, and AVX2, where torch has no matrix product for bf16 but a plain loop. And with
-`kept` memory: once a process has freed a block of 31 MB, glibc gives smaller ones back to itself instead of the system,
-and fresh pages no longer cost as much as the arithmetic.
+units, where oneDNN imitates them, and AVX2, where torch has no matrix product for bf16 but a plain loop.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ LAYERS, SHAPES = 4, [(128, 128)] * 4 + [(512, 128)] * 2 + [(128, 512)]
 STACKS = [(16, 128, 128), (8, 128, 512), (4, 128, 512)]
 MACHINES: dict[str, dict[str, str]] = {
     "as it is": {},
-    "as it is, kept": {},
     "AVX-512, no bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
     "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
 }
@@ -68,12 +66,11 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(machine: str, cycles: int) -> None:
+def measure(machine: str, cycles: int, threads: int) -> None:
     """One line: the ratios in this process."""
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     stacks = [torch.randn(shape) for shape in STACKS]
-    if "kept" in machine:
-        torch.empty(31 * 2**18)
     work: dict[str, Callable[[], object]] = {
         "torch": torch.optim.Muon(parameters(), lr=0.01, weight_decay=0.0).step,
         "ours": Muon(parameters(), lr=0.01).step,
@@ -96,15 +93,18 @@ def bf16_units() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=30, help="steps of each optimizer, on each machine")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--machine", choices=MACHINES, help="measure in this process; else in a new one for each")
     options = parser.parse_args()
     if options.machine:
-        return measure(options.machine, options.cycles)
-    print(f"bf16 units of this CPU: {bf16_units()}; {torch.get_num_threads()} threads")
+        return measure(options.machine, options.cycles, options.threads)
+    print(f"bf16 units of this CPU: {bf16_units()}; threads: {options.threads}")
     print(f"{'machine':<20}{'torch / ours':>18}{'ours / bare':>18}{'per head / ours':>18}", flush=True)
     for machine, less in MACHINES.items():
-        command = [sys.executable, __file__, "--cycles", str(options.cycles), "--machine", machine]
-        subprocess.run(command, env={**os.environ, **less}, check=True)
+        numbers = ["--cycles", str(options.cycles), "--threads", str(options.threads)]
+        subprocess.run(
+            [sys.executable, __file__, *numbers, "--machine", machine], env={**os.environ, **less}, check=True
+        )
     return None
 
 

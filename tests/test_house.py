@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path as File
 
@@ -79,6 +80,13 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert f"version: {quacklr.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+def test_the_command_line_answers_without_torch() -> None:
+    script = "import sys, quacklr.cli; quacklr.cli.main(['--help']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
 def test_the_public_names_are_there() -> None:
     assert set(quacklr.__all__) >= {"QuacK", "Path", "Weight", "logit_paths", "sensitivity", "frobenius", "spectral"}
     assert all(hasattr(quacklr, name) for name in quacklr.__all__)
+    assert set(quacklr.__all__) <= set(dir(quacklr))
+    assert not hasattr(quacklr, "nonsense")

@@ -5,14 +5,18 @@
 The method, QuacK, is from "Controlling changes to attention logits" (Anson & Aitchison, 2025).
 """
 
-from quacklr.clip import QKClip
-from quacklr.find import logit_paths
-from quacklr.monitor import LogitMonitor, LogitStats
-from quacklr.norms import frobenius, spectral
-from quacklr.path import Path, mha, mla
-from quacklr.quack import QuacK
-from quacklr.rule import sensitivity
-from quacklr.weight import Weight, packed
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quacklr.clip import QKClip
+    from quacklr.find import logit_paths
+    from quacklr.monitor import LogitMonitor, LogitStats
+    from quacklr.norms import frobenius, spectral
+    from quacklr.path import Path, mha, mla
+    from quacklr.quack import QuacK
+    from quacklr.rule import sensitivity
+    from quacklr.weight import Weight, packed
 
 __version__ = "0.1.0"
 
@@ -31,3 +35,32 @@ __all__ = [
     "sensitivity",
     "spectral",
 ]
+
+_HOME = {
+    "LogitMonitor": "monitor",
+    "LogitStats": "monitor",
+    "Path": "path",
+    "QKClip": "clip",
+    "QuacK": "quack",
+    "Weight": "weight",
+    "frobenius": "norms",
+    "logit_paths": "find",
+    "mha": "path",
+    "mla": "path",
+    "packed": "weight",
+    "sensitivity": "rule",
+    "spectral": "norms",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that the command line can answer before torch is loaded."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'quacklr' has no attribute {name!r}")
+    value = getattr(import_module(f"quacklr.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -111,6 +111,7 @@ def add_demo_options(shown: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 2 for bad options, 130 when stopped by Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded; see docs/lab.md
     try:
         if argv and argv[0] in LAB:
             return lab(argv[0], argv[1:])
