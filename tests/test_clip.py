@@ -74,9 +74,11 @@ def test_mha_is_scaled_by_the_root_of_gamma_on_both_sides() -> None:
             torch.testing.assert_close(rows(clipped, role, head, 4), root * rows(plain, role, head, 4))
 
 
-def test_mla_is_scaled_as_in_kimi_k2() -> None:
-    clipped, plain, gammas = one_step(LATENT, threshold=None)
-    assert min(gammas) < max(gammas) == 1
+@pytest.mark.parametrize("threshold", [None, 2.0], ids=["some heads", "all heads"])
+def test_mla_is_scaled_as_in_kimi_k2(threshold: float | None) -> None:
+    clipped, plain, gammas = one_step(LATENT, threshold)
+    assert min(gammas) < 1
+    assert (max(gammas) < 1) == (threshold is not None)
     for head, gamma in enumerate(gammas):
         for role, factor in (("uq", gamma**0.5), ("uk", gamma**0.5), ("qr", gamma)):
             torch.testing.assert_close(rows(clipped, role, head, 3), factor * rows(plain, role, head, 3))

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, models
 
 from quacklr.lab.data import SPLITS, open_corpus
 from quacklr.lab.data.command import main
-from quacklr.lab.data.journal import locked
 from quacklr.lab.data.manifest import Split
 from quacklr.lab.data.shards import write_set
 from quacklr.lab.errors import UserError
+from quacklr.lab.files import locked
 
 Complaint = Callable[..., str]
 
@@ -192,7 +192,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, source: Path, c
 
 def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, source: Path, complaint: Complaint) -> None:
     with locked(tmp_path / "out", wait=False):
-        assert "another quacklr prepare is at work in" in complaint(source)
+        assert "another quacklr is at work in" in complaint(source)
 
 
 def test_an_unwritable_folder_is_named(source: Path, complaint: Complaint) -> None:

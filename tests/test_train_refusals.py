@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lab_runs import ATTENTIONS, environment, make_corpus, quacklr, read_rows, small
+from quacklr.lab.files import locked
 from quacklr.lab.methods import Quack
 from quacklr.lab.train.command import main
 from quacklr.lab.train.runner import run
@@ -48,7 +49,9 @@ def complaint(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 
 
 def files(folder: File) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """What a run has written: all but its lock."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(finished: File, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,12 +152,26 @@ def test_a_damaged_row_is_told_and_an_unfinished_last_one_is_not_a_row(
     assert main(["--resume", str(half)]) == 0
 
 
+def test_a_diverged_run_stays_diverged(half: File, capsys: pytest.CaptureFixture[str]) -> None:
+    """Resuming it says so, and trains no further."""
+    (half / "result.json").write_text(json.dumps({"status": "diverged", "reason": "the loss is nan at step 12"}))
+    before = files(half)
+    assert main(["--resume", str(half), "--steps", "20"]) == 0
+    assert "The run diverged: the loss is nan at step 12" in capsys.readouterr().out
+    assert files(half) == before
+
+
+def test_two_processes_do_not_train_in_one_folder(half: File, capsys: pytest.CaptureFixture[str]) -> None:
+    with locked(half):
+        assert f"another quacklr is at work in {half}" in complaint(capsys, "--resume", str(half))
+
+
 def test_a_folder_that_cannot_be_written_is_told(
     corpus: File, tmp_path: File, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     said = complaint(capsys, *OPTIONS, "--corpus", str(corpus), "--out", str(tmp_path / "file/run"))
-    assert f"cannot write {tmp_path / 'file/run'}" in said
+    assert f"cannot write to {tmp_path / 'file/run'}" in said
 
 
 def small_files_only() -> None:

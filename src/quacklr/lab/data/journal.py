@@ -5,9 +5,7 @@ It is also the claim on a folder. Other options may take over a folder as long a
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,25 +73,3 @@ def refuse_other(folder: Path, asked: Mapping[str, Any], found: Mapping[str, Any
 def _short(value: object) -> str:
     text = ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-@contextmanager
-def locked(folder: Path, wait: bool) -> Iterator[None]:
-    """Makes a folder and keeps every other prepare out of it; the system lets go of it when the process dies."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another quacklr prepare is at work in {folder}; wait for it or choose another --out"
-            ) from error
-        except OSError as error:
-            raise UserError(
-                f"cannot lock {folder}: {error.strerror or error}; choose a folder on a local disk"
-            ) from error
-        yield

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from quacklr.lab.data.journal import JOURNAL, Journal, begin, locked, refuse_other
+from quacklr.lab.data.journal import JOURNAL, Journal, begin, refuse_other
 from quacklr.lab.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Split, check_hash, read_manifest
 from quacklr.lab.data.request import Request
 from quacklr.lab.data.shards import write_set
@@ -22,7 +22,7 @@ from quacklr.lab.data.sources import File, Fractions, Place, documents, split_of
 from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer, vocabulary
 from quacklr.lab.data.vocabularies import tokenizer_json
 from quacklr.lab.errors import UserError
-from quacklr.lab.files import whole
+from quacklr.lab.files import locked, whole
 from quacklr.lab.progress import progress
 
 CHUNK = 1 << 20  # bytes of text to encode at once: enough for all cores, little enough for any memory

@@ -39,6 +39,14 @@ class Folder:
         path = self.path / "result.json"
         return dict(read_json(path)) if path.exists() else None
 
+    def refuse_unless_new(self, resume: bool) -> None:
+        """UserError if a run was begun here, unless it is to be resumed."""
+        if self.taken and not resume:
+            raise UserError(
+                f"{self.path} already holds a run; go on with it by `quacklr train --resume {self.path}`, or choose "
+                "another --out"
+            )
+
     def config(self) -> Config:
         """What the run was asked to do."""
         if not self.taken:
@@ -70,6 +78,10 @@ class Folder:
             return
         with whole(self.metrics) as file:
             file.write("".join(line(row) for row in kept).encode())
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Forget the ending of a run that goes on."""
         (self.path / "result.json").unlink(missing_ok=True)
 
     def append(self, row: Row) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from quacklr.lab.config import KINDS, Config, differences, fingerprint, kind_of, values_of
 from quacklr.lab.data import open_corpus
 from quacklr.lab.errors import UserError
+from quacklr.lab.files import locked
 from quacklr.lab.optim import Constant
 from quacklr.lab.progress import Show, progress
 from quacklr.lab.train.checkpoint import checkpoints, load, save
@@ -21,7 +22,7 @@ from quacklr.lab.train.device import device_of, environment
 from quacklr.lab.train.folder import Folder, Row
 from quacklr.lab.train.session import Session
 from quacklr.lab.train.statistics import largest
-from quacklr.lab.train.trackers import trackers
+from quacklr.lab.train.trackers import Tracker, trackers
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -39,37 +40,41 @@ def run(config: Config, path: Path, resume: bool = False, wandb: str | None = No
     (Ctrl-C, SIGTERM) ended it, and UserError for what a user can mend.
     """
     folder = Folder(path)
-    if folder.taken and not resume:
-        raise UserError(
-            f"{path} already holds a run; go on with it by `quacklr train --resume {path}`, or choose another --out"
-        )
+    folder.refuse_unless_new(resume)
     device_of(config.machine)  # before the corpus, which may take a while to make
     corpus = open_corpus(config.training.corpus)
     session = Session(config, corpus)
-    config, name = session.config, f"{identity(session.config)}-{corpus.fingerprint}"
-    if folder.taken:
-        _continue(session, folder, name)
-        if session.step >= config.training.steps and folder.result:
-            return folder.result
-    folder.begin(config, environment(session.device))
-    watchers = trackers(path, config, session.step, wandb)
+    name = f"{identity(session.config)}-{corpus.fingerprint}"
+    with locked(path):
+        folder.refuse_unless_new(resume)
+        if folder.taken:
+            _continue(session, folder, name)
+            if folder.result:
+                return folder.result
+        folder.begin(session.config, environment(session.device))
+        _train(session, folder, name, trackers(path, session.config, session.step, wandb))
+        folder.end(conclude(folder.rows()))
+    return folder.result or {}
+
+
+def _train(session: Session, folder: Folder, name: str, watchers: Sequence[Tracker]) -> None:
+    """All rows from where the session stands, each written before the next is begun."""
+    steps = session.config.training.steps
     try:
-        with progress("training", config.training.steps, "steps", session.step) as show, signals() as stop:
-            show.line(heading(session, path))
+        with progress("training", steps, "steps", session.step) as show, signals() as stop:
+            show.line(heading(session, folder.path))
             for row in session.rows():
                 folder.append(row)
                 for watcher in watchers:
                     watcher.write(row)
                 tell(show, row)
-                _save_if_due(session, folder, name, last=bool(stop) or "diverged" in row)
-                if stop and session.step < config.training.steps and "diverged" not in row:
+                stopping = bool(stop) and session.step < steps and "diverged" not in row
+                _save_if_due(session, folder, name, last=stopping or "diverged" in row)
+                if stopping:
                     raise Stopped(session.step, stop[0])
     finally:
         for watcher in watchers:
             watcher.close()
-    result = conclude(folder.rows())
-    folder.end(result)
-    return result
 
 
 def _continue(session: Session, folder: Folder, name: str) -> None:
@@ -82,6 +87,8 @@ def _continue(session: Session, folder: Folder, name: str) -> None:
     if found:
         session.load_state_dict(load(found[-1], name))
     folder.forget_after(session.step if found else -1)
+    if folder.result and folder.result["status"] == "finished" and session.step < session.config.training.steps:
+        folder.reopen()
 
 
 def identity(config: Config) -> str:

@@ -60,7 +60,8 @@ class TensorBoard:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self.folder), purge_step=self.first_step + 1 if self.first_step else None)
+            purge = self.first_step + 1 if self.first_step else None
+            self._writer = SummaryWriter(str(self.folder), purge_step=purge, flush_secs=10)
         for name, value in scalars(row):
             self._writer.add_scalar(name, value, row["step"])
 
