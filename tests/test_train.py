@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from lab_runs import ATTENTIONS, METHODS, comparable, environment, make_corpus, quacklr, read_rows, small
+from quacklr import LogitMonitor
 from quacklr.lab.config import Config
 from quacklr.lab.data import Corpus, batch, open_corpus
 from quacklr.lab.methods import Quack
@@ -108,6 +109,32 @@ def test_the_change_of_a_step_is_that_of_the_logits_around_it(config: Config, co
     assert fifth["logits"]["step_change"] == every[5]["logits"]["step_change"]
     assert fifth["logits"]["max"] == every[5]["logits"]["max"]
     assert fifth["logits"]["change"] != fifth["logits"]["step_change"]
+
+
+def test_the_change_is_that_since_the_measurement_before(config: Config, corpus: Corpus) -> None:
+    """Around step 10 it is between the weights after 4 and after 9 steps; a monitor of our own looks at both."""
+    session = Session(config, corpus)
+    rows, monitor = session.rows(), LogitMonitor(session.model, session.probe.monitor.probe)
+    list(islice(rows, 5))
+    monitor.measure()
+    list(islice(rows, 5))
+    changed = monitor.measure().values()
+    tenth = next(rows)["logits"]["change"]
+    for heads, stats in zip(tenth, changed, strict=True):
+        assert heads == pytest.approx(stats.mean_change.tolist(), rel=1e-5)
+
+
+def test_trackers_get_the_largest_logit_of_a_layer_and_means_of_the_rest() -> None:
+    row: dict[str, Any] = {"step": 3, "loss": 2.5, "tokens": 384, "val_loss": 2.0, "val_bpb": 3.0, "diverged": "no"}
+    row["logits"] = {"max": [[1.0, 5.0], [None, -2.0]], "entropy": [[1.0, 3.0], [None, None]]}
+    assert dict(scalars(row)) == {
+        "train/loss": 2.5,
+        "validation/loss": 2.0,
+        "validation/bpb": 3.0,
+        "logits max/layer 0": 5.0,
+        "logits max/layer 1": -2.0,
+        "logits entropy/layer 0": 2.0,
+    }
 
 
 def diverging(corpus: Corpus) -> Config:
