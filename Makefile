@@ -24,8 +24,10 @@ unit: $(READY)  ## the test suite
 demo: $(READY)  ## train at a high learning rate with and without QuacK, and see what it is for
 	$(BIN)/quacklr demo
 
-bench: $(READY)  ## what QuacK costs a training step
+bench: $(READY)  ## what QuacK costs a training step, what Muon costs, how fast the lab is
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/muon_step.py
+	$(BIN)/python benchmarks/lab_speed.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
