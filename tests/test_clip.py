@@ -143,6 +143,18 @@ def test_the_maximum_is_forgotten_after_a_step_and_not_by_a_forward_without_grad
     )
 
 
+def test_under_autocast_the_maxima_are_in_float32() -> None:
+    model, (tokens,) = build(SHAPE, FULL, seed=0), batches(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    clip = QKClip(model, optimizer, threshold=0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens).square().mean().backward()
+    largest = clip.max_logits()["blocks.0.attention"]
+    assert largest.dtype == torch.float32
+    torch.testing.assert_close(largest, first_logits(model, tokens).amax((0, 2, 3)).detach(), rtol=0.02, atol=0.02)
+    optimizer.step()
+
+
 def test_a_second_step_without_a_forward_does_not_clip_again() -> None:
     model = build(SHAPE, FULL, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

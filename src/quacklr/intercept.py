@@ -91,7 +91,7 @@ class Catch(TorchFunctionMode):
         kwargs = kwargs or {}
         caught = sdpa(*args, **kwargs) if func is SDPA else softmax(*args, **kwargs) if func in SOFTMAX else None
         if caught is not None:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(caught.q_BHID.device.type, enabled=False):
                 self.listener(caught)
         return func(*args, **kwargs)
 
