@@ -166,6 +166,16 @@ def test_a_second_step_without_a_forward_does_not_clip_again() -> None:
     assert_equal(block(model).attention.q.weight, once)
 
 
+def test_a_clip_that_sees_no_logits_says_so_instead_of_doing_nothing() -> None:
+    attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
+    QKClip(attention, optimizer)
+    x = torch.randn(2, 5, 16)
+    attention(x, x, x)[0].sum().backward()
+    with pytest.raises(RuntimeError, match=r"saw no attention logits before this step.*torch\.nn\.MultiheadAttention"):
+        optimizer.step()
+
+
 def test_a_threshold_that_means_nothing_is_refused() -> None:
     model = build(SHAPE, FULL, seed=0)
     with pytest.raises(ValueError, match="threshold=-1"):

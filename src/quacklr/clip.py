@@ -21,9 +21,15 @@ from torch.optim import Optimizer
 
 from quacklr.find import named_modules, survey
 from quacklr.intercept import Catch, Logits
-from quacklr.optimizers import as_optimizers
+from quacklr.optimizers import as_optimizers, is_idle
 from quacklr.path import Path
 from quacklr.weight import Weight
+
+UNSEEN = (
+    "QK clip saw no attention logits before this step, so it cannot clip: it sees scaled_dot_product_attention and a "
+    "softmax over (batch, heads, queries, keys) in training mode with gradients, not torch.nn.MultiheadAttention, and "
+    "nothing inside torch.compile"
+)
 
 
 class QKClip:
@@ -78,6 +84,8 @@ class QKClip:
     def _clip(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer in self._clipped:  # it steps again without a forward in between: these maxima are spent
             return
+        if not self._largest and not is_idle(optimizer):
+            raise RuntimeError(UNSEEN)
         self._clipped.add(optimizer)
         share = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for name, largest_H in self._largest.items():
