@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lab_runs import block
 from models import assert_equal
-from quacklr import QKClip
+from quacklr import QKClip, logit_paths
+from quacklr.clip import by_module, factors
 from quacklr.clip import gamma as gamma_of
 from quacklr.lab.model import MHA, MLA, Decoder, Shape, build
 
@@ -110,6 +111,15 @@ def test_below_the_threshold_nothing_changes_bitwise() -> None:
         assert_equal(one, other)
 
 
+def test_mla_with_one_head_is_scaled_as_with_many() -> None:
+    spec = MLA(heads=1, nope_dim=8, rope_dim=4, v_head_dim=8, d_cq=16, d_ckv=8)
+    model = build(SHAPE, spec, seed=0)
+    paths = by_module(logit_paths(model))["blocks.0.attention"]
+    scaled = factors(paths, torch.tensor([0.25]))
+    found = {weight.name.rsplit(".")[-1]: float(factor) for weight, factor in scaled.items()}
+    assert found == {"uq": 0.5, "uk": 0.5, "qr": 0.25}
+
+
 def test_values_and_everything_off_the_paths_is_untouched() -> None:
     clipped, plain, _ = one_step(GQA, threshold=0.5)
     for (name, one), other in zip(clipped.named_parameters(), plain.parameters(), strict=True):
@@ -174,6 +184,11 @@ def test_a_clip_that_sees_no_logits_says_so_instead_of_doing_nothing() -> None:
     attention(x, x, x)[0].sum().backward()
     with pytest.raises(RuntimeError, match=r"saw no attention logits before this step.*torch\.nn\.MultiheadAttention"):
         optimizer.step()
+
+
+def test_an_optimizer_that_does_not_step_the_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="its parameter is in none of the optimizers given"):
+        QKClip(build(SHAPE, FULL, seed=0), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
 
 
 def test_a_threshold_that_means_nothing_is_refused() -> None:

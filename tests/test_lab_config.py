@@ -119,6 +119,7 @@ def test_differences_are_told_as_options() -> None:
         ("--threads 0", "--threads must be a positive number, not 0"),
         ("--keep 0", "--keep must be a positive number, not 0"),
         ("--device tpu7", "--device tpu7 cannot be used here"),
+        ("--device meta", "--device meta cannot be used here"),
         ("--vocab 200", "--vocab 200 is less than the 256 tokens of stdlib"),
         ("--corpus nowhere", "nowhere does not exist"),
         ("--resume nowhere", "nowhere is not the folder of a run"),

@@ -137,6 +137,22 @@ def test_trackers_get_the_largest_logit_of_a_layer_and_means_of_the_rest() -> No
     }
 
 
+@pytest.mark.parametrize("method", ["quack", "sigma-reparam"])
+def test_a_run_that_is_measured_often_is_the_same_run(corpus: Corpus, method: str) -> None:
+    config = small(corpus.where, METHODS[method], ATTENTIONS["mha"])
+    rare = replace(config, watch=replace(config.watch, probe_every=1000))
+    often = replace(config, watch=replace(config.watch, probe_every=1))
+    losses = [[row["loss"] for row in islice(Session(each, corpus).rows(), 1, 6)] for each in (rare, often)]
+    assert losses[0] == losses[1]
+
+
+def test_a_session_stopped_before_its_first_step_does_not_start_twice(config: Config, corpus: Corpus) -> None:
+    stopped, resumed = Session(config, corpus), Session(config, corpus)
+    next(stopped.rows())
+    resumed.load_state_dict(stopped.state_dict())
+    assert next(resumed.rows())["step"] == 1
+
+
 def diverging(corpus: Corpus) -> Config:
     config = small(corpus.where, METHODS["default"], ATTENTIONS["mha"], grad_clip=0.0)
     return replace(config, optimizer=MuonRecipe(lr=1e30, rest_lr=1e30))
@@ -152,6 +168,17 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_recorded(corpus: Corpus, t
     last = read_rows(tmp_path / "run")[-1]
     assert last["loss"] is None
     assert "diverged" in last
+
+
+def test_a_validation_loss_that_is_no_number_is_a_divergence_even_in_the_warmup(config: Config, corpus: Corpus) -> None:
+    verdict = Session(config, corpus)._verdict({"loss": 2.0, "val_loss": math.nan})
+    assert verdict == {"diverged": "the validation loss is nan at step 0"}
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "val_loss": 5.5, "val_bpb": 8.0},
+        {"step": 1, "val_loss": None, "val_bpb": None},
+    ]
+    ended = conclude([rows[0], rows[1] | verdict])
+    assert (ended["status"], ended["val_loss"], ended["best_val_loss"]) == ("diverged", None, 5.5)
 
 
 def test_a_loss_above_its_start_is_a_divergence_too(corpus: Corpus) -> None:

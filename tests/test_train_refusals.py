@@ -134,7 +134,32 @@ def test_another_text_than_the_runs_own_is_told(half: File, tmp_path: File, caps
     kept = json.loads((half / "config.json").read_text())
     kept["training"]["corpus"] = str(tmp_path / "corpus")
     (half / "config.json").write_text(json.dumps(kept))
-    assert "is of another run" in complaint(capsys, "--resume", str(half))
+    assert "was trained on other text" in complaint(capsys, "--resume", str(half))
+
+
+def test_a_corpus_that_was_moved_is_the_same_corpus(half: File, tmp_path: File) -> None:
+    corpus = File(json.loads((half / "config.json").read_text())["training"]["corpus"])
+    shutil.copytree(corpus, tmp_path / "moved")
+    assert main(["--resume", str(half), "--corpus", str(tmp_path / "moved"), "--steps", "14"]) == 0
+    assert [row["step"] for row in read_rows(half)] == list(range(15))
+
+
+def test_a_finished_run_without_checkpoints_keeps_its_rows(
+    finished: File, tmp_path: File, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    before = files(tmp_path / "run")
+    assert main(["--resume", str(tmp_path / "run")]) == 0
+    assert "no checkpoint left" in complaint(capsys, "--resume", str(tmp_path / "run"), "--steps", "20")
+    assert files(tmp_path / "run") == before
+
+
+def test_what_the_library_refuses_is_a_sentence_too(
+    corpus: File, tmp_path: File, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*OPTIONS, "--corpus", str(corpus), "--out", str(tmp_path / "run"), "--method", "quack"]
+    assert "no such model can be trained" in complaint(capsys, *options, "--init-std", "1e-30")
 
 
 def test_a_damaged_config_is_told(half: File, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +174,8 @@ def test_a_damaged_row_is_told_and_an_unfinished_last_one_is_not_a_row(
     (half / "metrics.jsonl").write_text("".join([*lines[:3], "{oops\n", *lines[4:]]))
     assert "line 4, is damaged" in complaint(capsys, "--resume", str(half))
     (half / "metrics.jsonl").write_text("".join(lines) + '{"step": 13, "lo')
-    assert main(["--resume", str(half)]) == 0
+    assert main(["--resume", str(half), "--steps", "14"]) == 0
+    assert [row["step"] for row in read_rows(half)] == list(range(15))
 
 
 def test_a_diverged_run_stays_diverged(half: File, capsys: pytest.CaptureFixture[str]) -> None:

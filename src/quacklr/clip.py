@@ -23,6 +23,7 @@ from quacklr.find import named_modules, survey
 from quacklr.intercept import Catch, Logits
 from quacklr.optimizers import as_optimizers, is_idle
 from quacklr.path import Path
+from quacklr.refuse import refuse_unstepped
 from quacklr.weight import Weight
 
 UNSEEN = (
@@ -48,7 +49,9 @@ class QKClip:
             raise ValueError(f"threshold={threshold!r}: the largest logit allowed must be a positive number")
         self.threshold = threshold
         self.optimizers = as_optimizers(optimizer)
-        self._paths = by_module(survey(model)[0])
+        paths = survey(model)[0]
+        refuse_unstepped([weight for path in paths for weight in path.weights], self.optimizers)
+        self._paths = by_module(paths)
         self._largest: dict[str, Tensor] = {}
         self._clipped: set[Optimizer] = set()
         self._hooks: list[Any] = [each.register_step_post_hook(self._clip) for each in self.optimizers]
@@ -135,10 +138,13 @@ def factors(paths: list[Path], gamma_H: Tensor) -> dict[Weight, Tensor]:
     shared = {w for path in paths for w in path.weights if sum(w in other.weights for other in paths) > 1}
     found: dict[Weight, Tensor] = {}
     for path in paths:
+        # of a single head, what is next to the product: the ends of a longer chain make values too
+        inner = path.weights[1:-1] or path.weights
+        the_heads_own = inner if path.heads == 1 else ()
         own = [
             (weight, read.to(gamma_H.device))
             for weight, read in zip(path.weights, path.reads, strict=True)
-            if weight not in shared and (weight.blocks > 1 or path.heads == 1)
+            if weight not in shared and (weight.blocks > 1 or weight in the_heads_own)
         ]
         left_H = gamma_H
         grouped = sorted(own, key=lambda pair: pair[0].blocks)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import tyro
 
 from quacklr.lab import methods
-from quacklr.lab.errors import UserError, refuse_negative, refuse_unless_positive
+from quacklr.lab.errors import UserError, refuse_negative, refuse_unless, refuse_unless_positive
 from quacklr.lab.methods import Method
 from quacklr.lab.model import MHA, MLA, Shape
 from quacklr.lab.optim import WSD, AdamWRecipe, Constant, Cosine, MuonRecipe, Recipe, Schedule, check
@@ -55,7 +55,8 @@ class Training:
 
     def __post_init__(self) -> None:
         refuse_unless_positive(steps=self.steps, batch_tokens=self.batch_tokens, micro_batch=self.micro_batch)
-        refuse_negative(grad_clip=self.grad_clip, seed=self.seed)
+        refuse_negative(grad_clip=self.grad_clip)
+        refuse_unless(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": self.seed})
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def from_json(saved: Mapping[str, Any]) -> Config:
             for name, part in saved.items()
         }
         return Config(**parts)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the saved configuration does not fit this version of quacklr: {error}") from error
 
 

@@ -39,7 +39,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def load(path: Path, config: str) -> dict[str, Any]:
-    """The state in a checkpoint of the run with this configuration; UserError if it is damaged, or of another run."""
+    """The state in a checkpoint of the run with this `<configuration>-<corpus>`; UserError if there is none in it."""
     damage = damage_of(path)
     if damage:
         older = [other.name for other in checkpoints(path.parent) if other < path]
@@ -49,8 +49,11 @@ def load(path: Path, config: str) -> dict[str, Any]:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["format"] == FORMAT and saved["config"] == config:
             return dict(saved["state"])
+        same_run = saved["config"].rpartition("-")[0] == config.rpartition("-")[0]
     except Exception as error:  # whatever a file that is no checkpoint of ours makes torch say
         raise UserError(f"{path} is not a checkpoint of quacklr: {str(error).splitlines()[0]}") from error
+    if same_run:
+        raise UserError(f"the checkpoint {path} was trained on other text: the corpus has changed since")
     raise UserError(f"the checkpoint {path} is of another run: its configuration is not that of this folder")
 
 
@@ -59,6 +62,6 @@ def damage_of(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except Exception as error:  # a damaged zip makes zipfile say all kinds of things
         return str(error)
     return f"the checksum of {broken} is wrong" if broken else None

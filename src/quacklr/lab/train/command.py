@@ -7,9 +7,11 @@ others there are; then all of them, so that --help shows just those that mean so
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -137,12 +139,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"quacklr train: {error}", file=sys.stderr)
         return 2
     except Stopped as stopped:
-        print(f"Stopped at step {stopped.step}; go on with: quacklr train --resume {path}", file=sys.stderr)
+        print(
+            f"Stopped at step {stopped.step}; go on with: quacklr train --resume {shlex.quote(str(path))}",
+            file=sys.stderr,
+        )
         return 130 if stopped.signum == signal.SIGINT else 143
-    if result["status"] == "diverged":
-        print(f"The run diverged: {result['reason']}. It is recorded in {path}.")
-    else:
-        print(f"Done: validation loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits a byte. {path}")
+    with suppress(BrokenPipeError):
+        if result["status"] == "diverged":
+            print(f"The run diverged: {result['reason']}. It is recorded in {path}.")
+        else:
+            print(f"Done: validation loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits a byte. {path}")
     return 0
 
 

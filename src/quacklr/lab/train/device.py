@@ -32,8 +32,8 @@ def device_of(machine: Machine) -> torch.device:
     name = ("cuda" if torch.cuda.is_available() else "cpu") if machine.device == "auto" else machine.device
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
     if machine.threads is not None:
         torch.set_num_threads(machine.threads)

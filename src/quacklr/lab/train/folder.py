@@ -37,7 +37,10 @@ class Folder:
     def result(self) -> Row | None:
         """How the run ended, if it has."""
         path = self.path / "result.json"
-        return dict(read_json(path)) if path.exists() else None
+        result = read_json(path) if path.exists() else None
+        if result is not None and not isinstance(result, dict):
+            raise UserError(f"{path} is damaged: it is not what quacklr writes; remove it")
+        return result
 
     def refuse_unless_new(self, resume: bool) -> None:
         """UserError if a run was begun here, unless it is to be resumed."""
@@ -61,7 +64,7 @@ class Folder:
     def rows(self) -> list[Row]:
         """All rows so far. A last line that a killed process left unfinished is not one."""
         rows = []
-        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
+        lines = self._text().splitlines()
         for place, line in enumerate(lines, start=1):
             try:
                 rows.append(json.loads(line))
@@ -70,11 +73,14 @@ class Folder:
                     raise UserError(f"{self.metrics}, line {place}, is damaged: {error}") from error
         return rows
 
+    def _text(self) -> str:
+        return self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.exists() else ""
+
     def forget_after(self, step: int) -> None:
         """Drop the rows after a step, and the ending: a resumed run makes them again."""
         rows = self.rows()
         kept = [row for row in rows if row["step"] <= step]
-        if len(kept) == len(rows):
+        if len(kept) == len(rows) and self._text().endswith("\n"):
             return
         with whole(self.metrics) as file:
             file.write("".join(line(row) for row in kept).encode())

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from quacklr.lab.config import KINDS, Config, differences, fingerprint, kind_of, values_of
-from quacklr.lab.data import open_corpus
+from quacklr.lab.config import KINDS, Config, Machine, Watch, differences, fingerprint, kind_of, values_of
+from quacklr.lab.data import Corpus, open_corpus
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import locked
 from quacklr.lab.optim import Constant
@@ -41,20 +42,31 @@ def run(config: Config, path: Path, resume: bool = False, wandb: str | None = No
     """
     folder = Folder(path)
     folder.refuse_unless_new(resume)
+    ended = folder.result
+    if ended and (ended["status"] == "diverged" or ended["step"] >= config.training.steps):
+        return ended
     device_of(config.machine)  # before the corpus, which may take a while to make
     corpus = open_corpus(config.training.corpus)
-    session = Session(config, corpus)
-    name = f"{identity(session.config)}-{corpus.fingerprint}"
+    session = built(config, corpus)
+    name = f"{fingerprint(essence(session.config))}-{corpus.fingerprint}"
     with locked(path):
         folder.refuse_unless_new(resume)
         if folder.taken:
             _continue(session, folder, name)
-            if folder.result:
-                return folder.result
+        watchers = trackers(path, session.config, session.step, wandb)
         folder.begin(session.config, environment(session.device))
-        _train(session, folder, name, trackers(path, session.config, session.step, wandb))
-        folder.end(conclude(folder.rows()))
-    return folder.result or {}
+        _train(session, folder, name, watchers)
+        result = conclude(folder.rows())
+        folder.end(result)
+    return result
+
+
+def built(config: Config, corpus: Corpus) -> Session:
+    """The session; what torch or the library refuse of its settings becomes a UserError."""
+    try:
+        return Session(config, corpus)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"no such model can be trained: {str(error).splitlines()[0]}") from error
 
 
 def _train(session: Session, folder: Folder, name: str, watchers: Sequence[Tracker]) -> None:
@@ -62,12 +74,14 @@ def _train(session: Session, folder: Folder, name: str, watchers: Sequence[Track
     steps = session.config.training.steps
     try:
         with progress("training", steps, "steps", session.step) as show, signals() as stop:
-            show.line(heading(session, folder.path))
+            with suppress(BrokenPipeError):
+                show.line(heading(session, folder.path))
             for row in session.rows():
                 folder.append(row)
                 for watcher in watchers:
                     watcher.write(row)
-                tell(show, row)
+                with suppress(BrokenPipeError):  # nobody reads any more; the run goes on
+                    tell(show, row)
                 stopping = bool(stop) and session.step < steps and "diverged" not in row
                 _save_if_due(session, folder, name, last=stopping or "diverged" in row)
                 if stopping:
@@ -79,26 +93,28 @@ def _train(session: Session, folder: Folder, name: str, watchers: Sequence[Track
 
 def _continue(session: Session, folder: Folder, name: str) -> None:
     """Load the last checkpoint, if there is one, and forget the rows that came after it."""
+    saved, now = essence(folder.config()), essence(session.config)
+    if saved != now:
+        raise UserError(f"{folder.path} holds another run: it differs in {', '.join(differences(saved, now))}")
     found = checkpoints(folder.checkpoints)
-    saved = folder.config()
-    if identity(saved) != identity(session.config):
-        changed = ", ".join(differences(saved, session.config))
-        raise UserError(f"{folder.path} holds another run: it differs in {changed}")
     if found:
         session.load_state_dict(load(found[-1], name))
+    elif folder.result:
+        raise UserError(f"{folder.path} has no checkpoint left to go on from; train anew in another --out")
+    elif folder.rows():
+        print(f"{folder.path} has no checkpoint yet, so the run begins again", file=sys.stderr)
     folder.forget_after(session.step if found else -1)
-    if folder.result and folder.result["status"] == "finished" and session.step < session.config.training.steps:
-        folder.reopen()
+    folder.reopen()
 
 
-def identity(config: Config) -> str:
+def essence(config: Config) -> Config:
     """What a run cannot change on its way: all but how it is watched, on what machine, and how long it goes on.
 
-    With a schedule that ends, its length is part of it.
+    With a schedule that ends, its length is part of it. Where the corpus lies is not: its content is.
     """
     steps = 10**9 if isinstance(config.schedule, Constant) else config.training.steps
-    training = replace(config.training, steps=steps)
-    return fingerprint(replace(config, training=training, watch=type(config.watch)(), machine=type(config.machine)()))
+    training = replace(config.training, steps=steps, corpus="")
+    return replace(config, training=training, watch=Watch(), machine=Machine())
 
 
 def _save_if_due(session: Session, folder: Folder, name: str, last: bool) -> None:
@@ -161,8 +177,10 @@ def tell(show: Show, row: Row) -> None:
 
 def conclude(rows: list[Row]) -> dict[str, Any]:
     """How a run ended, from its rows."""
+    if not rows:
+        raise UserError("metrics.jsonl has no rows, so nothing can be said about the run; train anew in another --out")
     last = rows[-1]
-    validated = [row for row in rows if row.get("val_loss") is not None]
+    validated = [row for row in rows if "val_loss" in row]
     probed = [row for row in rows if "logits" in row]
     return {
         "status": "diverged" if "diverged" in last else "finished",
@@ -171,6 +189,6 @@ def conclude(rows: list[Row]) -> dict[str, Any]:
         "tokens": last.get("tokens", 0),
         "val_loss": validated[-1]["val_loss"] if validated else None,
         "val_bpb": validated[-1]["val_bpb"] if validated else None,
-        "best_val_loss": min((row["val_loss"] for row in validated), default=None),
+        "best_val_loss": min((row["val_loss"] for row in validated if row["val_loss"] is not None), default=None),
         "max_logit": largest(probed[-1]["logits"]) if probed else None,
     }

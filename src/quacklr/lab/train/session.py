@@ -55,7 +55,7 @@ class Session:
 
     def rows(self) -> Iterator[Row]:
         """Train from where it stands to the end; a row for the start, then one a step. Ends early if it diverges."""
-        if self.step == 0:
+        if self.first_val_loss is None:
             yield self._start()
         while self.step < self.config.training.steps:
             row = self._train()
@@ -134,6 +134,8 @@ class Session:
         if not math.isfinite(row["loss"]):
             return {"diverged": f"the loss is {row['loss']} at step {self.step}"}
         val, first = row.get("val_loss", 0.0), self.first_val_loss
+        if not math.isfinite(val):
+            return {"diverged": f"the validation loss is {val} at step {self.step}"}
         if first is not None and self.step > self.config.schedule.warmup and not val <= first:
             return {"diverged": f"the validation loss is {val:.3f} at step {self.step}, above its start {first:.3f}"}
         return {}

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quacklr import LogitMonitor, LogitStats
 from quacklr.lab.methods import Attached, rates
 from quacklr.lab.model import Decoder
+from quacklr.monitor import undisturbed
 
 Table = list[list[float | None]]  # layers x heads
 
@@ -35,19 +35,19 @@ def logit_row(before: dict[str, LogitStats], after: dict[str, LogitStats] | None
     return row
 
 
-@torch.no_grad()
 def weight_row(model: Decoder, attached: Attached | None) -> dict[str, dict[str, Table]]:
     """Frobenius norms of the weights that make queries and keys, and their learning rates relative to the base rate."""
     norms: dict[str, list[Tensor]] = {}
     rated: dict[str, list[Tensor]] = {}
     by_name = rates(attached)
-    for name, attention in model.attentions().items():
-        matrices = attention.matrices()
-        for role in attention.logit_roles:
-            linear, blocks = matrices[role]
-            norms.setdefault(role, []).append(linear.weight.float().view(blocks, -1).norm(dim=1))
-            if f"{name}.{role}" in by_name:
-                rated.setdefault(role, []).append(by_name[f"{name}.{role}"])
+    with undisturbed(model):  # a weight that is reparametrised moves on when it is read in training mode
+        for name, attention in model.attentions().items():
+            matrices = attention.matrices()
+            for role in attention.logit_roles:
+                linear, blocks = matrices[role]
+                norms.setdefault(role, []).append(linear.weight.float().view(blocks, -1).norm(dim=1))
+                if f"{name}.{role}" in by_name:
+                    rated.setdefault(role, []).append(by_name[f"{name}.{role}"])
     found = {"norm": {role: table(each) for role, each in norms.items()}}
     return found | ({"rate": {role: table(each) for role, each in rated.items()}} if rated else {})
 

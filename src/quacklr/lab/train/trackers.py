@@ -80,9 +80,14 @@ class WandB:
         import wandb
 
         identity = folder.resolve().name
-        self._run = wandb.init(
-            project=project, id=identity, name=identity, dir=str(folder), resume="allow", config=to_json(config)
-        )
+        try:
+            self._run = wandb.init(
+                project=project, id=identity, name=identity, dir=str(folder), resume="allow", config=to_json(config)
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"--wandb {project}: {str(error).splitlines()[0]}; WANDB_MODE=offline needs no key"
+            ) from error
 
     def write(self, row: Row) -> None:
         """All scalars of a row."""
