@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -245,3 +246,9 @@ def test_of_files_open_side_by_side_the_one_that_did_not_fit_is_named(tmp_path: 
     ):
         write_set(tmp_path, {name: Split() for name in SPLITS}, 10**9, pieces)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_was_named_and_cannot_be_read_is_not_left_out(source: Path, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "notes.md").write_text("hello")
+    assert main([str(source), str(tmp_path / "notes.md"), "--out", str(tmp_path / "out")]) == 2
+    assert f"no file to read in {tmp_path / 'notes.md'}; accepted are " in capfd.readouterr().err

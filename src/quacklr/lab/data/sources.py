@@ -83,10 +83,12 @@ class Local:
         return [file for _, file in self._named()]
 
     def _named(self) -> list[tuple[str, File]]:
-        found = [pair for path in self.paths for pair in self._below(path)]
-        if not found:
-            accepted = ", ".join(READERS)
-            raise UserError(f"no file to read in {', '.join(map(str, self.paths))}; accepted are {accepted}")
+        found = []
+        for path in self.paths:
+            below = list(self._below(path))
+            if not below:
+                raise UserError(f"no file to read in {path}; accepted are {', '.join(READERS)}")
+            found += below
         return found
 
     def _below(self, path: Path) -> Iterator[tuple[str, File]]:
