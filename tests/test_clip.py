@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -184,6 +186,18 @@ def test_a_clip_that_sees_no_logits_says_so_instead_of_doing_nothing() -> None:
     attention(x, x, x)[0].sum().backward()
     with pytest.raises(RuntimeError, match=r"saw no attention logits before this step.*torch\.nn\.MultiheadAttention"):
         optimizer.step()
+
+
+def test_an_attention_that_is_never_heard_is_named_once() -> None:
+    model = torch.nn.ModuleList([build(SHAPE, FULL, seed=0), build(SHAPE, FULL, seed=1)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    QKClip(model, optimizer)
+    for expected in (True, False):
+        model[0](batches(1)[0]).square().mean().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert [("1.blocks.0.attention" in str(each.message)) for each in caught] == [True] * expected
 
 
 def test_an_optimizer_that_does_not_step_the_weights_is_refused() -> None:

@@ -12,6 +12,7 @@ each query takes the rest, so that no head shrinks by more than its own gamma.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -54,6 +55,7 @@ class QKClip:
         self._paths = by_module(paths)
         self._largest: dict[str, Tensor] = {}
         self._clipped: set[Optimizer] = set()
+        self._warned = False
         self._hooks: list[Any] = [each.register_step_post_hook(self._clip) for each in self.optimizers]
         for name, module in named_modules(model):
             if name in self._paths:
@@ -89,6 +91,10 @@ class QKClip:
             return
         if not self._largest and not is_idle(optimizer):
             raise RuntimeError(UNSEEN)
+        unheard = sorted(self._paths.keys() - self._largest.keys())
+        if unheard and not self._warned:
+            self._warned = True
+            warnings.warn(f"QK clip saw no logits of {', '.join(unheard)}, so they are not clipped", stacklevel=4)
         self._clipped.add(optimizer)
         share = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for name, largest_H in self._largest.items():

@@ -35,7 +35,7 @@ class MuonRecipe:
     momentum: float = 0.95
     """How much of Muon's momentum is kept at a step."""
     nesterov: bool = True
-    """Nesterov momentum in Muon."""
+    """Muon looks one step of momentum ahead; the option turns that off."""
     weight_decay: float = 0.0
     """Decoupled weight decay, of all but vectors and scalars."""
     scale: Scale = "jordan"
