@@ -69,5 +69,6 @@ _turn: Any = Turn.apply
 
 def turn(x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """x cos + swap(x) sin."""
-    swapped_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
-    return torch.addcmul(swapped_BTHD * sin_T1D, x_BTHD, cos_T1D).to(x_BTHD.dtype)
+    full_BTHD = x_BTHD.float()
+    swapped_BTHD = full_BTHD.roll(full_BTHD.shape[-1] // 2, dims=-1)
+    return swapped_BTHD.mul_(sin_T1D).addcmul_(full_BTHD, cos_T1D).to(x_BTHD.dtype)
