@@ -48,9 +48,18 @@ def test_the_demos_sentence_is_honest_whichever_way_it_went() -> None:
     assert "QuacK helped" in verdict(row((float("nan"), 900.0), (2.0, 40.0)), 0.1)
 
 
+def heed_ctrl_c() -> None:
+    """A shell that runs the suite in the background makes its processes ignore Ctrl-C; this one shall not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_stops_the_demo_cleanly_with_what_was_seen() -> None:
     with subprocess.Popen(
-        [*COMMAND, "demo", "--steps", "100"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, "demo", "--steps", "100"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_ctrl_c,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
