@@ -11,14 +11,17 @@ import os
 import signal
 import sys
 import time
+from contextlib import redirect_stdout
+from importlib import import_module
+from io import StringIO
 from pathlib import Path as File
-
-import torch._dynamo
-import torch.utils.tensorboard  # noqa: F401 - both would be imported by every run
 
 from lab_runs import ATTENTIONS, METHODS, read_rows, small
 from quacklr.lab.config import Config
 from quacklr.lab.train.runner import run
+
+for slow in ("torch._dynamo", "torch.utils.tensorboard"):  # every run would import them anew
+    import_module(slow)
 
 KILL_AFTER = 8  # the last checkpoint is that of step 6
 
@@ -26,8 +29,8 @@ KILL_AFTER = 8  # the last checkpoint is that of step 6
 def fork(config: Config, folder: File) -> int:
     child = os.fork()
     if child == 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
-        run(config, folder, resume=folder.exists())
+        with redirect_stdout(StringIO()):
+            run(config, folder, resume=folder.exists())
         os._exit(0)
     return child
 

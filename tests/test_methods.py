@@ -14,7 +14,7 @@ from torch import Tensor
 from lab_runs import ATTENTIONS, METHODS, block, make_corpus, small
 from quacklr import QKClip, QuacK
 from quacklr.lab.data import Corpus, open_corpus
-from quacklr.lab.methods import ConstantTau, MuonSplit, QKNorm, Quack, SigmaReparametrised, SoftCap, rates
+from quacklr.lab.methods import ConstantTau, Method, MuonSplit, QKNorm, Quack, SigmaReparametrised, SoftCap, rates
 from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.lab.model.sigma import reparametrise
 from quacklr.lab.train.session import Session
@@ -25,8 +25,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return open_corpus(str(make_corpus(tmp_path_factory.mktemp("corpus"))))
 
 
-def session(corpus: Corpus, method: object, attention: str = "mha") -> Session:
-    return Session(small(File(corpus.where), method, ATTENTIONS[attention]), corpus)  # type: ignore[arg-type]
+def session(corpus: Corpus, method: Method, attention: str = "mha") -> Session:
+    return Session(small(corpus.where, method, ATTENTIONS[attention]), corpus)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)

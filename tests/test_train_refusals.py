@@ -112,6 +112,7 @@ def test_a_file_of_torch_that_is_no_checkpoint_is_told(half: File, capsys: pytes
 
 
 def test_other_options_than_the_runs_own_are_told(half: File, capsys: pytest.CaptureFixture[str]) -> None:
+    (half / "result.json").write_text(json.dumps({"status": "finished", "step": 12}))  # even if there is nothing to do
     said = complaint(capsys, "--resume", str(half), "--lr", "0.07")
     assert f"{half} holds another run: it differs in --lr (0.05 there, 0.07 here)" in said
 
@@ -159,7 +160,8 @@ def test_what_the_library_refuses_is_a_sentence_too(
     corpus: File, tmp_path: File, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [*OPTIONS, "--corpus", str(corpus), "--out", str(tmp_path / "run"), "--method", "quack"]
-    assert "no such model can be trained" in complaint(capsys, *options, "--init-std", "1e-30")
+    assert "is all zeros, so its rate has no bound" in complaint(capsys, *options, "--init-std", "1e-30")
+    assert "does not fit into the memory of cpu" in complaint(capsys, *options, "--vocab", "99999999999")
 
 
 def test_a_damaged_config_is_told(half: File, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr import QKClip, QuacK, frobenius, spectral
-from quacklr.lab.errors import refuse_negative, refuse_unless_positive
+from quacklr.lab.errors import UserError, refuse_negative, refuse_unless_positive
 from quacklr.lab.model import Decoder
 from quacklr.lab.model.sigma import reparametrise
 from quacklr.lab.optim import Muon
@@ -25,8 +25,11 @@ NORMS = {"frobenius": frobenius, "spectral": spectral}
 class Attached(Protocol):
     """What a method has to remember between steps."""
 
-    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...  # noqa: D102
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Go on from a `state_dict()`."""
 
 
 @dataclass(frozen=True)
@@ -124,17 +127,20 @@ def alter(method: Method, model: Decoder) -> None:
 
 def attach(method: Method, model: Decoder, optimizers: Sequence[Optimizer]) -> Attached | None:
     """Change how the optimizers step, if the method does; what it returns must be saved with the optimizers."""
-    match method:
-        case Quack(tau, norm, floor):
-            return QuacK(model, optimizers, tau, norm=NORMS[norm], floor=floor)
-        case ConstantTau(tau):
-            return QuacK(model, optimizers, tau, adapt=False)
-        case QKClipping(threshold):
-            return QKClip(model, optimizers, threshold)
-        case MuonSplit():
-            muon = next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
-            matrices = [m for attention in model.attentions().values() for m in attention.matrices().values()]
-            muon.split({linear.weight: blocks for linear, blocks in matrices if blocks > 1})
+    try:
+        match method:
+            case Quack(tau, norm, floor):
+                return QuacK(model, optimizers, tau, norm=NORMS[norm], floor=floor)
+            case ConstantTau(tau):
+                return QuacK(model, optimizers, tau, adapt=False)
+            case QKClipping(threshold):
+                return QKClip(model, optimizers, threshold)
+            case MuonSplit():
+                muon = next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
+                matrices = [m for attention in model.attentions().values() for m in attention.matrices().values()]
+                muon.split({linear.weight: blocks for linear, blocks in matrices if blocks > 1})
+    except ValueError as error:  # the library's refusal, a sentence already
+        raise UserError(str(error)) from error
     return None
 
 

@@ -5,6 +5,8 @@ Shapes: B batch, T position, H head, G head of keys and values, D size of a quer
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from quacklr import Path, Weight, packed
 from quacklr.lab.model.norm import RMSNorm
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, ABC):
     """Causal softmax attention over queries, keys and values that a subclass makes."""
 
     logit_roles: tuple[str, ...]  # roles of the projections that make queries and keys
@@ -48,13 +50,13 @@ class Attention(nn.Module):
             mixed_BHTE = capped_attention(q_BHTD, k_BGTD, v_BGTE, self.cap)
         return mixed_BHTE.transpose(1, 2).flatten(2)
 
+    @abstractmethod
     def matrices(self) -> dict[str, tuple[nn.Linear, int]]:
         """For each role the projection that has it, and into how many blocks (heads) its rows are cut."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logit_paths(self) -> list[Path]:
         """What a logit is a product of, as long as it depends on the scale of the weights at all."""
-        raise NotImplementedError
 
     @property
     def scale_free(self) -> bool:

@@ -97,6 +97,10 @@ def build(shape: Shape, spec: MHA | MLA, seed: int, device: Any = "cpu") -> Deco
     """A model with its initial weights, made on the device without being made anywhere else first."""
     with torch.device("meta"):
         model = Decoder(shape, spec)
-    model.to_empty(device=device)
+    try:
+        model.to_empty(device=device)
+    except RuntimeError as error:
+        size = sum(param.numel() for param in model.parameters())
+        raise UserError(f"a model of {size:,} parameters does not fit into the memory of {device}") from error
     model.initialise(seed)
     return model

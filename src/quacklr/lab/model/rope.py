@@ -48,14 +48,10 @@ class Turn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-        """In float32, the result in the dtype of x."""
-        return turn(x_BTHD, cos_T1D, sin_T1D)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG004
+    def forward(ctx: Any, x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         """Only the tables are needed to turn back."""
-        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_backward(cos_T1D, sin_T1D)
+        return turn(x_BTHD, cos_T1D, sin_T1D)
 
     @staticmethod
     def backward(ctx: Any, grad_BTHD: Tensor) -> tuple[Tensor, None, None]:
@@ -68,7 +64,7 @@ _turn: Any = Turn.apply
 
 
 def turn(x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """x cos + swap(x) sin."""
+    """x cos + swap(x) sin, in float32; the result in the dtype of x."""
     full_BTHD = x_BTHD.float()
     swapped_BTHD = full_BTHD.roll(full_BTHD.shape[-1] // 2, dims=-1)
     return swapped_BTHD.mul_(sin_T1D).addcmul_(full_BTHD, cos_T1D).to(x_BTHD.dtype)

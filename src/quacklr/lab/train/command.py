@@ -33,24 +33,13 @@ about a minute on two cores, and nothing to download.
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Other kinds have other options: `quacklr train --method quack --attention mla --help` shows theirs."""
-
-    preset: Literal["cpu", "100m", "paper-mha", "paper-mla"] = "cpu"
-    """Where all other defaults come from; the paper's need a GPU."""
-    attention: Literal["mha", "mla"] = "mha"
-    """Multi-head attention, or multi-head latent attention."""
-    method: Annotated[
-        Literal["default", "quack", "constant-tau", "qk-norm", "qk-clip", "soft-cap", "sigma-reparam", "muon-split"],
-        tyro.conf.arg(metavar="METHOD"),
-    ] = "default"
-    """What is done about attention logits: default (nothing), quack, constant-tau, qk-norm, qk-clip, soft-cap,
-    sigma-reparam or muon-split."""
-    optimizer: Literal["muon", "adamw"] = "muon"
-    """Muon for matrices and AdamW for the rest, or AdamW for all."""
-    schedule: Literal["constant", "cosine", "wsd"] = "constant"
-    """The learning rate after its warmup."""
+CHOICES = {  # what --help says of the options that choose kinds
+    "preset": "Where all other defaults come from; the paper's need a GPU.",
+    "attention": "Multi-head attention, or multi-head latent attention.",
+    "method": "What is done about attention logits; default is nothing.",
+    "optimizer": "Muon for matrices and AdamW for the rest, or AdamW for all.",
+    "schedule": "The learning rate after its warmup.",
+}
 
 
 @dataclass(frozen=True)
@@ -67,13 +56,14 @@ class Place:
 
 def parse(argv: Sequence[str]) -> tuple[Config, Place]:
     """The run that the options mean."""
-    base, choices = first_reading(argv)
-    parts = {field.name: getattr(base, field.name) for field in fields(base)}
-    titles = {name: getattr(choices, name, name).replace("-", "_") for name in parts}  # a part is titled by its kind
+    base, chosen = first_reading(argv)
+    parts = values_of(base)
+    titles = {name: chosen.get(name, name).replace("-", "_") for name in parts}  # a part is titled by its kind
+    choices = choices_type()
     shown = make_dataclass(
         "Train",
         [
-            ("main", Choices, field(default=choices)),
+            ("main", choices, field(default=choices(**chosen))),
             ("folder", Place, field(default=Place())),
             *((titles[name], type(part), field(default=part)) for name, part in parts.items()),
         ],
@@ -84,8 +74,19 @@ def parse(argv: Sequence[str]) -> tuple[Config, Place]:
     return Config(**{name: getattr(given, titles[name]) for name in parts}), given.folder
 
 
-def first_reading(argv: Sequence[str]) -> tuple[Config, Choices]:
-    """The configuration that all defaults come from, by the options that choose kinds. Mistakes are left to tyro."""
+def choices_type() -> Any:
+    """The options that choose kinds, one for each name that presets and KINDS know."""
+    names = {"preset": PRESETS.keys()} | {name: kinds.keys() for name, kinds in KINDS.items()}
+    options: list[Any] = [
+        (name, Annotated[Literal.__getitem__(tuple(known)), tyro.conf.arg(help=CHOICES[name])])
+        for name, known in names.items()
+    ]
+    about = "Other kinds have other options: `quacklr train --method quack --attention mla --help` shows theirs."
+    return make_dataclass("Choices", options, frozen=True, namespace={"__doc__": about})
+
+
+def first_reading(argv: Sequence[str]) -> tuple[Config, dict[str, str]]:
+    """The configuration that all defaults come from, and the kinds that are chosen. Mistakes are left to tyro."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("preset", "resume", *KINDS):
         first.add_argument(f"--{name}", nargs="?")
@@ -94,8 +95,7 @@ def first_reading(argv: Sequence[str]) -> tuple[Config, Choices]:
     kinds = {name: value if (value := getattr(given, name)) in KINDS[name] else None for name in KINDS}
     saved = PRESETS[preset] if given.resume is None else Folder(Path(given.resume)).config()
     base = with_kinds(saved, ATTENTIONS[preset], **kinds)
-    names: dict[str, Any] = {name: kind_of(name, getattr(base, name)) for name in KINDS}
-    return base, Choices(**names | {"preset": preset})
+    return base, {"preset": preset} | {name: kind_of(name, getattr(base, name)) for name in KINDS}
 
 
 def refuse_strangers(argv: Sequence[str], config: Config) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 from quacklr.lab.config import Config, from_json, to_json
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import read_json, whole, write_json
-
-Row = dict[str, Any]
+from quacklr.lab.train.session import Row
 
 
 class Folder:
@@ -77,14 +76,13 @@ class Folder:
         return self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.exists() else ""
 
     def forget_after(self, step: int) -> None:
-        """Drop the rows after a step, and the ending: a resumed run makes them again."""
+        """Drop the rows after a step: a resumed run makes them again."""
         rows = self.rows()
         kept = [row for row in rows if row["step"] <= step]
         if len(kept) == len(rows) and self._text().endswith("\n"):
             return
         with whole(self.metrics) as file:
             file.write("".join(line(row) for row in kept).encode())
-        self.reopen()
 
     def reopen(self) -> None:
         """Forget the ending of a run that goes on."""

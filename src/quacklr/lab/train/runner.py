@@ -13,15 +13,15 @@ from types import FrameType
 from typing import Any
 
 from quacklr.lab.config import KINDS, Config, Machine, Watch, differences, fingerprint, kind_of, values_of
-from quacklr.lab.data import Corpus, open_corpus
+from quacklr.lab.data import open_corpus
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import locked
 from quacklr.lab.optim import Constant
 from quacklr.lab.progress import Show, progress
 from quacklr.lab.train.checkpoint import checkpoints, load, save
 from quacklr.lab.train.device import device_of, environment
-from quacklr.lab.train.folder import Folder, Row
-from quacklr.lab.train.session import Session
+from quacklr.lab.train.folder import Folder
+from quacklr.lab.train.session import Row, Session
 from quacklr.lab.train.statistics import largest
 from quacklr.lab.train.trackers import Tracker, trackers
 
@@ -42,12 +42,13 @@ def run(config: Config, path: Path, resume: bool = False, wandb: str | None = No
     """
     folder = Folder(path)
     folder.refuse_unless_new(resume)
+    _refuse_another(config, folder)
     ended = folder.result
     if ended and (ended["status"] == "diverged" or ended["step"] >= config.training.steps):
         return ended
     device_of(config.machine)  # before the corpus, which may take a while to make
     corpus = open_corpus(config.training.corpus)
-    session = built(config, corpus)
+    session = Session(config, corpus)
     name = f"{fingerprint(essence(session.config))}-{corpus.fingerprint}"
     with locked(path):
         folder.refuse_unless_new(resume)
@@ -59,14 +60,6 @@ def run(config: Config, path: Path, resume: bool = False, wandb: str | None = No
         result = conclude(folder.rows())
         folder.end(result)
     return result
-
-
-def built(config: Config, corpus: Corpus) -> Session:
-    """The session; what torch or the library refuse of its settings becomes a UserError."""
-    try:
-        return Session(config, corpus)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"no such model can be trained: {str(error).splitlines()[0]}") from error
 
 
 def _train(session: Session, folder: Folder, name: str, watchers: Sequence[Tracker]) -> None:
@@ -91,11 +84,18 @@ def _train(session: Session, folder: Folder, name: str, watchers: Sequence[Track
             watcher.close()
 
 
+def _refuse_another(config: Config, folder: Folder) -> None:
+    """UserError if the folder holds a run that is not this one."""
+    if folder.taken:
+        saved = folder.config()
+        shape = replace(config.shape, vocab=config.shape.vocab or saved.shape.vocab)
+        one, other = essence(saved), essence(replace(config, shape=shape))
+        if one != other:
+            raise UserError(f"{folder.path} holds another run: it differs in {', '.join(differences(one, other))}")
+
+
 def _continue(session: Session, folder: Folder, name: str) -> None:
     """Load the last checkpoint, if there is one, and forget the rows that came after it."""
-    saved, now = essence(folder.config()), essence(session.config)
-    if saved != now:
-        raise UserError(f"{folder.path} holds another run: it differs in {', '.join(differences(saved, now))}")
     found = checkpoints(folder.checkpoints)
     if found:
         session.load_state_dict(load(found[-1], name))

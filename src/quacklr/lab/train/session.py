@@ -1,8 +1,8 @@
 """The training loop: a generator of rows, one a step. It opens no file and knows no method.
 
-session = Session(config, corpus)
-for row in session.rows(): ...          # {"step": 1, "loss": ..., "lr": ..., ...}
-session.state_dict()                    # between rows: all that a later session needs to go on bitwise
+    for row in Session(config, corpus).rows(): ...          # {"step": 1, "loss": ..., "lr": ..., ...}
+
+Between rows `state_dict()` is all that a later session needs to go on bitwise.
 """
 
 from __future__ import annotations

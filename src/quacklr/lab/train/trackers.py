@@ -12,15 +12,17 @@ from typing import Any, Protocol
 
 from quacklr.lab.config import Config, to_json
 from quacklr.lab.errors import UserError
-
-Row = dict[str, Any]
+from quacklr.lab.train.session import Row
 
 
 class Tracker(Protocol):
     """Something that shows rows."""
 
-    def write(self, row: Row) -> None: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
+    def write(self, row: Row) -> None:
+        """Show one row."""
+
+    def close(self) -> None:
+        """Show what is left."""
 
 
 def trackers(folder: Path, config: Config, first_step: int, project: str | None) -> list[Tracker]:
