@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+LAB := $(VENV)/lab
 
-.PHONY: help test lint types unit demo bench clean
+.PHONY: help test lint types unit demo study bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -21,8 +22,13 @@ types: $(READY)  ## mypy, strict
 unit: $(READY)  ## the test suite
 	$(BIN)/pytest
 
-demo: $(READY)  ## train at a high learning rate with and without QuacK, and see what it is for
+demo: $(LAB)  ## see in minutes what QuacK is for: the default breaks, QuacK does not
 	$(BIN)/quacklr demo
+
+study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; resumes), then its figures and claims
+	$(BIN)/quacklr sweep interventions rivals latents norms adamw critical
+	$(BIN)/quacklr sweep speed --seeds 5
+	$(BIN)/quacklr report
 
 bench: $(READY)  ## what QuacK costs a training step, what Muon costs, how fast the lab is
 	$(BIN)/python benchmarks/step_overhead.py
@@ -33,7 +39,15 @@ clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch is pinned before anything can ask for it: a bare "torch" takes the CUDA build.
-$(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+INSTALL = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+$(READY): pyproject.toml constraints.txt $(BIN)/python
+	$(INSTALL) --editable '.[dev]'
 	touch $@
+
+$(LAB): pyproject.toml constraints.txt $(BIN)/python
+	$(INSTALL) --editable '.[lab]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)

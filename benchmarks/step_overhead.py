@@ -2,6 +2,7 @@
 
     python benchmarks/step_overhead.py              about five minutes on 2 cores
     python benchmarks/step_overhead.py --cycles 20  quicker, noisier
+    python benchmarks/step_overhead.py --out results/costs.md       the table that README quotes
 
 A cycle takes a step (forward, backward, fused AdamW; 1024 tokens) plain, one with QuacK, and one with the floor in its
 place: one copy of the q/k rows, kept while the step runs, and one squared sum over them, in plain torch calls.
@@ -20,6 +21,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path as File
 from statistics import median, stdev
 from typing import Any
 
@@ -30,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quacklr import Path, QuacK, mha, packed
 
+HEAD = "| model | hooks | step | floor | memory | calls |"
 MODELS = {"1M": (128, 4, 4), "25M": (512, 8, 8)}  # width, layers, heads
 
 
@@ -175,20 +178,29 @@ def main() -> None:
     parser.add_argument(
         "--cycles", type=int, default=200, help="cycles for the small model; a tenth of it for the large"
     )
-    number: int = parser.parse_args().cycles
-    print(f"{'model':<8}{'hooks':>10}{'step':>20}{'floor':>8}{'memory':>9}{'calls':>11}")
-    for (name, size), count in zip(MODELS.items(), (number, number // 10), strict=True):
+    parser.add_argument("--out", type=File, help="write the table to this file too")
+    given = parser.parse_args()
+    lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
+    print("\n".join(lines), flush=True)
+    for (name, size), count in zip(MODELS.items(), (given.cycles, given.cycles // 10), strict=True):
         run = cycles(decoder(*size))
         rows = [next(run) for _ in range(max(3, count) + 2)][2:]
         middle = {key: median(row[key] for row in rows) for key in rows[0]}
         error = 1.25 * stdev(row["ratio"] for row in rows) / len(rows) ** 0.5
         width, layers, heads = size
-        print(
-            f"{name:<8}{1 + middle['hooks'] / middle['plain']:>10.4f}{middle['ratio']:>12.4f} +- {error:.4f}"
-            f"{middle['hooks'] / middle['floor']:>8.2f}{memory(*size):>9.3f}"
-            f"{calls(*size):>6} {calls(width, layers, 8 * heads):>4}",
-            flush=True,
+        cells = (
+            f"{name} (d {width}, {layers} layers)",
+            f"{1 + middle['hooks'] / middle['plain']:.4f}",
+            f"{middle['ratio']:.3f} (standard error {error:.3f})",
+            f"{middle['hooks'] / middle['floor']:.2f}",
+            f"{memory(*size):.2f}",
+            f"{calls(*size)} with {heads} heads, {calls(width, layers, 8 * heads)} with {8 * heads}",
         )
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    if given.out:
+        about = f"# What a step costs\n\n`python benchmarks/step_overhead.py --cycles {given.cycles}`, on the CPU.\n\n"
+        given.out.write_text(about + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

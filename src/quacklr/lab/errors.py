@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 
@@ -30,3 +31,16 @@ def refuse_negative(**settings: float) -> None:
 def refuse_unless_below_1(**settings: float) -> None:
     """UserError for one that is not at least 0 and below 1: what a running mean keeps of the past."""
     refuse_unless(lambda value: 0 <= value < 1, "at least 0 and below 1", settings)
+
+
+def exit_code(command: str, call: Callable[[], int]) -> int:
+    """What a command returns, or the code for how it ended otherwise: 2 for a UserError, told in its sentence."""
+    try:
+        return call()
+    except SystemExit as stop:  # tyro exits by itself after --help and mistakes
+        return int(stop.code or 0)
+    except BrokenPipeError:  # somebody reads the first lines only
+        return 1
+    except UserError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 2

@@ -61,7 +61,7 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"another quacklr is at work in {folder}; wait for it or choose another --out") from error
+            raise UserError(f"another quacklr is at work in {folder}; wait for it or choose another folder") from error
         except OSError:
             pass
         yield

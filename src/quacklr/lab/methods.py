@@ -47,6 +47,8 @@ class Quack:
     """How weights are measured."""
     floor: float = 0.0
     """Least norm of a block."""
+    literal: bool = False
+    """Algorithm 2 as printed where latents have norms too: dq and dkv have rates, though the norms cut them off."""
 
     def __post_init__(self) -> None:
         refuse_unless_positive(tau=self.tau)
@@ -111,6 +113,9 @@ def alter(method: Method, model: Decoder) -> None:
     """Change what the model computes, if the method does; after its weights are made, before its optimizers are."""
     attentions = model.attentions().values()
     match method:
+        case Quack(literal=True):
+            for attention in attentions:
+                attention.norms_cut = False
         case QKNorm():
             for attention in attentions:
                 attention.add_qk_norm(model.shape.norm_eps)
@@ -129,7 +134,7 @@ def attach(method: Method, model: Decoder, optimizers: Sequence[Optimizer]) -> A
     """Change how the optimizers step, if the method does; what it returns must be saved with the optimizers."""
     try:
         match method:
-            case Quack(tau, norm, floor):
+            case Quack(tau, norm, floor, _):
                 return QuacK(model, optimizers, tau, norm=NORMS[norm], floor=floor)
             case ConstantTau(tau):
                 return QuacK(model, optimizers, tau, adapt=False)

@@ -99,7 +99,7 @@ class _Bar(Show):
 @contextmanager
 def progress(title: str, total: float | None = None, unit: str = "steps", done: float = 0) -> Iterator[Show]:
     """A display for a job of `total` units; `done` of them were done before, if it is a resumed one."""
-    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+    if is_terminal():
         show = _Bar(title, total, unit, done)
         with show.bar:
             yield show
@@ -107,6 +107,11 @@ def progress(title: str, total: float | None = None, unit: str = "steps", done: 
         lines = _Lines(title, total, unit, done)
         yield lines
         lines.say()
+
+
+def is_terminal() -> bool:
+    """Whether people look at stderr on a screen that can be redrawn."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _number(value: float) -> str:

@@ -25,6 +25,7 @@ class Attention(nn.Module, ABC):
         super().__init__()
         self.query_size = query_size
         self.cap: float | None = None
+        self.norms_cut = True  # whether a norm on a latent ends the paths there, as it does
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
 

@@ -48,11 +48,11 @@ class Latent(Attention):
         return self.o(self.attend(q_BTHD, k_BTHD, self._by_head(self.uv(kv_latent_BTL))))
 
     def logit_paths(self) -> list[Path]:
-        """dq uq[h] . uk[h] dkv + dq qr[h] . kr; a norm on the latents cuts dq and dkv off."""
+        """dq uq[h] . uk[h] dkv + dq qr[h] . kr; a norm on the latents cuts dq and dkv off, if `norms_cut`."""
         if self.scale_free:
             return []
         uq, uk, qr, kr = (self.weight(role) for role in ("uq", "uk", "qr", "kr"))
-        if self.q_latent_norm is not None:
+        if self.q_latent_norm is not None and self.norms_cut:
             return mla(uq, uk, qr, kr)
         return mla(uq, uk, qr, kr, dq=self.weight("dq"), dkv=self.weight("dkv"))
 

@@ -55,7 +55,7 @@ def run(config: Config, path: Path, resume: bool = False, wandb: str | None = No
         if folder.taken:
             _continue(session, folder, name)
         watchers = trackers(path, session.config, session.step, wandb)
-        folder.begin(session.config, environment(session.device))
+        folder.begin(session.config, environment(session.device) | {"corpus": corpus.fingerprint})
         _train(session, folder, name, watchers)
         result = conclude(folder.rows())
         folder.end(result)

@@ -1,0 +1,111 @@
+"""`quacklr report`: from a ledger to figures, a table of claims, and one page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib as mpl
+import tyro
+
+from quacklr.lab.errors import UserError, exit_code
+from quacklr.lab.files import whole
+from quacklr.lab.report import markdown
+from quacklr.lab.report.figures import FIGURES, Draw
+from quacklr.lab.report.page import Figure, page
+from quacklr.lab.report.style import RC
+from quacklr.lab.studies.claims import CLAIMS
+from quacklr.lab.studies.finding import Finding
+from quacklr.lab.studies.own import OWN
+from quacklr.lab.studies.results import NotRun, Results
+from quacklr.lab.studies.scale import Size, scale_of
+from quacklr.lab.studies.verdicts import check
+from quacklr.lab.sweep.ledger import Ledger
+
+FORMATS = ("pdf", "png", "svg")
+OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+SAME_FILE = {  # what would make two files of the same figure differ
+    "pdf": {"CreationDate": None, "ModDate": None, "Producer": None},
+    "png": {"Software": None},
+    "svg": {"Date": None},
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Make figures (PDF, PNG, SVG), a table of claims and one page from the ledger of a sweep.
+
+    The page is a single file that opens from disk: claims first, then figures, then every run.
+    """
+
+    ledger: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DIR")]] = Path("results")
+    """Folder with the ledger that `quacklr sweep` wrote; everything is written beside it."""
+    size: Size = field(default=Size())
+
+
+def findings_of(results: Results) -> list[Finding]:
+    """Every claim of the paper, then our own questions."""
+    paper = [check(name, "paper", claim, results) for name, claim in CLAIMS.items()]
+    return paper + [check(name, "own", claim, results) for name, claim in OWN.items()]
+
+
+def draw(figures: dict[str, Draw], results: Results, folder: Path) -> list[Figure]:
+    """Write every figure that can be drawn in every format, and return them for the page."""
+    drawn = []
+    for name, function in figures.items():
+        with mpl.rc_context(RC):
+            try:
+                figure = function(results)
+            except NotRun:
+                continue
+            files = {kind: io.BytesIO() for kind in FORMATS}
+            for kind, file in files.items():
+                figure.savefig(file, format=kind, dpi=150, metadata=SAME_FILE[kind])
+        for kind, file in files.items():
+            with whole(folder / f"{name}.{kind}") as out:
+                out.write(file.getvalue())
+        title, _, caption = (function.__doc__ or "").partition("\n\n")
+        drawn.append(Figure(name, title, " ".join(caption.split()), files["svg"].getvalue().decode()))
+    return drawn
+
+
+def write(path: Path, text: str) -> Path:
+    """A text file, whole or not there."""
+    with whole(path) as file:
+        file.write(text.encode())
+    return path
+
+
+def report(given: Report) -> int:
+    """Make everything."""
+    source = given.ledger / "ledger.jsonl"
+    entries = list(Ledger(source).entries().values())
+    if not entries:
+        raise UserError(f"{source} has no runs yet; make some with `quacklr sweep STUDY --out {given.ledger}`")
+    results = Results(entries, scale_of(given.size))
+    if not results.entries:
+        raise UserError(f"{source} has no runs of the scale {results.scale.name}; see --scale, --steps and --corpus")
+    findings = findings_of(results)
+    figures = draw(FIGURES, results, given.ledger / "figures")
+    about = f"{len(results.entries)} runs at the scale {results.scale.name}"
+    tables = f"# What was found\n\n{about}.\n\n{markdown.claims(findings)}\n# Evidence\n\n{markdown.evidence(findings)}"
+    written = [
+        write(given.ledger / "claims.md", tables),
+        write(given.ledger / "methods.md", f"# Methods\n\n{about}.\n\n{markdown.methods(results)}"),
+        write(given.ledger / "report.html", page(entries, findings, figures, "Does QuacK hold?")),
+    ]
+    for each in findings:
+        print(f"{each.verdict:>9}  {each.name}: {each.claim}")
+    print(f"{about}: {', '.join(str(path) for path in written)}, and {len(figures)} figures beside them")
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command: 0, or 2 for what a user can mend."""
+    return exit_code(
+        "quacklr report",
+        lambda: report(tyro.cli(Report, prog="quacklr report", args=list(argv), config=OPTIONS)),
+    )

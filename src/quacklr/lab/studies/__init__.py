@@ -1,0 +1,1 @@
+"""Questions, and the grids of runs that answer them."""

@@ -1,0 +1,166 @@
+"""The studies: each a question, and the grid of runs that answers it.
+
+A study says nothing about seeds, places or what has been run already: `quacklr sweep` adds those. Where two studies
+contain the same run, it is done once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from quacklr.lab.config import Config
+from quacklr.lab.methods import (
+    ConstantTau,
+    Default,
+    Method,
+    MuonSplit,
+    QKClipping,
+    QKNorm,
+    Quack,
+    SigmaReparametrised,
+    SoftCap,
+)
+from quacklr.lab.model import MLA
+from quacklr.lab.optim import AdamWRecipe, Constant
+from quacklr.lab.studies.scale import Scale
+
+Study = Callable[[Scale], Iterator[Config]]
+
+DECADES = (0.01, 0.1, 1.0, 10.0)  # the paper's values of tau
+QUACK_TAUS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0)  # and points between, where each is at its best
+CONSTANT_TAUS = (0.01, 0.03, 0.1, 0.3, 1.0)  # with 1 it is the default, which is broken already
+OTHERS: tuple[Method, ...] = (MuonSplit(), SoftCap(), SigmaReparametrised())  # what the paper does not test
+TIMED_STEPS = 60
+ADAMW_RATE = 3e-2  # where AdamW's default breaks at the size `cpu`
+
+
+def critical(scale: Scale) -> Iterator[Config]:
+    """Figure 1: does lowering the learning rate of queries and keys alone stabilise a high learning rate?
+
+    Scientific: the learning rate of query and key weights. Fixed: MHA, the highest learning rate for everything else.
+    """
+    for method in (Default(), QKNorm(), ConstantTau(0.1), ConstantTau(0.01)):
+        yield scale.run("mha", method, scale.high)
+
+
+def settings(place: int) -> list[Method]:
+    """The paper's methods, each with the settings that it may choose from; `place` counts rates from the top.
+
+    The lower the learning rate, the larger the best tau. A constant tau of 1 is the default.
+    """
+    thresholds = ((100.0, 30.0), (100.0,), (100.0,))[place]
+    constant = ((0.1, 0.3, 0.03), (3.0,), (3.0, 10.0))[place]
+    quack = ((1.0, 3.0, 0.3), (3.0, 10.0), (3.0, 10.0))[place]
+    return [
+        Default(),
+        QKNorm(),
+        *(QKClipping(threshold) for threshold in thresholds),
+        *(ConstantTau(tau) for tau in constant),
+        *(Quack(tau) for tau in quack),
+    ]
+
+
+def interventions(scale: Scale) -> Iterator[Config]:
+    """Figures 2 and 4: which of the paper's methods reaches the lowest loss, in MHA and in MLA, and at which rate?
+
+    Scientific: the method, the attention, the learning rate. Nuisance, best of each: tau, threshold. Fixed: model,
+    data, steps; the answer holds for those only.
+    """
+    for place, lr in enumerate(reversed(scale.rates)):
+        for method in settings(place):
+            for attention in scale.attentions:
+                yield scale.run(attention, method, lr)
+
+
+def norms(scale: Scale) -> Iterator[Config]:
+    """Figure 3: does it matter how weights are measured, and how well must tau be known?
+
+    Scientific: Frobenius, spectral, or no adapting at all (a constant tau); tau. Fixed: MHA at the highest rate.
+    """
+    spectral = (Quack(tau, norm="spectral") for tau in DECADES)
+    constant = (ConstantTau(tau) if tau != 1 else Default() for tau in CONSTANT_TAUS)
+    for method in (*constant, *spectral, *(Quack(tau) for tau in QUACK_TAUS)):
+        yield scale.run("mha", method, scale.high)
+
+
+def rivals(scale: Scale) -> Iterator[Config]:
+    """Does per-head Muon, soft-capping or sigma-Reparam remove the need for QuacK at the highest learning rate?
+
+    Scientific: the method, the attention. Nuisance: which weights sigma-Reparam norms. Fixed: the learning rate.
+    """
+    for method in (*OTHERS, SigmaReparametrised("qk")):
+        for attention in scale.attentions:
+            yield scale.run(attention, method, scale.high)
+
+
+def sensitivity(scale: Scale) -> Iterator[Config]:
+    """With `interventions` and `rivals`: how much does each method depend on a well chosen learning rate?
+
+    Scientific: the method, the learning rate. Fixed: the rivals' settings.
+    """
+    for lr in reversed(scale.rates[:-1]):
+        for method in OTHERS:
+            for attention in scale.attentions:
+                yield scale.run(attention, method, lr)
+
+
+def latents(scale: Scale) -> Iterator[Config]:
+    """Where latents have norms, does QuacK do better when it knows that they cut dq and dkv off?
+
+    Scientific: Algorithm 2 to the letter, or with the cut. Fixed: MLA with latent norms, the highest rate, tau 1.
+    """
+    spec = scale.attentions["mla"]
+    assert isinstance(spec, MLA)
+    normed = replace(scale, attentions={"mla": replace(spec, latent_norm=True)})
+    for method in (Default(), Quack(), Quack(literal=True)):
+        yield normed.run("mla", method, scale.high)
+
+
+def adamw(scale: Scale) -> Iterator[Config]:
+    """Does it hold with AdamW instead of Muon?
+
+    Scientific: the method. Nuisance: tau. Fixed: MHA, AdamW for all weights at a rate where the default breaks.
+    """
+    for method in (Default(), QKNorm(), Quack(0.3), Quack(0.1), ConstantTau(0.1)):
+        yield scale.run("mha", method, ADAMW_RATE, optimizer=AdamWRecipe())
+
+
+def timed(scale: Scale) -> Scale:
+    """The scale with runs just long enough to time a step."""
+    training = replace(scale.base.training, steps=TIMED_STEPS)
+    schedule = Constant(min(TIMED_STEPS // 2, scale.base.schedule.warmup))
+    return replace(scale, base=replace(scale.base, training=training, schedule=schedule))
+
+
+def speed(scale: Scale) -> Iterator[Config]:
+    """What does a step of each method cost? A step of each in turn, in one process; a seed is a repetition.
+
+    Scientific: the method, the attention. Fixed: everything else.
+    """
+    for attention in scale.attentions:
+        for method in (Default(), Quack(), QKNorm(), QKClipping()):
+            yield timed(scale).run(attention, method, scale.high)
+
+
+def demo(scale: Scale) -> Iterator[Config]:
+    """What `quacklr demo` runs: the default, QK clip, QuacK and QK norm at the highest learning rate.
+
+    Scientific: the method, the attention. Fixed: everything else, each method at its default setting.
+    """
+    for attention in reversed(scale.attentions):
+        for method in (Default(), QKClipping(), Quack(), QKNorm()):
+            yield scale.run(attention, method, scale.high)
+
+
+STUDIES: dict[str, Study] = {
+    "critical": critical,
+    "interventions": interventions,
+    "rivals": rivals,
+    "latents": latents,
+    "norms": norms,
+    "adamw": adamw,
+    "sensitivity": sensitivity,
+    "speed": speed,
+    "demo": demo,
+}

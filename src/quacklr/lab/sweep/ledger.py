@@ -1,0 +1,160 @@
+"""The ledger of a study: one line for each run that has ended, with all that figures, claims and the report need.
+
+Lines are only ever added. A run is known by the fingerprint of its configuration, computed when the line is read, so a
+ledger stays valid when configurations get new fields. Of two lines for the same run the later one counts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from quacklr.lab.config import Config, fingerprint, from_json, to_json
+from quacklr.lab.errors import UserError
+from quacklr.lab.files import read_json
+from quacklr.lab.train.folder import Folder
+from quacklr.lab.train.session import Row
+
+DIGITS = 4
+MEASURED = ("step", "val_loss", "logits", "change_steps", "norm", "rate")  # what is kept of a row that measured
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run that has ended."""
+
+    config: Config
+    status: str
+    """finished, diverged or crashed."""
+    reason: str | None = None
+    """Why it did not finish."""
+    result: Row = field(default_factory=dict)
+    """The content of its result.json."""
+    history: list[Row] = field(default_factory=list)
+    """The rows at which something was measured, to four digits."""
+    losses: list[float | None] = field(default_factory=list)
+    """The training loss of every step."""
+    step_seconds: float | None = None
+    """Median time of a step, on whatever else the machine was doing."""
+    environment: Row = field(default_factory=dict)
+    """Versions, hardware, and the fingerprint of the corpus."""
+
+    @cached_property
+    def key(self) -> str:
+        """The fingerprint of its configuration."""
+        return fingerprint(self.config)
+
+    def curve(self, *names: str) -> Iterator[tuple[int, Any]]:
+        """(step, value) wherever it was measured, such as curve("val_loss") or curve("logits", "max")."""
+        for row in self.history:
+            value: Any = row
+            for name in names:
+                value = value.get(name) if value is not None else None
+            if value is not None:
+                yield row["step"], value
+
+    def to_json(self) -> Row:
+        """A line of the ledger."""
+        return {"key": self.key} | vars(self) | {"config": to_json(self.config)}
+
+
+def entry_from_json(saved: Row) -> Entry:
+    """The Entry that `to_json` wrote."""
+    rest = {name: value for name, value in saved.items() if name not in ("key", "config")}
+    return Entry(config=from_json(saved["config"]), **rest)
+
+
+def entry_of(config: Config, path: Path) -> Entry:
+    """What the folder of a run that has ended says about it."""
+    folder = Folder(path)
+    rows, result = folder.rows(), folder.result
+    if result is None:
+        raise UserError(f"{path} has no result.json: the run in it has not ended")
+    return Entry(config, result["status"], result["reason"], result, **measurements(config, folder, rows))
+
+
+def crashed(config: Config, path: Path, reason: str) -> Entry:
+    """A run that cannot be brought to an end, with what it had measured by then."""
+    folder = Folder(path)
+    try:
+        found = measurements(config, folder, folder.rows())
+    except UserError:  # whatever made it crash may have left no readable folder
+        found = {}
+    return Entry(config, "crashed", reason, **found)
+
+
+def measurements(config: Config, folder: Folder, rows: list[Row]) -> dict[str, Any]:
+    """The part of an entry that comes from the rows of the run."""
+    speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
+    environment = folder.path / "environment.json"
+    return {
+        "history": [
+            {name: rounded(row[name]) for name in MEASURED if name in row}
+            for row in rows
+            if "val_loss" in row or "logits" in row
+        ],
+        "losses": [rounded(row["loss"]) for row in rows if "loss" in row],
+        "step_seconds": rounded(config.training.batch_tokens / median(speeds)) if speeds else None,
+        "environment": read_json(environment) if environment.exists() else {},
+    }
+
+
+def rounded(value: Any) -> Any:
+    """The same with four significant digits in every number that is not whole; null for what is no number."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list) else value
+
+
+class Ledger:
+    """The file, `ledger.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def entries(self) -> dict[str, Entry]:
+        """All runs by fingerprint, in the order in which they first ended."""
+        found: dict[str, Entry] = {}
+        for number, line in enumerate(self._lines(), start=1):
+            try:
+                entry = entry_from_json(json.loads(line))
+            except (ValueError, KeyError, TypeError, UserError) as error:
+                raise UserError(f"{self.path}, line {number}, is not what quacklr writes: {error}") from error
+            found[entry.key] = entry
+        return found
+
+    def _lines(self) -> list[str]:
+        """All whole lines: a process that was killed may have left a part of one at the end."""
+        try:
+            text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {self.path}: {error}") from error
+        return text.split("\n")[:-1]
+
+    def append(self, entry: Entry) -> None:
+        """Add a line; it is on the disk before this returns. What a killed process left of one is cut off first."""
+        text = json.dumps(entry.to_json(), allow_nan=False, separators=(",", ":")) + "\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab+") as file:
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                file.seek(0)
+                whole = file.read().rfind(b"\n") + 1
+                file.truncate(whole)
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error

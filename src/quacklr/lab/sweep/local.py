@@ -1,0 +1,112 @@
+"""Runs on this machine: a process each, with as many threads as leave room for the others.
+
+Processes are forked from one that has loaded torch and done nothing with it, so a run starts at once. A process is out
+of the terminal's reach (Ctrl-C goes to the sweep, which asks for a checkpoint) but not of the sweep's: when that dies,
+in whatever way, a pipe breaks, and the run saves a checkpoint and ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quacklr.lab.config import Config, to_json
+from quacklr.lab.sweep.place import Lost, Outcome, Report, cores, execute, outcome_of
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+class Local:
+    """Runs on this machine, `jobs` at once: one a core, or one a GPU if it has GPUs."""
+
+    pause = 0.2
+
+    def __init__(self, jobs: int | None = None, threads: int | None = None) -> None:
+        self.gpus = visible_gpus()
+        self.slots = jobs or len(self.gpus) or cores()
+        self.threads = threads or max(1, cores() // self.slots)
+        self._jobs: list[LocalJob] = []
+        CONTEXT.set_forkserver_preload([__name__])
+
+    def start(self, config: Config, path: Path) -> LocalJob:
+        """A process that has the run's threads, and if there are GPUs, the one with the fewest runs."""
+        self._jobs = [job for job in self._jobs if job.process.is_alive()]
+        gpu = min(self.gpus, key=lambda one: sum(job.gpu == one for job in self._jobs), default=None)
+        job = LocalJob(replace(config, machine=replace(config.machine, threads=self.threads)), path, gpu)
+        self._jobs.append(job)
+        return job
+
+    def close(self) -> None:
+        """Nothing is held: the process that others are forked from ends with this one."""
+
+
+def visible_gpus() -> list[str]:
+    """The names by which CUDA_VISIBLE_DEVICES knows the GPUs that we may use."""
+    if not torch.cuda.is_available():
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
+
+
+class LocalJob:
+    """One process."""
+
+    def __init__(self, config: Config, path: Path, gpu: str | None) -> None:
+        self.gpu = gpu
+        self._report, theirs = CONTEXT.Pipe(duplex=False)
+        alive, self._alive = CONTEXT.Pipe(duplex=False)  # breaks when this process ends
+        arguments = (to_json(config), str(path), gpu, theirs, alive)
+        self.process = CONTEXT.Process(target=_execute, args=arguments, daemon=False)
+        self.process.start()
+        theirs.close()
+        alive.close()
+
+    def outcome(self) -> Outcome | None:
+        """What the process reported, or that it died without a report."""
+        ended = not self.process.is_alive()
+        report = self._received()
+        if report is None:
+            return Lost(_death(self.process.exitcode)) if ended else None
+        self.process.join()
+        self._alive.close()
+        return outcome_of(report)
+
+    def _received(self) -> Report | None:
+        try:
+            return self._report.recv() if self._report.poll() else None
+        except (EOFError, OSError):  # it died, maybe in the middle of a report
+            return None
+
+    def stop(self) -> None:
+        """SIGTERM: the run ends after the step it is in, and saves a checkpoint."""
+        self.process.terminate()
+
+
+def _death(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"its process was killed by {signal.Signals(-exitcode).name}"
+    return f"its process ended with code {exitcode} and no report"
+
+
+def _execute(saved: dict[str, Any], path: str, gpu: str | None, report: Connection, alive: Connection) -> None:
+    """In the process of the run: do the work, say how it ended."""
+    os.setsid()
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    threading.Thread(target=_stop_when_alone, args=(alive,), daemon=True).start()
+    report.send(execute(saved, path))
+
+
+def _stop_when_alone(alive: Connection) -> None:
+    try:
+        alive.recv()
+    except (EOFError, OSError):
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,95 @@
+"""Every number in README comes from results/, and results/ from the ledger in it."""
+
+from __future__ import annotations
+
+import re
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path as File
+
+import pytest
+
+from quacklr.lab.demo import sentence, table
+from quacklr.lab.report import markdown
+from quacklr.lab.report.command import findings_of
+from quacklr.lab.studies.results import Results
+from quacklr.lab.studies.scale import Size, scale_of
+from quacklr.lab.sweep.ledger import Entry, Ledger
+
+ROOT = File(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "results"
+DEMO = scale_of(Size(steps=150))
+VERSIONS = {"2.9", "3.11", "2.0"}  # of torch, Python, and the licence
+
+
+@pytest.fixture(scope="module")
+def entries() -> list[Entry]:
+    return list(Ledger(RESULTS / "ledger.jsonl").entries().values())
+
+
+@pytest.fixture(scope="module")
+def results(entries: list[Entry]) -> Results:
+    return Results(entries, scale_of(Size()))
+
+
+def from_results() -> str:
+    return "\n".join(file.read_text() for file in sorted(RESULTS.glob("*.md")))
+
+
+def prose() -> str:
+    """README without blocks of code, which other tests run."""
+    plain = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    return "\n".join(line for line in plain.splitlines() if not line.startswith("    "))
+
+
+def test_every_row_of_a_table_with_a_number_is_a_row_of_results() -> None:
+    rows = [line for line in prose().splitlines() if line.startswith("|") and re.search(r"(?<!\w)\d", line)]
+    assert len(rows) > 10
+    known = set(from_results().splitlines())
+    assert [row for row in rows if row not in known] == []
+
+
+def test_every_decimal_number_in_the_text_is_in_results(entries: list[Entry]) -> None:
+    text = " ".join(line for line in prose().splitlines() if not line.startswith("|"))
+    text = text.replace(sentence(Results(entries, DEMO)), "")  # which has a test of its own
+    found = set(re.findall(r"(?<![\w.])\d[\d,]*\.\d+(?![\w])", text)) - VERSIONS
+    assert found
+    known = from_results()
+    assert [number for number in found if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", known)] == []
+
+
+def test_the_demo_in_readme_is_the_one_in_the_ledger(entries: list[Entry]) -> None:
+    demo = Results(entries, DEMO)
+    shown = "\n".join(f"    {line}".rstrip() for line in table(demo).splitlines())
+    assert shown in README
+    assert sentence(demo) in " ".join(README.split())
+
+
+def test_what_the_first_block_prints_is_what_readme_says() -> None:
+    block = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
+    out = StringIO()
+    with redirect_stdout(out):
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    assert "\n".join(f"    {line}" for line in out.getvalue().splitlines()) in README
+
+
+def test_claims_and_methods_in_results_are_what_the_ledger_says(results: Results) -> None:
+    findings = findings_of(results)
+    claims, methods = ((RESULTS / name).read_text() for name in ("claims.md", "methods.md"))
+    assert markdown.claims(findings) in claims
+    assert markdown.evidence(findings) in claims
+    assert markdown.methods(results) in methods
+
+
+def test_the_study_was_run_with_three_seeds_and_nothing_crashed(results: Results, entries: list[Entry]) -> None:
+    assert not [entry for entry in entries if entry.status == "crashed"]
+    for finding in findings_of(results):
+        assert finding.verdict != "not run", finding.name
+        assert all(comparison.seeds >= 3 for comparison in finding.evidence), finding.name
+
+
+def test_every_figure_of_results_exists_in_three_formats() -> None:
+    figures = sorted((RESULTS / "figures").iterdir())
+    assert len(figures) == 18
+    assert {file.suffix for file in figures} == {".pdf", ".png", ".svg"}

@@ -1,0 +1,298 @@
+"""Sweeps on a real Ray, and with submitit on this machine: the same entries, whatever befalls the runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path as File
+from typing import Any
+
+import pytest
+import ray
+import submitit
+
+from lab_runs import ATTENTIONS, METHODS, make_corpus, read_rows, small
+from quacklr.lab.config import Config, fingerprint
+from quacklr.lab.errors import UserError
+from quacklr.lab.sweep import on_ray, on_slurm
+from quacklr.lab.sweep.command import Sweep, place_of
+from quacklr.lab.sweep.ledger import Entry, Ledger, entry_of
+from quacklr.lab.sweep.local import Local
+from quacklr.lab.sweep.on_ray import Ray
+from quacklr.lab.sweep.on_slurm import Slurm
+from quacklr.lab.sweep.place import Halted, Job, Lost, Outcome, Place, cores
+from quacklr.lab.sweep.sweep import State, Task, sweep
+from quacklr.lab.train.runner import run
+
+SHORT, LONG = 36, 120  # steps; in the middle of the long one there is time to do something to it
+NEVER = 10**6  # as checkpoint_every: what is saved was saved because of a signal
+
+
+@pytest.fixture(autouse=True)
+def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the runs often, so that they are met in the middle, and believe at once that they are gone."""
+    places = ((place, "pause") for place in (Local, Ray, Slurm))
+    for owner, wait in (*places, (on_slurm, "ASK"), (on_slurm, "LAG")):
+        monkeypatch.setattr(owner, wait, 0.02)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> File:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What `run` alone makes of a short and of a long configuration."""
+    found = {}
+    for steps in (SHORT, LONG):
+        config, path = configuration(corpus, steps), tmp_path_factory.mktemp("alone") / "run"
+        run(config, path)
+        found[fingerprint(config)] = comparable(entry_of(config, path))
+    return found
+
+
+@pytest.fixture(scope="module")
+def started_ray() -> Iterator[Ray]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "local")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        place = Ray(2, 1)
+        yield place
+        place.close()
+        assert not ray.is_initialized()
+
+
+@pytest.fixture
+def slurm(tmp_path: File) -> Slurm:
+    """Submitit's jobs as processes of this machine."""
+    return Slurm(tmp_path / "slurm", 2, 1, submitit.AutoExecutor(tmp_path / "slurm", cluster="local"))
+
+
+@pytest.fixture(params=["started_ray", "slurm"])
+def place(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def configuration(corpus: File, steps: int, checkpoint_every: int = 6) -> Config:
+    config = small(corpus, METHODS["quack"], ATTENTIONS["mha"], steps=steps)
+    return replace(config, watch=replace(config.watch, checkpoint_every=checkpoint_every))
+
+
+def comparable(entry: Entry) -> dict[str, Any]:
+    """All but what differs from one run of the same thing to the next."""
+    saved = {name: value for name, value in entry.to_json().items() if name != "step_seconds"}
+    saved["config"] = saved["config"] | {"watch": {**saved["config"]["watch"], "checkpoint_every": None}}
+    return saved | {"environment": {**saved["environment"], "threads": None}}
+
+
+def starts(path: File) -> list[int]:
+    """At which steps the run was begun or resumed, from its log."""
+    found = re.findall(r"in all, from (?:step (\d+) on|the beginning);", (path / "log.txt").read_text())
+    return [int(step or 0) for step in found]
+
+
+def process_in(path: File) -> int:
+    """The process that holds the lock of a run's folder."""
+    number = (path / ".lock").stat().st_ino
+    (held,) = (line.split() for line in File("/proc/locks").read_text().splitlines() if f":{number} " in line)
+    return int(held[4])
+
+
+def in_the_middle(act: Callable[[Task], None]) -> tuple[list[Task], Callable[[State], None]]:
+    """A display for a sweep that does something to the first run once, when that has a checkpoint or ten rows."""
+    done: list[Task] = []
+
+    def show(state: State) -> None:
+        for task in state.running[:1]:
+            due = task.config.watch.checkpoint_every == NEVER or any(task.path.glob("checkpoints/*.pt"))
+            if not done and due and len(read_rows(task.path)) > 10:
+                assert not (task.path / "result.json").exists(), "it had ended before anything could befall it"
+                act(task)
+                done.append(task)
+
+    return done, show
+
+
+def waited_for(job: Job) -> Outcome:
+    while (outcome := job.outcome()) is None:
+        time.sleep(0.02)
+    return outcome
+
+
+def entries(ledger: Ledger) -> dict[str, dict[str, Any]]:
+    return {key: comparable(entry) for key, entry in ledger.entries().items()}
+
+
+def test_entries_are_the_same_wherever_they_were_made(
+    corpus: File, undisturbed: dict[str, dict[str, Any]], started_ray: Ray, slurm: Slurm, tmp_path: File
+) -> None:
+    config = configuration(corpus, SHORT)
+    places: dict[str, Place] = {"here": Local(1, 1), "ray": started_ray, "slurm": slurm}
+    for name, each in places.items():
+        ledger = Ledger(tmp_path / name / "ledger.jsonl")
+        sweep([config], ledger, each, tmp_path / name)
+        assert entries(ledger) == {fingerprint(config): undisturbed[fingerprint(config)]}
+        assert starts(tmp_path / name / fingerprint(config)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("on", "signum", "attempts"),
+    [
+        ("started_ray", signal.SIGKILL, 1),  # Ray itself executes it again
+        ("slurm", signal.SIGKILL, 2),
+        ("slurm", signal.SIGTERM, 2),  # its node is wanted by others
+        ("slurm", signal.SIGUSR2, 1),  # its time is over; it queues itself again
+    ],
+)
+def test_a_run_that_is_disturbed_goes_on_and_gives_the_same_entry(
+    corpus: File,
+    undisturbed: dict[str, dict[str, Any]],
+    tmp_path: File,
+    request: pytest.FixtureRequest,
+    on: str,
+    signum: signal.Signals,
+    attempts: int,
+) -> None:
+    config = configuration(corpus, LONG, checkpoint_every=6 if signum == signal.SIGKILL else NEVER)
+    disturbed, show = in_the_middle(lambda task: os.kill(process_in(task.path), signum))
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    sweep([config], ledger, request.getfixturevalue(on), tmp_path, show)
+    assert entries(ledger) == {fingerprint(config): undisturbed[fingerprint(config)]}
+    began, resumed = starts(disturbed[0].path)
+    assert began == 0
+    assert resumed >= 6
+    assert disturbed[0].attempts == attempts
+
+
+@pytest.mark.usefixtures("started_ray")
+def test_a_worker_that_ray_gives_up_on_is_lost_and_started_again(
+    corpus: File, undisturbed: dict[str, dict[str, Any]], tmp_path: File
+) -> None:
+    config, ledger = configuration(corpus, LONG), Ledger(tmp_path / "ledger.jsonl")
+    disturbed, show = in_the_middle(lambda task: os.kill(process_in(task.path), signal.SIGKILL))
+    second = Ray(1, 1, retries=0)
+    sweep([config], ledger, second, tmp_path, show)
+    second.close()
+    assert ray.is_initialized(), "a place must not end the Ray that another has started"
+    assert entries(ledger) == {fingerprint(config): undisturbed[fingerprint(config)]}
+    assert disturbed[0].attempts == len(starts(disturbed[0].path)) == 2
+
+
+def test_a_stopped_sweep_leaves_a_checkpoint_and_goes_on_from_it(
+    corpus: File, undisturbed: dict[str, dict[str, Any]], place: Place, tmp_path: File
+) -> None:
+    config = configuration(corpus, LONG, checkpoint_every=NEVER if isinstance(place, Ray) else 6)
+    ledger, path = Ledger(tmp_path / "ledger.jsonl"), tmp_path / fingerprint(config)
+    stopped, show = in_the_middle(lambda _: signal.raise_signal(signal.SIGINT))
+    state = sweep([config], ledger, place, tmp_path, show)
+    assert (state.stopped, len(state.waiting), ledger.entries()) == (signal.SIGINT, 1, {})
+    (*_, last) = sorted(file.name for file in (path / "checkpoints").glob("*.pt"))
+    assert not (path / "result.json").exists()
+    sweep([config], ledger, place, tmp_path)
+    assert entries(ledger) == {fingerprint(config): undisturbed[fingerprint(config)]}
+    assert starts(path) == [0, int(re.sub(r"\D", "", last))]
+    assert stopped[0].attempts == 1
+
+
+def test_an_error_of_the_program_is_a_crashed_line_with_its_reason(corpus: File, place: Place, tmp_path: File) -> None:
+    config, ledger = configuration(corpus, SHORT), Ledger(tmp_path / "ledger.jsonl")
+    (tmp_path / fingerprint(config)).mkdir()
+    (tmp_path / fingerprint(config) / "result.json").write_text("[]")
+    state = sweep([config], ledger, place, tmp_path)
+    (entry,) = ledger.entries().values()
+    assert entry.status == "crashed"
+    assert re.fullmatch(r"UserError: .*result.json is damaged: .*", str(entry.reason))
+    assert "Traceback" in (tmp_path / fingerprint(config) / "log.txt").read_text()
+    assert [ended.key for ended in state.ended] == [fingerprint(config)]
+
+
+@pytest.mark.usefixtures("started_ray")
+def test_a_run_that_waits_for_room_is_stopped_too_and_so_is_one_that_does_not_listen(
+    corpus: File, tmp_path: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one has all the CPUs, and is in a long step; it is given no time to end that."""
+    monkeypatch.setattr(on_ray, "PATIENCE", 0.0)
+    config = small(corpus, METHODS["quack"], ATTENTIONS["mha"], batch_tokens=128 * 2000)
+    place = Ray(2, cores())
+    jobs = [place.start(config, tmp_path / name) for name in ("first", "second")]
+    while not read_rows(tmp_path / "first"):
+        assert [job.outcome() for job in jobs] == [None, None]
+        time.sleep(0.02)
+    for job in jobs:
+        job.stop()
+    assert [waited_for(job) for job in jobs] == [Halted(), Halted()]
+    assert len(read_rows(tmp_path / "first")) == 1
+    assert not (tmp_path / "first/checkpoints").exists()
+    assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.usefixtures("started_ray")
+def test_more_threads_than_any_node_has_are_refused() -> None:
+    with pytest.raises(UserError, match=f"--threads {cores() + 1}: no node of the Ray cluster has more than"):
+        Ray(2, cores() + 1)
+
+
+def test_without_slurm_a_sentence_says_where_to_go(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="no Slurm here .* start the sweep on a login node of the cluster"):
+        place_of(Sweep(("interventions",), runs=tmp_path, on="slurm"), 1)
+
+
+@pytest.fixture
+def sbatch(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> File:
+    """Slurm's commands, of which sbatch only takes what it gets, and jobs wait until they are cancelled."""
+    programs = {
+        "srun": "",
+        "sbatch": f"grep -q closed $1 && echo invalid partition: closed >&2 && exit 1\n"
+        f"cp $1 {tmp_path}/submitted; echo Submitted batch job 42",
+        "sacct": f"echo 'JobID|State|NodeList'; echo \"42|$(cat {tmp_path}/state || echo PENDING)|\"",
+        "scancel": f"echo $1 CANCELLED by 1000 > {tmp_path}/state",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path / "submitted"
+
+
+def test_a_job_asks_slurm_for_what_the_run_needs(corpus: File, sbatch: File, tmp_path: File) -> None:
+    given = Sweep(("interventions",), runs=tmp_path, on="slurm", threads=3, slurm=("partition=gpu", "time=600"))
+    place, config = place_of(given, 1), configuration(corpus, SHORT)
+    place.start(config, tmp_path / "run")
+    asked = set(re.findall(r"#SBATCH --(\S+)", sbatch.read_text()))
+    assert asked >= {"partition=gpu", "time=600", "cpus-per-task=3", "signal=USR2@90", "job-name=quacklr"}
+    assert not any("gpus" in option for option in asked)
+    place.start(replace(config, machine=replace(config.machine, device="cuda")), tmp_path / "run")
+    assert "#SBATCH --gpus-per-node=1\n" in sbatch.read_text()
+
+
+def test_a_job_that_waits_is_cancelled_and_one_that_is_gone_is_lost(corpus: File, sbatch: File, tmp_path: File) -> None:
+    place = Slurm(tmp_path, 1, 1)
+    waiting, gone = (place.start(configuration(corpus, SHORT), tmp_path / "run") for _ in range(2))
+    assert waiting.outcome() is None
+    waiting.stop()
+    assert sbatch.with_name("state").read_text().startswith("42 ")
+    assert waited_for(waiting) == Halted()
+    assert waited_for(gone) == Lost("job 42 ended without a report, in state 42 CANCELLED by 1000")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"slurm": ("time=600",), "on": "here"}, "--slurm is about jobs of a Slurm cluster, so it needs --on slurm"),
+        ({"slurm": ("partition",)}, "--slurm partition: it must be NAME=VALUE"),
+        ({"slurm": ("nodes=2",)}, "--slurm nodes=2: it must be NAME=VALUE, with a name from account, "),
+        ({"slurm": ("time=1:00:00",)}, "--slurm time=1:00:00: minutes are a whole number"),
+        ({"slurm": ("partition=closed",)}, "Slurm refuses the job: .*invalid partition: closed; --slurm sets"),
+    ],
+)
+@pytest.mark.usefixtures("sbatch")
+def test_what_slurm_cannot_do_is_refused(corpus: File, tmp_path: File, options: dict[str, Any], sentence: str) -> None:
+    given = replace(Sweep(("interventions",), runs=tmp_path, on="slurm"), **options)
+    with pytest.raises(UserError, match=sentence):
+        place_of(given, 1).start(configuration(corpus, SHORT), tmp_path / "run")
