@@ -147,7 +147,7 @@ def norms(results: Results) -> Figure:
     if left.lines:
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(DECADES))
     right.set(xscale="log", xlabel="tau", ylabel="validation loss at the end", title=f"MHA, lr {lr:g}")
-    right.legend()
+    right.legend(loc="upper right")
     return figure
 
 
