@@ -91,6 +91,7 @@ def test_differences_are_told_as_options() -> None:
     other, _ = parse(["--lr", "0.2", "--method", "quack"])
     assert differences(PRESETS["cpu"], other) == [
         "--floor (None there, 0.0 here)",
+        "--literal (None there, False here)",
         "--lr (0.1 there, 0.2 here)",
         "--method (default there, quack here)",
         "--norm (None there, frobenius here)",
@@ -106,6 +107,7 @@ def test_differences_are_told_as_options() -> None:
         ("--warmup 301", "--warmup 301"),
         ("--schedule wsd --decay 290", "--decay 290"),
         ("--method muon-split --optimizer adamw", "--method muon-split is a way to use Muon"),
+        ("--method quack --literal", "--literal is about norms on latents, so it needs --attention mla --latent-norm"),
         ("--method qk-clip --compile", "--method qk-clip has to see the logits, which --compile hides"),
         ("--tau 2", "--tau means nothing with --method default; it goes with --method quack or --method constant-tau"),
         ("--kv-heads=2 --attention mla", "--kv-heads means nothing with --attention mla; it goes with --attention mha"),

@@ -56,6 +56,16 @@ def test_quack_and_constant_tau_are_the_librarys(corpus: Corpus) -> None:
     assert torch.cat(list(rates(constant.attached).values())).unique().tolist() == [0.25]
 
 
+def test_taken_literally_quack_gives_rates_to_what_latent_norms_cut_off(corpus: Corpus) -> None:
+    spec = ATTENTIONS["mla"]
+    assert isinstance(spec, MLA)
+    found = []
+    for method in (Quack(), Quack(literal=True)):
+        config = small(corpus.where, method, replace(spec, latent_norm=True))
+        found.append({name.rpartition(".")[2] for name in rates(Session(config, corpus).attached)})
+    assert found == [{"uq", "uk", "qr", "kr"}, {"dq", "dkv", "uq", "uk", "qr", "kr"}]
+
+
 def test_qk_clip_is_the_librarys(corpus: Corpus) -> None:
     clipped = session(corpus, METHODS["qk-clip"])
     assert isinstance(clipped.attached, QKClip)
