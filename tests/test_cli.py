@@ -17,6 +17,7 @@ from quacklr.cli import COMMANDS, main
         (["demo", "--steps", "0"], "--steps must be a positive number, not 0"),
         (["demo", "--seed", "-1"], "--seed must be from 0 to 2^63 - 1, not -1"),
         (["sweep"], "which study? One or more of critical, interventions"),
+        (["sweep", "nonsense"], "which study? One or more of critical, interventions"),
         (["sweep", "demo", "--seeds", "0"], "--seeds must be a positive number, not 0"),
         (["sweep", "demo", "--steps", "9", "--dry-run"], "--steps 9 is less than the warmup of 30 steps"),
         (["sweep", "speed", "demo"], "speed compares times of runs in one process: alone"),

@@ -176,11 +176,12 @@ def test_a_run_whose_process_is_killed_every_time_is_given_up(corpus: File, tmp_
 def test_a_sweep_that_is_killed_or_stopped_resumes_its_runs(corpus: File, tmp_path: File, signum: int) -> None:
     script = [sys.executable, str(File(__file__).parent / "swept_runs.py"), str(corpus), str(tmp_path)]
     folders = [tmp_path / "runs" / fingerprint(config) for config in long(corpus)[:2]]
-    settings = {"env": environment(), "stderr": subprocess.PIPE, "preexec_fn": heed_ctrl_c}
-    with subprocess.Popen(script, **settings) as process:  # type: ignore[call-overload]
+    settings: Any = {"env": environment(), "stderr": subprocess.PIPE, "preexec_fn": heed_ctrl_c}
+    with subprocess.Popen(script, **settings) as process:
         for folder in folders:
             wait_for_rows(folder, 20)
         process.send_signal(signum)
+        assert process.stderr is not None
         assert process.wait() == (-signum if signum == signal.SIGKILL else 128 + signum), process.stderr.read()
     for folder in folders:
         wait_until_free(folder)

@@ -8,7 +8,6 @@ ledger, then a table, a picture, a page, and a sentence on what was seen, whiche
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from quacklr.lab.report.style import colour, curve, panels, validation
 from quacklr.lab.studies.names import NAMES, plain
 from quacklr.lab.studies.questions import demo as grid
 from quacklr.lab.studies.results import Results, largest_logit, loss
-from quacklr.lab.studies.scale import Size, scale_of
+from quacklr.lab.studies.scale import Scale, Size, scale_of
 from quacklr.lab.studies.verdicts import MARGIN, STABLE
 from quacklr.lab.sweep.display import display
 from quacklr.lab.sweep.ledger import Entry, Ledger
@@ -62,18 +61,18 @@ class Demo:
     """Runs at once; one a core unless given."""
 
 
-def configs_of(given: Demo) -> tuple[Results, list[Config]]:
-    """Empty results at the demo's scale, and its runs."""
+def configs_of(given: Demo) -> tuple[Scale, list[Config]]:
+    """The demo's scale, and its runs."""
     refuse_unless_positive(steps=given.steps, jobs=1 if given.jobs is None else given.jobs)
     refuse_unless(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": given.seed})
     chosen = scale_of(Size(steps=given.steps))
     seeded = [replace(each, training=replace(each.training, seed=given.seed)) for each in grid(chosen)]
-    return Results([], chosen), seeded
+    return chosen, seeded
 
 
 def run(given: Demo, argv: Sequence[str]) -> int:
     """All of it; 130 or 143 when stopped by a signal."""
-    empty, configs = configs_of(given)
+    scale, configs = configs_of(given)
     ledger = Ledger(given.out / "ledger.jsonl")
     known = ledger.entries()
     todo = missing(configs, known, retry=True)
@@ -81,13 +80,13 @@ def run(given: Demo, argv: Sequence[str]) -> int:
         state = sweep(todo, ledger, Local(given.jobs), given.out / "runs", show)
     if state.stopped is not None:
         print(f"Stopped; go on with: {shlex.join(['quacklr', 'demo', *argv])}", file=sys.stderr)
-        return 130 if state.stopped == signal.SIGINT else 143
+        return 128 + state.stopped
     entries = ledger.entries()
     mine = [entries[fingerprint(config)] for config in configs]
     for entry in mine:
         if entry.status == "crashed":
             raise UserError(f"a run crashed: {entry.reason}; see {given.out / 'runs' / entry.key / 'log.txt'}")
-    show_results(Results(mine, empty.scale), given.out)
+    show_results(Results(mine, scale), given.out)
     return 0
 
 

@@ -13,15 +13,14 @@ from typing import Any
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from quacklr.lab.methods import ConstantTau, Default, Method, QKClipping, QKNorm, Quack
+from quacklr.lab.methods import ConstantTau, Default, Method, QKNorm, Quack
 from quacklr.lab.report.style import colour, curve, dots, panels, validation
-from quacklr.lab.studies.names import NAMES
+from quacklr.lab.studies.names import NAMES, PAPERS
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS
 from quacklr.lab.studies.results import NotRun, Results, Seeds, loss, lr_sensitivity, measured
 from quacklr.lab.studies.verdicts import title
 from quacklr.lab.sweep.ledger import Entry
 
-METHODS: tuple[type[Method], ...] = (Default, QKNorm, QKClipping, ConstantTau, Quack)
 Draw = Callable[[Results], Figure]
 
 
@@ -59,7 +58,7 @@ def interventions(results: Results) -> Figure:
     figure, grid = panels(2, len(rates) + 1, 2.7, 2.5)
     for attention, row in zip(("mha", "mla"), grid, strict=True):
         for axes, lr in zip(row, rates, strict=False):
-            for method in METHODS:
+            for method in PAPERS:
                 with suppress(NotRun):
                     runs = results.best(attention, method, lr)
                     curve(
@@ -101,7 +100,7 @@ def final_losses(results: Results, attention: str, axes: Any) -> None:
 
 def dash(attention: str, method: type[Method]) -> str:
     """QK norm is dashed in MLA; what the paper does not test is dotted."""
-    if method not in METHODS:
+    if method not in PAPERS:
         return ":"
     return "--" if attention == "mla" and method is QKNorm else "-"
 
@@ -123,10 +122,10 @@ def norms(results: Results) -> Figure:
     figure, [[left, right]] = panels(1, 2, 4.2, 3.2)
     shades = {0.01: "#c7e9c0", 0.1: "#74c476", 1.0: "#0b6e4f", 10.0: "#00261a"}
     for tau, shade in shades.items():
-        for norm, line in (("frobenius", "-"), ("spectral", "--")):
+        for method, line in ((Quack(tau), "-"), (Quack(tau, norm="spectral"), "--")):
             with suppress(NotRun):
-                runs = results.best("mha", Quack(tau, norm=norm), lr)  # type: ignore[arg-type]
-                curve(left, runs, validation, color=shade, linestyle=line, label=f"tau {tau:g}, {norm}")
+                runs = results.best("mha", method, lr)
+                curve(left, runs, validation, color=shade, linestyle=line, label=f"tau {tau:g}, {method.norm}")
     left.set(xlabel="step", ylabel="validation loss", title=f"MHA, QuacK, lr {lr:g}")
     focus(left)
     kinds: dict[str, list[tuple[float, Method]]] = {
@@ -136,9 +135,9 @@ def norms(results: Results) -> Figure:
     }
     for label, settings in kinds.items():
         found = {}
-        for tau, method in settings:
+        for tau, setting in settings:
             with suppress(NotRun):
-                found[tau] = measured(results.best("mha", method, lr), loss)
+                found[tau] = measured(results.best("mha", setting, lr), loss)
         if found:
             line = "--" if "spectral" in label else "-"
             dots(right, list(found), list(found.values()), color=colour(settings[0][1]), label=label, linestyle=line)
@@ -162,14 +161,14 @@ def logits(results: Results) -> Figure:
     for panel, name, label in zip(
         axes, ("max", "step_change"), ("largest logit", "mean |change| in a step"), strict=True
     ):
-        for method in METHODS:
+        for method in PAPERS:
             with suppress(NotRun):
                 runs = results.best("mla", method, lr)
                 curve(panel, runs, of_head(name, layer, head), color=colour(method), label=NAMES[method])
         panel.set(yscale="log", xlabel="step", ylabel=label, title=f"MLA, lr {lr:g}, layer {layer}, head {head}")
     if not axes[0].lines:
         raise NotRun("no run with MLA")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PAPERS))
     return figure
 
 
@@ -209,7 +208,7 @@ def heatmaps(results: Results) -> Figure:
     lr, shown = results.scale.high, []
     for attention in ("mha", "mla"):
         row = []
-        for method in METHODS:
+        for method in PAPERS:
             with suppress(NotRun):
                 row.append(results.best(attention, method, lr))
         shown.append((attention, row))

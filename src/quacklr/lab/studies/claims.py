@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quacklr.lab.methods import ConstantTau, Default, Method, QKClipping, QKNorm, Quack
-from quacklr.lab.studies.names import NAMES
+from quacklr.lab.methods import ConstantTau, Default, QKClipping, QKNorm, Quack
+from quacklr.lab.studies.names import NAMES, PAPERS
 from quacklr.lab.studies.questions import DECADES, timed
 from quacklr.lab.studies.results import (
     Results,
@@ -33,7 +33,6 @@ from quacklr.lab.studies.verdicts import (
 )
 
 BOTH = ("mha", "mla")
-METHODS: tuple[type[Method], ...] = (Default, QKNorm, QKClipping, ConstantTau, Quack)
 LOGIT, CHANGE, TIME = "log10 of the largest logit", "log10 of a step's mean change of logits", "log10 of a step's time"
 DOUBLE = 0.3  # log10 of 2
 
@@ -59,11 +58,11 @@ def low_rate_agreement(results: Results) -> Answer:
     lr, evidence = results.scale.rates[0], []
     for attention in BOTH:
         norm = results.best(attention, QKNorm, lr)
-        for method in METHODS:
+        for method in PAPERS:
             if method is not QKNorm:
                 runs = results.best(attention, method, lr)
                 evidence.append(differ(f"{attention.upper()}, lr {lr:g}", runs, norm))
-    text = "; ".join(levels(results, attention, METHODS, lr) for attention in BOTH)
+    text = "; ".join(levels(results, attention, PAPERS, lr) for attention in BOTH)
     return Answer(all_of(agree(each) for each in evidence), f"{text} (the same is within {MARGIN:g})", evidence)
 
 

@@ -27,6 +27,9 @@ NAMES: dict[type, str] = {
 }
 """By type of method, in the order in which they are listed everywhere."""
 
+PAPERS: tuple[type[Method], ...] = (Default, QKNorm, QKClipping, ConstantTau, Quack)
+"""Those that the paper compares."""
+
 
 def method_name(method: Method) -> str:
     """The method, whatever its settings."""

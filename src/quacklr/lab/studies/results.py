@@ -1,7 +1,7 @@
 """A ledger, asked questions: which runs are there, what did a method reach at its best, how do two differ by seed.
 
 The runs of one method at one learning rate differ in its settings (tau, threshold). A method is compared at its best
-setting, and so that choosing among many settings is no advantage, the one for a seed is chosen on the other seeds.
+setting, and so that no run is judged by the seed that chose its setting, the one for a seed is chosen on the others.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ class Results:
         found: dict[tuple[Method, float], Seeds] = {}
         for entry in self.entries:
             config = entry.config
-            seen_as = as_kind(config.method, method) if isinstance(method, type) else config.method
-            right = seen_as is not None if isinstance(method, type) else seen_as == method
-            right = right and config.attention == spec and isinstance(config.optimizer, optimizer)
-            if right and seen_as is not None and lr in (None, config.optimizer.lr):
+            seen_as = as_kind(config.method, method)
+            here = config.attention == spec and isinstance(config.optimizer, optimizer)
+            if seen_as is not None and here and lr in (None, config.optimizer.lr):
                 run = replace(entry, config=replace(config, method=seen_as))
                 found.setdefault((seen_as, config.optimizer.lr), {})[config.training.seed] = run
         if not found:
@@ -84,8 +83,10 @@ def lr_sensitivity(results: Results, attention: str, method: type[Method]) -> di
     return {seed: mean(row[seed] for row in rows) - min(row[seed] for row in rows) for seed in seeds}
 
 
-def as_kind(method: Method, kind: type[Method]) -> Method | None:
-    """The method, if it is of this kind with everything but its first field at the default; else None."""
+def as_kind(method: Method, kind: type[Method] | Method) -> Method | None:
+    """The method, if it is this one, or of this type with everything but its first field at the default; else None."""
+    if not isinstance(kind, type):
+        return method if method == kind else None
     if kind is ConstantTau and method == Default():
         return ConstantTau(1.0)
     swept = type(method) is kind and list(values_of(method).values())[1:] == list(values_of(kind()).values())[1:]

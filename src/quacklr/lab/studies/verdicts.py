@@ -30,7 +30,7 @@ Claim = Callable[[Results], Answer]
 
 def less(comparison: Comparison) -> Verdict:
     """Whether the first is below the second."""
-    return "holds" if comparison.high < 0 else "fails" if comparison.low > 0 else "undecided"
+    return below(comparison, 0.0)
 
 
 def more(comparison: Comparison) -> Verdict:

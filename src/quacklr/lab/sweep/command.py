@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ from quacklr.lab.sweep.turns import Turns
 
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalRequiredArgs)
 TIMED = "speed"  # the study whose runs take turns
-Name = Literal.__getitem__(tuple(STUDIES))
 
 
 ABOUT = """\
@@ -41,7 +39,7 @@ command. `quacklr report` makes figures, claims and a page from the ledger.
 class Sweep:
     """What to run, and where."""
 
-    studies: tyro.conf.Positional[Annotated[tuple[Name, ...], tyro.conf.arg(metavar="STUDY", help_behavior_hint="")]]  # type: ignore[valid-type]
+    studies: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="STUDY", help_behavior_hint="")]]
     """Which questions to answer, in this order."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """Folder of the ledger."""
@@ -139,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
 
     def call() -> int:
         given = tyro.cli(Sweep, prog="quacklr sweep", args=list(argv), description=ABOUT, config=OPTIONS)
-        if not given.studies:
+        if not given.studies or not set(given.studies) <= set(STUDIES):
             raise UserError(f"which study? One or more of {', '.join(STUDIES)}; see quacklr sweep --help")
         state = execute(given)
         return 0 if state is None else conclude(given, state, argv)
@@ -151,7 +149,7 @@ def conclude(given: Sweep, state: State, argv: Sequence[str]) -> int:
     """A sentence about how it went, and the exit code."""
     if state.stopped is not None:
         print(f"Stopped; go on with: quacklr sweep {shlex.join(argv)}", file=sys.stderr)
-        return 130 if state.stopped == signal.SIGINT else 143
+        return 128 + state.stopped
     counts = {kind: sum(entry.status == kind for entry in state.ended) for kind in ("diverged", "crashed")}
     troubles = "".join(f", {count} {kind}" for kind, count in counts.items() if count)
     print(f"{len(state.ended)} runs{troubles}; the ledger is {given.out / 'ledger.jsonl'}")

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from quacklr.lab.config import Config
+from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.progress import is_terminal
 from quacklr.lab.studies.names import describe, plain
 from quacklr.lab.sweep.ledger import Entry
@@ -108,8 +108,8 @@ def _table(title: str, state: State, known: int, meter: Meter) -> Any:
     from rich.text import Text
 
     table = Table(title=Text(title), caption=Text(summary(state, known, meter)), expand=True)
-    for name, width in (("run", None), ("state", None)):
-        table.add_column(name, ratio=1, min_width=width)
+    for name in ("run", "state"):
+        table.add_column(name, ratio=1)
     for entry in state.ended[-8:]:
         style = "dim" if entry.status == "finished" else "red"
         table.add_row(Text(describe(entry.config), style), Text(verdict(entry), style))
@@ -127,8 +127,6 @@ def _running(task: Task) -> str:
 
 def listing(configs: list[Config], known: dict[str, Entry]) -> str:
     """What a sweep would do: every run of the study and how it ended, for `--dry-run`."""
-    from quacklr.lab.config import fingerprint
-
     lines = []
     for config in configs:
         entry = known.get(fingerprint(config))

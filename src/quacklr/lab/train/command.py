@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -143,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
             f"Stopped at step {stopped.step}; go on with: quacklr train --resume {shlex.quote(str(path))}",
             file=sys.stderr,
         )
-        return 130 if stopped.signum == signal.SIGINT else 143
+        return 128 + stopped.signum
     with suppress(BrokenPipeError):
         if result["status"] == "diverged":
             print(f"The run diverged: {result['reason']}. It is recorded in {path}.")
