@@ -26,7 +26,7 @@ demo: $(LAB)  ## see in minutes what QuacK is for: the default breaks, QuacK doe
 	$(BIN)/quacklr demo
 
 study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; resumes), then its figures and claims
-	$(BIN)/quacklr sweep interventions rivals latents norms adamw critical
+	$(BIN)/quacklr sweep interventions rivals sensitivity latents norms adamw critical
 	$(BIN)/quacklr sweep speed --seeds 5
 	$(BIN)/quacklr report
 

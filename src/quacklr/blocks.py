@@ -29,7 +29,7 @@ class Rows:
 
     def __init__(self, weight: Weight, blocks: Tensor) -> None:
         index = torch.stack([(weight.block_of_row == block).nonzero().squeeze(1) for block in blocks])
-        self.tensor, self.dim = weight.param, weight.dim
+        self.weight, self.tensor = weight, weight.param
         self.index = index.to(weight.param.device)
         self.size = (*index.shape, weight.param.numel() // len(weight.block_of_row))
         self.first = int(index[0, 0])
@@ -73,7 +73,7 @@ class Rows:
         return matrix.as_strided(self.size, stride, matrix.storage_offset() + self.first * row)
 
     def _rows_first(self) -> Tensor:
-        return self.tensor.detach().movedim(self.dim, 0)
+        return self.weight.rows_first()
 
     def _is_matrix(self) -> bool:
         """Whether everything else of a row is evenly spaced in memory, so that (rows, everything else) is a view."""
@@ -92,7 +92,7 @@ class Piece:
         self.columns = [Rows(part, blocks) for part in weight.parts]  # [W b]
         self.widths = [rows.size[2] for rows in self.columns]
         on_cpu = weight.param.device.type == "cpu"
-        self._keeps = on_cpu and (weight.dim == 0 or len(self.columns) == 1)
+        self._keeps = on_cpu and (weight.rows_are_first or len(self.columns) == 1)
         self._spare: Tensor | None = None
 
     @classmethod
@@ -103,8 +103,8 @@ class Piece:
             yield cls(weight, (sizes == size).nonzero().squeeze(1))
 
     def holds(self, tensors: Container[int]) -> bool:
-        """Whether it is made of any of these tensors (by id)."""
-        return any(id(rows.tensor) in tensors for rows in self.columns)
+        """Whether it has a rate and is made of any of these tensors (by id)."""
+        return self.weight.rated and any(id(rows.tensor) in tensors for rows in self.columns)
 
     def copy(self) -> Tensor:
         """(B, R, C): the rows as they are now, laid out in memory as the parameter is."""
@@ -114,7 +114,7 @@ class Piece:
             out = None
         if out is not None and len(columns_BRC) == 1:
             return out.copy_(columns_BRC[0])
-        if self.weight.dim == 0:
+        if self.weight.rows_are_first:
             return torch.cat(columns_BRC, 2, out=out)
         return torch.cat([column_BRC.permute(2, 0, 1) for column_BRC in columns_BRC]).permute(1, 2, 0)
 
@@ -127,7 +127,7 @@ class Piece:
         """Every row of these tensors (by id) becomes old + rate of its block * (now - old). Takes `old_BRC` back."""
         olds = old_BRC.split_with_sizes(self.widths, 2) if len(self.widths) > 1 else (old_BRC,)
         for rows, old in zip(self.columns, olds, strict=True):
-            if id(rows.tensor) in tensors:
+            if self.weight.rated and id(rows.tensor) in tensors:
                 rows.move(old, rate_B11)
         self.take_back(old_BRC)
 

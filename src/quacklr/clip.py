@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.find import named_modules, survey
+from quacklr.find import survey
 from quacklr.intercept import Catch, Logits
+from quacklr.modules import named_modules
 from quacklr.optimizers import as_optimizers, is_idle
 from quacklr.path import Path
 from quacklr.refuse import refuse_unstepped
@@ -166,4 +167,4 @@ def scale(part: Weight, factor_B: Tensor) -> None:
     """Multiply each row of a parameter that belongs to a block by the block's factor."""
     block_of_row = part.block_of_row.to(part.param.device)
     of_row = torch.where(block_of_row >= 0, factor_B.to(part.param.device)[block_of_row.clamp(min=0)], 1.0)
-    part.param.mul_(of_row.view([-1 if d == part.dim else 1 for d in range(part.param.ndim)]).to(part.param.dtype))
+    part.param.mul_(part.spread(of_row).to(part.param.dtype))

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,11 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quacklr.find import named_modules
+from quacklr.modules import named_modules
 
 SDPA: Any = F.scaled_dot_product_attention
 SOFTMAX: tuple[Any, ...] = (F.softmax, torch.softmax, Tensor.softmax)
+MULTIHEAD: Any = F.multi_head_attention_forward
 CHUNK = 2**24  # logits made at a time: 64 MB
+
+# torch's own code of it but for its first check: a function mode is told of it as a whole, and then sees nothing inside
+multihead_opened: Any = FunctionType(
+    MULTIHEAD.__code__,
+    {**MULTIHEAD.__globals__, "has_torch_function": lambda _: False},
+    MULTIHEAD.__name__,
+    MULTIHEAD.__defaults__,
+)
+multihead_opened.__kwdefaults__ = MULTIHEAD.__kwdefaults__
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +101,9 @@ class Catch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function as it is, and tell the listener if it was an attention."""
         kwargs = kwargs or {}
+        if func is MULTIHEAD:
+            with self:
+                return multihead_opened(*args, **kwargs)
         caught = sdpa(*args, **kwargs) if func is SDPA else softmax(*args, **kwargs) if func in SOFTMAX else None
         if caught is not None:
             with torch.no_grad(), torch.autocast(caught.q_BHID.device.type, enabled=False):
@@ -96,20 +111,43 @@ class Catch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@dataclass(slots=True)
+class Running:
+    """The modules whose forward has begun and not ended, outermost first, and a number for each such call."""
+
+    modules: tuple[str, ...] = ("",)
+    calls: tuple[int, ...] = (0,)
+    _count: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def begin(self, name: str) -> None:
+        """A module's forward begins."""
+        self.modules, self.calls = (*self.modules, name), (*self.calls, next(self._count))
+
+    def end(self) -> None:
+        """The innermost one's forward ends."""
+        self.modules, self.calls = self.modules[:-1], self.calls[:-1]
+
+
 @contextmanager
-def intercept(model: nn.Module, listener: Callable[[str, Logits], None]) -> Iterator[None]:
-    """While entered, every attention of the model's forwards is told to the listener, with its module's name."""
-    running = [""]
+def running(model: nn.Module) -> Iterator[Running]:
+    """While entered, tells which of the model's modules are running."""
+    now = Running()
     hooks: list[Any] = []
     for name, module in named_modules(model):
-        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
-        hooks.append(module.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: now.begin(name)))
+        hooks.append(module.register_forward_hook(lambda *_: now.end(), always_call=True))
     try:
-        with Catch(lambda logits: listener(running[-1], logits)):
-            yield
+        yield now
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def intercept(model: nn.Module, listener: Callable[[str, Logits], None]) -> Iterator[None]:
+    """While entered, every attention of the model's forwards is told to the listener, with its module's name."""
+    with running(model) as now, Catch(lambda logits: listener(now.modules[-1], logits)):
+        yield
 
 
 def sdpa(

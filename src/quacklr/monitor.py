@@ -8,8 +8,7 @@ Shapes: B batch, H head, I query, J key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quacklr.intercept import Logits, intercept
+from quacklr.modules import run, undisturbed
 
 KEPT = 2**22  # logits of one attention that are kept for the next call: 16 MB
 
@@ -113,28 +113,3 @@ def change(now_BHIJ: Tensor, before_BHIJ: Tensor | None) -> Tensor:
     open_BHIJ = now_BHIJ > -torch.inf
     moved_BHIJ = torch.where(open_BHIJ, now_BHIJ - before_BHIJ, 0).abs()
     return moved_BHIJ.sum((0, 2, 3)) / open_BHIJ.sum((0, 2, 3))
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode without gradients; afterwards mode and random state are what they were."""
-    training = [module for module in model.modules() if module.training]
-    devices = {param.device for param in model.parameters() if param.device.type != "cpu"}
-    kind = next((device.type for device in devices), "cuda")
-    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
-        model.eval()
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
-
-
-def run(model: nn.Module, probe: Any) -> None:
-    """One forward of a batch in the form the model takes it."""
-    if isinstance(probe, Mapping):
-        model(**probe)
-    elif isinstance(probe, tuple):
-        model(*probe)
-    else:
-        model(probe)

@@ -159,8 +159,7 @@ class QuacK:
             if copy_BRC is not None:
                 piece.take_back(copy_BRC)
         flat = rates_from(self._target, self._rule.sensitivity(norms) if self.adapt else self._start, self._tau)
-        trained = [weight for weight in self._rule.weights if any(part.param.requires_grad for part in weight.parts)]
-        return {weight.name: flat[self._rule.blocks.place[weight]] for weight in trained}
+        return {w.name: flat[place] for w, place in self._rule.blocks.place.items() if w.trains}
 
     def rate_of(self, param: Tensor) -> Tensor | None:
         """The multipliers of lr of one parameter or bias, in a shape that broadcasts to it; 1 for rows on no path.
@@ -168,14 +167,15 @@ class QuacK:
         None if it is frozen, or no row of it is on a path.
         """
         parts = [(weight, part) for weight in self._rule.weights for part in weight.parts if part.param is param]
+        parts = [(weight, part) for weight, part in parts if weight.rated]
         if not parts or not param.requires_grad:
             return None
-        by_name, dim = self.rates(), parts[0][1].dim
-        of_row = torch.ones(param.shape[dim], device=param.device, dtype=torch.float32)
+        by_name = self.rates()
+        of_row = torch.ones(len(parts[0][1].block_of_row), device=param.device, dtype=torch.float32)
         for weight, part in parts:
             owned = part.block_of_row >= 0
             of_row[owned] = by_name[weight.name].to(param.device)[part.block_of_row[owned]]
-        return of_row.view([-1 if d == dim else 1 for d in range(param.ndim)])
+        return parts[0][1].spread(of_row)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: the sensitivities at the start, and the norm's memory, by weight name.

@@ -25,12 +25,12 @@ def refuse_settings(tau: object, norm: object, floor: object) -> None:
 
 def refuse_unstepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> None:
     """A parameter that trains must be in one of the optimizers; a frozen one counts in norms and needs none."""
-    if not any(part.param.requires_grad for weight in weights for part in weight.parts):
+    if not any(weight.trains for weight in weights):
         raise ValueError(f"{weights[0].name} and all others on a path are frozen, so there is nothing to control")
     stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for weight in weights:
         for part in weight.parts:
-            if part.param.requires_grad and id(part.param) not in stepped:
+            if weight.rated and part.param.requires_grad and id(part.param) not in stepped:
                 raise ValueError(
                     f"{part.name}: its parameter is in none of the optimizers given; pass the one that steps it too, "
                     "or freeze it with requires_grad_(False)"
@@ -62,7 +62,8 @@ def refuse_unusable(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool)
     broken = (~norms.isfinite()).nonzero().flatten().tolist()
     if broken:
         raise ValueError(f"{names[broken[0]]}: holds NaN or inf; attach QuacK to a model whose weights are finite")
-    useless = (sensitivity == 0).nonzero().flatten().tolist()
+    rated = {int(b) for weight, place in rule.blocks.place.items() if weight.rated for b in place}
+    useless = [b for b in (sensitivity == 0).nonzero().flatten().tolist() if b in rated]
     if adapt and useless:
         beside = {b for others in rule.beside for b in others[rule.block == useless[0]].tolist()}
         zeros = sorted({names[b] for b in beside if b in names and norms[b] == 0})

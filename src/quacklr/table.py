@@ -10,6 +10,9 @@ from quacklr.path import Path
 from quacklr.rule import Rule
 from quacklr.weight import Weight
 
+FROZEN = "frozen: no rate, counts in its partners' norms"
+UNRATED = "starts with a zero partner: no rate, counts in its partners' norms"
+
 
 def describe(rule: Rule, rates: Mapping[str, Tensor], left_alone: Mapping[str, str]) -> str:
     """One line for each attention module: heads, the terms of its logit, and the range of each weight's rates now."""
@@ -23,7 +26,7 @@ def describe(rule: Rule, rates: Mapping[str, Tensor], left_alone: Mapping[str, s
         ranges = [f"{_short(w, module)} {_range(rates[w.name])}" for w in weights if w.name in rates]
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
         rows.append((module or "(model)", heads, logit, "  ".join(ranges)))
-    frozen = {w.name: "frozen: no rate, counts in its partners' norms" for w in rule.weights if w.name not in rates}
+    frozen = {w.name: FROZEN if w.rated else UNRATED for w in rule.weights if w.name not in rates}
     alone = [f"  {name}: {reason}" for name, reason in {**frozen, **left_alone}.items()]
     return "\n".join([*_columns(rows), *(["left alone:", *alone] if alone else [])])
 

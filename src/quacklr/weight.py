@@ -24,22 +24,23 @@ from torch import Tensor, nn
 class Weight:
     """Some rows of a parameter, and the block each belongs to.
 
-    Rows lie along `dim` of `param`; everything else of a row is flattened. `block_of_row` is (rows,) long, -1 for rows
-    that are not part of the weight. A `bias` belongs to its rows' blocks: it counts in their norms and gets their
+    Rows lie along `dim` of `param`; everything else of a row is flattened. `dim=(0, 1)` are the rows of matrices that
+    are stacked in one parameter, first to last. `block_of_row` is (rows,) long, -1 for rows that are not part of the
+    weight. A `bias` belongs to its rows' blocks: it counts in their norms and gets their
     rates, as one more column, [W b] [x; 1]. It is a tensor with an entry for each row of `param`, or, if it is laid out
-    in another way, a weight with as many rows in each block.
+    in another way, a weight with as many rows in each block. A weight that is not `rated` counts in its partners'
+    rates and has none itself.
     """
 
     name: str
     param: Tensor
     block_of_row: Tensor
-    dim: int = 0
+    dim: int | tuple[int, ...] = 0
     bias: Tensor | Weight | None = None
+    rated: bool = True
 
     def __post_init__(self) -> None:
-        if not -self.param.ndim <= self.dim < self.param.ndim:
-            raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {tuple(self.param.shape)}")
-        object.__setattr__(self, "dim", self.dim % self.param.ndim)
+        object.__setattr__(self, "dim", self._checked_dim())
         object.__setattr__(self, "block_of_row", self._checked(torch.as_tensor(self.block_of_row, device="cpu")))
         if self.bias is None:
             return
@@ -49,8 +50,34 @@ class Weight:
             raise ValueError(f"{self.name}: its bias must have as many rows in each block as its parameter")
         object.__setattr__(self, "bias", bias)
 
+    def _checked_dim(self) -> int | tuple[int, ...]:
+        shape = tuple(self.param.shape)
+        if isinstance(self.dim, tuple):
+            if self.dim != tuple(range(len(shape)))[: len(self.dim)] or len(self.dim) < 2:
+                raise ValueError(f"{self.name}: dim={self.dim}; several dimensions are the first ones: (0, 1)")
+            if not self.param.is_contiguous():
+                raise ValueError(f"{self.name}: dim={self.dim}, but its parameter is not contiguous")
+        elif not -len(shape) <= self.dim < len(shape):
+            raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {shape}")
+        return self.dim if isinstance(self.dim, tuple) else self.dim % len(shape)
+
+    @property
+    def rows_are_first(self) -> bool:
+        """Whether a row's entries lie together in memory."""
+        return isinstance(self.dim, tuple) or self.dim == 0
+
+    def rows_first(self) -> Tensor:
+        """A view of the parameter without gradients, its rows along the first dimension."""
+        param = self.param.detach()
+        return param.flatten(0, len(self.dim) - 1) if isinstance(self.dim, tuple) else param.movedim(self.dim, 0)
+
+    def spread(self, of_row: Tensor) -> Tensor:
+        """One number a row, in a shape that broadcasts to the parameter."""
+        dims = self.dim if isinstance(self.dim, tuple) else (self.dim,)
+        return of_row.view([size if d in dims else 1 for d, size in enumerate(self.param.shape)])
+
     def _checked(self, block_of_row: Tensor) -> Tensor:
-        rows = self.param.shape[self.dim]
+        rows = self.rows_first().shape[0]
         if block_of_row.is_floating_point() or block_of_row.dtype == torch.bool:
             raise ValueError(f"{self.name}: block_of_row must hold whole numbers, not {block_of_row.dtype}")
         if block_of_row.shape != (rows,):
@@ -81,6 +108,11 @@ class Weight:
     def parts(self) -> tuple[Weight, ...]:
         """The weight itself, and its bias if it has one."""
         return (self, self.bias) if isinstance(self.bias, Weight) else (self,)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it gets a rate: neither frozen, nor one that only counts."""
+        return self.rated and any(part.param.requires_grad for part in self.parts)
 
 
 Segment = tuple[str | None, int, int]

@@ -1,67 +1,134 @@
-"""Walk over a model's modules and collect the paths of each attention, named after its module."""
+"""Walk over a model's modules and collect the paths of each attention, named after its module.
+
+What a module declares is believed; then come the rules; with a batch, what they say is held against what was measured,
+and what no rule knows is taken from there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from quacklr.find.rules import RULES
+from quacklr.find.assemble import measured_paths
+from quacklr.find.compare import differences
+from quacklr.find.rules import by_rule
+from quacklr.find.rules.finding import Finding
+from quacklr.modules import named_modules
 from quacklr.path import Path, as_paths
 
+UNSEEN = (
+    "no attention was seen in a forward of the sample: scaled_dot_product_attention is, and a softmax written out, not "
+    "a kernel of its own such as flash or flex attention; switch the model to sdpa or eager, or leave out the sample"
+)
+DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
 
-def logit_paths(model: nn.Module) -> list[Path]:
+
+def logit_paths(model: nn.Module, sample: Any = None) -> list[Path]:
     """The paths of every attention of the model, their weights named `<module>.<role>`.
 
-    A module with a method `logit_paths()` is believed, and not searched further. Otherwise it must be of a class that
-    RULES knows. A model with nothing to control is a ValueError.
+    A module with a method `logit_paths()` is believed, and not searched further; others are read by rules. With a
+    `sample`, a batch that the model takes (a tensor, a tuple, or a dict), attention is measured too, in one forward
+    that leaves the model as it was: what no rule knows is found, and where a rule is wrong, that is a ValueError that
+    shows both. A model with nothing to control is a ValueError.
     """
-    return survey(model)[0]
+    return survey(model, sample)[0]
 
 
-def survey(model: nn.Module) -> tuple[list[Path], dict[str, str]]:
-    """The paths of the model; and, for each attention that has none, why."""
-    paths: list[Path] = []
-    left_alone: dict[str, str] = {}
-    declared: list[str] = []
-    for name, module in named_modules(model):
-        if any(name.startswith(outer) for outer in declared):
-            continue
-        found = _paths_of(module, name)
-        if found is None:
-            continue
-        declared.append(f"{name}." if name else "")
-        if not found:
-            left_alone[name] = "declares no path: its logit does not depend on the scale of its weights"
-        paths += _named(found, name)
+def survey(model: nn.Module, sample: Any = None) -> tuple[list[Path], dict[str, str]]:
+    """The paths of the model; and, for each attention or part of one that has none, why."""
+    found = found_by_rule(model)
+    if sample is not None:
+        found = _measured(model, sample, found)
+    paths = [path for name, finding in found.items() for path in _named(finding.paths, name)]
+    left_alone = _left_alone(found)
     if not paths:
-        reasons = "".join(f" ({name}: {reason})" for name, reason in left_alone.items())
         raise ValueError(
-            f"{type(model).__name__} has no attention that QuacK can control{reasons}; give its attention a method "
-            "logit_paths(), or pass the paths themselves: QuacK([Path(...), ...], optimizer)"
+            f"{type(model).__name__} has no attention that QuacK can control{_reasons(left_alone)}; "
+            + _way_out(sample is None)
+        )
+    if unknown := [name for name, finding in found.items() if finding.unknown]:
+        warnings.warn(
+            f"{len(unknown)} attention modules are left alone, first {unknown[0] or 'the model'}: "
+            f"{found[unknown[0]].reason}",
+            stacklevel=3,
         )
     return paths, left_alone
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, under names that torch.compile has not changed: it puts what it wraps under `_orig_mod`."""
-    for name, module in model.named_modules():
-        yield ".".join(part for part in name.split(".") if part != "_orig_mod"), module
+def _way_out(rules_only: bool) -> str:
+    measure = "pass a batch to measure it, logit_paths(model, batch), " if rules_only else ""
+    return (
+        f"{measure}give its attention a method logit_paths(), or pass the paths themselves: "
+        "QuacK([Path(...), ...], optimizer)"
+    )
 
 
-def _paths_of(module: Any, name: str) -> list[Path] | None:
-    if callable(getattr(module, "logit_paths", None)):
-        return as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'} must return")
-    for known, rule in RULES.items():
-        if isinstance(module, known):
-            return rule(module)
-    return None
+def found_by_rule(model: nn.Module) -> dict[str, Finding]:
+    """What declarations and rules say of each attention, by module name, in the model's order."""
+    found: dict[str, Finding] = {}
+    declared: list[str] = []
+    for name, module in named_modules(model):
+        if any(name.startswith(outer) for outer in declared):
+            continue
+        finding = _declared(module, name) or by_rule(module)
+        if finding is not None:
+            found[name] = finding
+            declared.append(f"{name}." if name else "")
+    return found
 
 
-def _named(paths: list[Path], module: str) -> list[Path]:
+def _declared(module: Any, name: str) -> Finding | None:
+    if not callable(getattr(module, "logit_paths", None)):
+        return None
+    paths = as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'} must return")
+    return Finding(paths, "" if paths else DECLARED_NONE, declared=True)
+
+
+def _measured(model: nn.Module, sample: Any, found: dict[str, Finding]) -> dict[str, Finding]:
+    """Findings, completed by what was measured; a rule that it contradicts is an error."""
+    seen = measured_paths(model, sample)
+    if not seen:
+        raise ValueError(f"{type(model).__name__}: {UNSEEN}")
+    believed = [name for name, finding in found.items() if finding.declared]
+    for name, finding in seen.items():
+        if any(name == outer or not outer or name.startswith(f"{outer}.") for outer in believed):
+            continue
+        ruled = found.get(name)
+        if ruled is None or ruled.unknown:
+            found[name] = finding
+        elif not finding.unknown and (wrong := differences(ruled.paths, finding.paths, model)):
+            raise ValueError(f"{name or 'the model'}: the rule for {_class(model, name)} is wrong here; {wrong}")
+    return {name: finding for name, finding in found.items() if name in seen or not finding.unknown}
+
+
+def _class(model: nn.Module, name: str) -> str:
+    return type(dict(named_modules(model))[name]).__name__
+
+
+def _left_alone(found: dict[str, Finding]) -> dict[str, str]:
+    left_alone: dict[str, str] = {}
+    for name, finding in found.items():
+        if finding.reason:
+            left_alone[name] = finding.reason
+        left_alone |= {f"{name}.{role}" if name else role: why for role, why in finding.cut.items()}
+    return left_alone
+
+
+def _reasons(left_alone: dict[str, str]) -> str:
+    """Why, each reason once, with the first module that has it."""
+    first: dict[str, str] = {}
+    for name, reason in left_alone.items():
+        first.setdefault(reason, name)
+    return "".join(f" ({name}: {reason})" for reason, name in first.items())
+
+
+def _named(paths: Iterable[Path], module: str) -> list[Path]:
     """The same paths, each weight's name prefixed with its module's."""
+    paths = list(paths)
     if not module:
         return paths
     weights = {weight: replace(weight, name=f"{module}.{weight.name}") for path in paths for weight in path.weights}

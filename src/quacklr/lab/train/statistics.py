@@ -13,7 +13,7 @@ from torch import Tensor
 from quacklr import LogitMonitor, LogitStats
 from quacklr.lab.methods import Attached, rates
 from quacklr.lab.model import Decoder
-from quacklr.monitor import undisturbed
+from quacklr.modules import undisturbed
 
 Table = list[list[float | None]]  # layers x heads
 

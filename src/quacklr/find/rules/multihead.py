@@ -1,19 +1,22 @@
-"""Attention classes whose logit we know, and how to read it off an instance."""
+"""torch.nn.MultiheadAttention, whose parameters are its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
+from quacklr.find.rules.finding import Finding
 from quacklr.path import Path, mha
 from quacklr.weight import Segment, Weight, packed
 
 
-def multihead_attention(module: nn.MultiheadAttention) -> list[Path]:
-    """torch.nn.MultiheadAttention: [q|k|v] in one parameter, or three when keys have another width."""
+def multihead(module: nn.Module) -> Finding | None:
+    """[q|k|v] in one parameter, or three when keys have another width."""
+    return Finding(_paths(module)) if isinstance(module, nn.MultiheadAttention) else None
+
+
+def _paths(module: nn.MultiheadAttention) -> list[Path]:
     segments: list[Segment] = [(role, module.num_heads, module.head_dim) for role in ("q", "k", None)]
     if module.in_proj_weight is not None:
         q, k = packed(module.in_proj_weight, *segments, bias=module.in_proj_bias)
@@ -31,6 +34,3 @@ def _learned_key(module: nn.MultiheadAttention, q: Weight) -> list[Path]:
         return []
     (bias_k,) = packed(module.bias_k, ("bias_k", module.num_heads, module.head_dim), dim=2)
     return [Path((q, bias_k), heads=q.blocks)]
-
-
-RULES: dict[type[nn.Module], Callable[[Any], list[Path]]] = {nn.MultiheadAttention: multihead_attention}

@@ -1,0 +1,52 @@
+"""Two descriptions of one attention, held against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from quacklr.modules import named_parameters
+from quacklr.path import Path
+from quacklr.weight import Weight
+
+Rows = tuple[str, object, tuple[int, ...]]  # parameter, dimension, rows
+
+
+def differences(ruled: Sequence[Path], measured: Sequence[Path], model: nn.Module) -> str:
+    """What two descriptions say, if they do not say the same; otherwise nothing."""
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
+    one, other = (chains(paths, names) for paths in (ruled, measured))
+    if one == other:
+        return ""
+    return f"it says {_told(one - other or one)}, but measured is {_told(other - one or other)}"
+
+
+def chains(paths: Iterable[Path], names: dict[int, str]) -> set[frozenset[Rows]]:
+    """What every head of every path reads; equal for equal descriptions, whatever weights and heads are called."""
+    return {
+        frozenset(rows for weight, b in zip(path.weights, read, strict=True) for rows in _rows(weight, b, names))
+        for path in paths
+        for read in path.reads.T.tolist()
+    }
+
+
+def _rows(weight: Weight, block: int, names: dict[int, str]) -> list[Rows]:
+    return [
+        (names[id(part.param)], part.dim, tuple((part.block_of_row == block).nonzero().flatten().tolist()))
+        for part in weight.parts
+    ]
+
+
+def _told(chains: set[frozenset[Rows]]) -> str:
+    """The first chain, as a person would say it."""
+    if not chains:
+        return "that it is on no path"
+    first = min(chains, key=lambda chain: sorted((name, rows) for name, _, rows in chain))
+    return "that a head reads " + " and ".join(f"{name}[{_runs(rows)}]" for name, _, rows in sorted(first, key=str))
+
+
+def _runs(rows: Sequence[int]) -> str:
+    starts = [row for row in rows if row - 1 not in rows]
+    ends = [row + 1 for row in rows if row + 1 not in rows]
+    return ", ".join(f"{start}:{end}" for start, end in zip(starts, ends, strict=True))

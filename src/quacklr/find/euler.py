@@ -1,0 +1,115 @@
+"""What a logit is linear in, and what a norm has cut off from it.
+
+For what is linear in y, the sum of y * dlogit/dy is the logit itself (Euler); for what is normed it is zero. So each
+projection is asked for its share, next to the query and the key first, then behind every projection that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quacklr.find.tape import Projection, Side, gradients
+
+Asked = list[tuple[float, list[float]]]  # for each random direction: the whole, and each projection's share of it
+
+
+class Euler:
+    """Of the projections beside the query and the key of an attention, and of those behind: which have a share."""
+
+    PASSES = 4  # random directions in which is asked
+    NOTHING = 1e-3  # a share that is none: an epsilon in a norm leaves about 1e-5
+
+    def __init__(
+        self,
+        beside: Mapping[Side, list[Projection]],
+        at_sides: Sequence[Mapping[Side, Tensor]],
+        projections: Mapping[int, Projection],
+        call: int,
+    ) -> None:
+        self.projections, self.call = projections, call
+        self.alive: dict[Side | Projection, list[Projection]] = {}
+        self.cut: dict[Projection, None] = {}
+        self.at: dict[Projection, list[Tensor]] = {}
+        for side, found in beside.items():
+            inside = call != 0 and all(call in projection.calls for projection in found)
+            asked = [self._ask(side.tensor, at[side], side.tensor, at[side], found) for at in at_sides if side in at]
+            alive = self._with_a_share(asked, found, whole=not inside)
+            self.alive[side] = alive if self._all_there(asked) else [p for p in alive if self._is_linear(side, p)]
+        waiting = list(self.at)
+        while waiting:
+            projection = waiting.pop()
+            if projection not in self.alive:
+                self.alive[projection] = self._behind(projection)
+                waiting += self.alive[projection]
+        self.cut = {p: None for p in self.cut if not any(p in alive for alive in self.alive.values())}
+
+    def _all_there(self, asked: Asked) -> bool:
+        """Whether shares make up the whole, as they do where all is linear."""
+        size, together = (torch.tensor(each) for each in zip(*((whole, sum(s)) for whole, s in asked), strict=True))
+        return bool((together - size).norm() <= 0.01 * size.norm())
+
+    def _is_linear(self, side: Side, projection: Projection) -> bool:
+        """Whether a query or a key is linear in a projection: its gradient does not depend on the projection.
+
+        A gate is not, nor is what a norm follows.
+        """
+        noise = torch.randn_like(side.tensor)
+        (at,) = torch.autograd.grad(side.tensor, [projection.leaf], noise, create_graph=True)
+        if not at.requires_grad:
+            return True
+        again = gradients(at, [projection.leaf], torch.randn_like(at))[0]
+        return again is None or not bool(again.any())
+
+    def _behind(self, projection: Projection) -> list[Projection]:
+        """What lies behind a projection, in the same call of the attention module, and has a share."""
+        earlier = self._earlier(projection)
+        if not earlier or projection.output is None or projection.input is None:
+            return []
+        asked = []
+        for at in self.at.get(projection, []):
+            (at_input,) = gradients(projection.output, [projection.input], at)
+            if at_input is not None:
+                asked.append(self._ask(projection.input, at_input, projection.output, at, earlier))
+        return self._with_a_share(asked, earlier, whole=False)
+
+    def _earlier(self, projection: Projection) -> list[Projection]:
+        """What was projected before it in the same call of the attention module."""
+        found: list[Projection] = []
+        if projection.input is None or not projection.input.requires_grad or self.call == 0:
+            return found
+        for earlier in self.projections.values():
+            if earlier is projection:
+                break
+            if self.call in earlier.calls and earlier.output is not None:
+                found.append(earlier)
+        return found
+
+    def _ask(
+        self, tensor: Tensor, at: Tensor, through: Tensor, at_through: Tensor, found: list[Projection]
+    ) -> tuple[float, list[float]]:
+        whole = float((tensor.detach() * at).double().sum())
+        shares = []
+        for projection, at_leaf in zip(found, gradients(through, [p.leaf for p in found], at_through), strict=True):
+            if at_leaf is not None:
+                self.at.setdefault(projection, []).append(at_leaf)
+            shares.append(0.0 if at_leaf is None else float((projection.leaf.detach() * at_leaf).double().sum()))
+        return whole, shares
+
+    def _with_a_share(self, asked: Asked, found: list[Projection], whole: bool) -> list[Projection]:
+        """Those with a share; none if together they have none, or if they must be the whole and are not."""
+        if not asked or not found:
+            return []
+        size = torch.tensor([each for each, _ in asked])
+        shares_PF = torch.tensor([shares for _, shares in asked])
+        some = bool(shares_PF.sum(1).norm() > self.NOTHING * size.norm())
+        if whole and some and not self._all_there(asked):
+            return []  # the residual stream: other layers are a part of it
+        alive = [
+            p for p, s in zip(found, shares_PF.norm(dim=0), strict=True) if some and s > self.NOTHING * size.norm()
+        ]
+        reached = (shares_PF != 0).any(0).tolist()
+        self.cut |= dict.fromkeys(p for p, r in zip(found, reached, strict=True) if r and p not in alive)
+        return alive

@@ -1,0 +1,34 @@
+"""What a rule says of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quacklr.path import Path
+
+QK_NORM = "QK norm: its logit does not depend on the scale of its queries and keys"
+SCALE_FREE = "parametrised so that its logit does not depend on the scale of its weights"
+NO_SOFTMAX = "no softmax attention"
+UNKNOWN = "not recognised{}; pass a batch to measure it: QuacK(logit_paths(model, batch), optimizer)"
+LATENT_NORM = "cut off by the norm on the latent: the logit does not depend on its scale"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The paths of an attention; or why it has none. `cut`: weights by role that are on no path, and why."""
+
+    paths: Sequence[Path] = ()
+    reason: str = ""
+    cut: Mapping[str, str] = field(default_factory=dict)
+    declared: bool = False
+
+    @property
+    def unknown(self) -> bool:
+        """Whether it is an attention that no rule can read."""
+        return self.reason.startswith("not recognised")
+
+
+def unknown(why: str = "") -> Finding:
+    """An attention that no rule can read, with what is known of why."""
+    return Finding(reason=UNKNOWN.format(f" ({why})" if why else ""))

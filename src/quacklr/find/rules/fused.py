@@ -1,0 +1,118 @@
+"""Attention whose queries and keys are rows of one parameter: neither name nor shape says which, its class does.
+
+concat     [q | k | v]              heads, then groups, then groups
+per head   [h, 3, d]                each head's q, k, v together
+grouped    [g, r + 2, d]            each group's r queries, then its key and value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from quacklr.find.owners import NotRowsError
+from quacklr.find.rules.finding import Finding, unknown
+from quacklr.find.rules.reading import GROUPS, HEADS, read
+from quacklr.find.rules.separate import multiplied, normed
+from quacklr.find.rules.sources import Source, sources
+from quacklr.weight import Segment, packed
+
+Layout = tuple[list[Segment], int]  # the segments of its rows, and how often they are repeated
+
+
+def concat(heads: int, groups: int, d: int) -> Layout:
+    """[q | k | v]"""
+    return [("q", heads, d), ("k", groups, d), (None, groups, d)], 1
+
+
+def per_head(heads: int, groups: int, d: int) -> Layout:  # noqa: ARG001
+    """[h, 3, d]"""
+    return [("q", 1, d), ("k", 1, d), (None, 1, d)], heads
+
+
+def grouped(heads: int, groups: int, d: int) -> Layout:
+    """[g, r + 2, d]"""
+    return [("q", heads // groups, d), ("k", 1, d), (None, 1, d)], groups
+
+
+def codegen(heads: int, groups: int, d: int) -> Layout:  # noqa: ARG001
+    """Four parts, made for as many TPU cores, each [q | v | k] of its heads."""
+    return [("q", heads // 4, d), (None, heads // 4, d), ("k", heads // 4, d)], 4
+
+
+def bigcode(module: Any) -> Callable[[int, int, int], Layout]:
+    """GPTBigCode: one key for all heads at the end, or each head's q, k, v together."""
+    return concat if module.multi_query else per_head
+
+
+def falcon(module: Any) -> Callable[[int, int, int], Layout]:
+    """Falcon 40B and later; 7B; RW."""
+    return grouped if module.new_decoder_architecture else concat if module.multi_query else per_head
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A class by its name and that of its fused projection; some choose their layout by a setting."""
+
+    child: str
+    layout: Callable[[int, int, int], Layout]
+    chosen: Callable[[Any], Callable[[int, int, int], Layout]] | None = None
+    q_bias: str = ""  # a parameter that is added to all queries
+
+
+KNOWN: dict[str, tuple[Known, ...]] = {
+    "GPT2Attention": (Known("c_attn", concat),),
+    "Attention": (Known("c_attn", concat), Known("qkv", concat)),  # OpenAI GPT; timm
+    "CausalSelfAttention": (Known("c_attn", concat), Known("qkv", concat), Known("attn", grouped)),  # nanoGPT; litgpt
+    "GPTBigCodeAttention": (Known("c_attn", concat, bigcode),),
+    "FalconAttention": (Known("query_key_value", concat, falcon),),
+    "BloomAttention": (Known("query_key_value", per_head),),
+    "GPTNeoXAttention": (Known("query_key_value", per_head),),
+    "GPTNeoXJapaneseAttention": (Known("query_key_value", per_head),),
+    "PersimmonAttention": (Known("query_key_value", per_head),),
+    "CodeGenAttention": (Known("qkv_proj", codegen),),
+    "Phi3Attention": (Known("qkv_proj", concat),),
+    "Phi4MultimodalAttention": (Known("qkv_proj", concat),),
+    "DbrxAttention": (Known("Wqkv", concat),),
+    "MptAttention": (Known("Wqkv", concat),),
+    "DisentangledSelfAttention": (Known("in_proj", per_head, q_bias="q_bias"),),  # DeBERTa
+    "ModernBertAttention": (Known("Wqkv", concat),),
+    "SelfAttention": (Known("linear_qkv", grouped),),  # Megatron
+}
+
+
+def fused(module: nn.Module) -> Finding | None:
+    """A class that KNOWN has; None otherwise."""
+    for cls in type(module).__mro__:
+        for known in KNOWN.get(cls.__name__, ()):
+            terms = sources(getattr(module, known.child, None))
+            if terms and getattr(module, "relative_attention", False):
+                return unknown("its logits have terms with positions")
+            if terms:
+                return normed(module) or _laid_out(module, terms, known)
+    return None
+
+
+def _laid_out(module: nn.Module, terms: list[Source], known: Known) -> Finding:
+    rows = terms[0].weight.shape[terms[0].dim]
+    config = getattr(module, "config", None)
+    heads = next(iter([*read(module, HEADS), *read(config, HEADS)]), 0)
+    groups = next(iter([*read(module, GROUPS), *read(config, GROUPS)]), heads)
+    layout = known.layout if known.chosen is None else known.chosen(module)
+    if layout is per_head or layout is codegen:
+        groups = heads
+    if not heads or rows % (heads + 2 * groups):
+        return unknown(f"{heads} heads and {groups} groups do not divide {rows} rows")
+    d = rows // (heads + 2 * groups)
+    segments, repeat = layout(heads, groups, d)
+    try:
+        cut = [source.cut(segments, repeat) for source in terms]
+    except NotRowsError as reason:
+        return Finding(reason=f"parametrised: {reason}")
+    q, k = ([chain for each in cut for chain in each[role]] for role in ("q", "k"))
+    if known.q_bias:
+        q += [(weight,) for weight in packed(getattr(module, known.q_bias), ("q_bias", heads, d))]
+    return multiplied(q, k)

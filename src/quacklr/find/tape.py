@@ -1,0 +1,288 @@
+"""A forward, recorded as what attention logits are made of: projections, products of two of them, and softmaxes.
+
+While a Tape is entered, the output of everything that multiplies an activation by a weight is replaced by random
+numbers that stand for it: a leaf. What becomes of a leaf up to the next one is then a short graph of its own, whatever
+the model, and differentiating through it costs next to nothing. Random numbers, since a weight that starts at zero,
+or a norm's epsilon, must not hide anything.
+
+    projection    linear, matmul, einsum, addmm, convolution of an activation with a weight; a learned tensor that is
+                  added or concatenated to activations as it is
+    product       matmul, einsum, baddbmm of two activations: q . k
+    attention     scaled_dot_product_attention, or a softmax over the last dimension of something made of products
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from quacklr.find.labels import Labels, labels_of_einsum, labels_of_matmul
+from quacklr.intercept import MULTIHEAD, SDPA, SOFTMAX, Running, multihead_opened
+
+MATMUL: set[Any] = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
+ADDED: set[Any] = {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm, Tensor.addbmm, torch.addbmm}
+CONVOLUTION: set[Any] = {F.conv1d, F.conv2d, F.conv3d}
+ADD: set[Any] = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__}
+CONCATENATE: set[Any] = {torch.cat, torch.concat, torch.stack}
+CLAMP: set[Any] = {torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip, Tensor.clip_}
+LOGSUMEXP: set[Any] = {torch.logsumexp, Tensor.logsumexp}  # a softmax in two steps
+
+
+@dataclass(slots=True, eq=False)
+class Projection:
+    """An activation times a weight. `rows`: which axis of the output is which axis of the weight."""
+
+    leaf: Tensor  # stands for the output
+    output: Tensor | None  # the real one, with its graph back to earlier leaves; None: a learned tensor by itself
+    input: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    rows: tuple[tuple[int, int], ...]
+    calls: tuple[int, ...]  # of modules that were running, outermost first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """A factor of a product, queries or keys, and its axis that is summed over."""
+
+    tensor: Tensor
+    axis: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """The product of two activations, summed over one axis of each."""
+
+    leaf: Tensor
+    output: Tensor
+    q: Side
+    k: Side
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """What goes into a softmax over keys, and the products it is made of."""
+
+    logits: Tensor
+    products: list[Product]
+    modules: tuple[str, ...]  # that were running, outermost first
+    calls: tuple[int, ...]
+
+
+class Tape(TorchFunctionMode):
+    """While entered, records projections and products, and hands every attention to a listener."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        buffers: Iterable[Tensor],
+        running: Running,
+        listener: Callable[[Attention], None],
+    ) -> None:
+        super().__init__()
+        self.weights = {id(parameter): parameter for parameter in parameters}  # and what is made of them
+        self.constants = {id(buffer): buffer for buffer in buffers}  # and what is made of them alone
+        self.running, self.listener = running, listener
+        self.projections: dict[int, Projection] = {}
+        self.products: dict[int, Product] = {}
+        self.outputs: dict[int, tuple[Tensor, Projection]] = {}  # what was returned for a projection
+        self.mixed: list[str] = []  # modules that mix the logits of heads
+        self.idle: list[Tensor] = []  # weights that were given nothing to project, as experts without a token
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function; what it returns may be a leaf that stands for it."""
+        kwargs = kwargs or {}
+        if func is MULTIHEAD:
+            with self:
+                return multihead_opened(*args, **kwargs)
+        tensors = tensors_in([*args, *kwargs.values()])
+        if not tensors:
+            return func(*args, **kwargs)
+        if all(id(t) in self.weights or id(t) in self.constants for t in tensors) and func is not F.linear:
+            return self._known(func(*args, **kwargs), any(id(t) in self.weights for t in tensors))
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):  # whatever is checkpointed, or without gradients
+            return self._run(func, args, kwargs)
+
+    def _known(self, output: Any, learned: bool) -> Any:
+        """What is made of weights and constants alone is a weight, or a constant."""
+        (self.weights if learned else self.constants).update({id(tensor): tensor for tensor in tensors_in([output])})
+        return output
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is SDPA:
+            return self._attend_fused(*args, **kwargs)
+        if func in SOFTMAX and self._attend(*args, **kwargs):
+            return func(*args, **kwargs).detach()
+        if func in LOGSUMEXP:
+            self._attend(*args, **kwargs)
+        if func in CLAMP and args[0].requires_grad:  # clipped entries have no gradient, but are of the same rows
+            return args[0]
+        if func in ADD and (biased := self._biased(*args)) is not None:
+            return biased
+        if func in ADD or func in CONCATENATE:
+            args = [self._learned(arg) for arg in args]
+        return self._recorded(func, args, kwargs)
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The output, or its leaf if it is a projection or a product."""
+        if func is F.linear or func in CONVOLUTION:
+            x, weight, bias = bound(args, kwargs, "input", "weight", "bias")
+            output = func(x, self._nonzero(weight), bias, *args[3:], **_without(kwargs, "input", "weight", "bias"))
+            axis = output.ndim - 1 if func is F.linear else output.ndim - weight.ndim + 1
+            return self._project(output, x, weight, bias, ((axis, 0),)) if self._is_weight(weight) else output
+        output = func(*args, **kwargs)
+        if func in MATMUL:
+            left, right = bound(args, kwargs, "input", "other")
+            return self._multiply(output, left, right, None, labels_of_matmul(left.ndim, right.ndim))
+        if func in ADDED:
+            added, left, right = bound(args, kwargs, "input", "mat1", "mat2")
+            left, right = kwargs.get("batch1", left), kwargs.get("batch2", right)
+            return self._multiply(output, left, right, added, labels_of_matmul(left.ndim, right.ndim))
+        if func is torch.einsum and len(operands := tensors_in(args[1:])) == 2:
+            left, right = operands
+            return self._multiply(output, left, right, None, labels_of_einsum(args[0], left.ndim, right.ndim))
+        return output
+
+    def _multiply(self, output: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, labels: Labels) -> Tensor:
+        """A projection if one factor is a weight, a product if both are activations that come from leaves."""
+        if self._is_weight(right):
+            return self._project(output, left, right, bias, labels.kept(of_right=True))
+        if self._is_weight(left):
+            return self._project(output, right, left, bias, labels.kept(of_right=False))
+        if not (left.requires_grad and right.requires_grad) or (axes := labels.summed()) is None:
+            return output
+        product = Product(self._leaf(output), output, Side(left, axes[0]), Side(right, axes[1]))
+        self.products[id(product.leaf)] = product
+        return product.leaf.clone()
+
+    def _project(
+        self, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rows: tuple[tuple[int, int], ...]
+    ) -> Tensor:
+        if not output.numel():
+            self.idle.append(weight)
+        bias = bias if bias is not None and self._is_weight(bias) else None
+        projection = Projection(self._leaf(output), output, x, weight, bias, rows, self.running.calls)
+        self.projections[id(projection.leaf)] = projection
+        returned = projection.leaf.clone()  # so that the model may write into it
+        self.outputs[id(returned)] = returned, projection
+        return returned
+
+    def _biased(self, left: Any, right: Any, *_: Any) -> Tensor | None:
+        """The output of a projection to which a bias of its rows is added: it is taken for the projection's own."""
+        for output, bias in ((left, right), (right, left)):
+            returned, projection = self.outputs.get(id(output), (None, None))
+            if projection is None or projection.bias is not None or not self._is_weight(bias) or bias.ndim != 1:
+                continue
+            if projection.rows == ((output.ndim - 1, projection.rows[0][1]),) and len(bias) == output.shape[-1]:
+                projection.bias = bias
+                return returned
+        return None
+
+    def _learned(self, arg: Any) -> Any:
+        """Learned tensors that join activations as they are, replaced by their leaves."""
+        if isinstance(arg, list | tuple):
+            return [self._learned(each) for each in arg]
+        if not self._is_weight(arg):
+            return arg
+        rows = tuple((axis, axis) for axis in range(arg.ndim))
+        projection = Projection(self._leaf(arg), None, None, arg, None, rows, self.running.calls)
+        self.projections[id(projection.leaf)] = projection
+        return projection.leaf.clone()
+
+    def _attend_fused(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        groups = query.shape[-3] // key.shape[-3] if kwargs.get("enable_gqa") else 1
+        q = query.view_as(query)  # not the tensor itself: where query is key, their gradients must stay apart
+        k = key.repeat_interleave(groups, dim=-3) if groups > 1 else key.view_as(key)
+        if q.requires_grad and k.requires_grad:
+            output = q @ k.mT
+            product = Product(self._leaf(output), output, Side(q, q.ndim - 1), Side(k, k.ndim - 1))
+            self._tell(product.leaf.clone(), [product])
+        return SDPA(query.detach(), key.detach(), *args, **kwargs).detach()
+
+    def _attend(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> bool:  # noqa: A002
+        """Whether a softmax is an attention: over the last dimension of something made of products."""
+        if input.ndim < 3 or dim not in (-1, input.ndim - 1):
+            return False
+        products = [self.products.pop(leaf) for leaf in map(id, leaves_of(input)) if leaf in self.products]
+        if products:
+            self._tell(input, products)
+        elif self.products and self._is_mixed(input):
+            self.mixed.append(self.running.modules[-1])
+        return bool(products)
+
+    def _is_mixed(self, logits: Tensor) -> bool:
+        """Whether logits are products that went through a projection: talking heads."""
+        behind = [self.projections[i].output for i in map(id, leaves_of(logits)) if i in self.projections]
+        return any(id(leaf) in self.products for output in behind if output is not None for leaf in leaves_of(output))
+
+    def _tell(self, logits: Tensor, products: list[Product]) -> None:
+        self.listener(Attention(logits, products, self.running.modules, self.running.calls))
+
+    def _is_weight(self, tensor: Any) -> bool:
+        return id(tensor) in self.weights
+
+    def _nonzero(self, weight: Tensor) -> Tensor:
+        """A weight that starts at zero must not hide what is behind it."""
+        zero = self._is_weight(weight) and not weight[:1].any() and not weight.any()  # the first row says it for most
+        return self._leaf(weight).detach() if zero else weight
+
+    def _leaf(self, output: Tensor) -> Tensor:
+        if output.device not in self.generators:
+            self.generators[output.device] = torch.Generator(output.device).manual_seed(0)
+        generator = self.generators[output.device]
+        return torch.randn(
+            output.shape, generator=generator, dtype=output.dtype, device=output.device, requires_grad=True
+        )
+
+
+def tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among some arguments, and in lists and tuples of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
+
+
+def bound(args: Sequence[Any], kwargs: dict[str, Any], *names: str) -> list[Any]:
+    """The arguments of these names, given by place or by name."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
+
+
+def gradients(of: Tensor, at: Sequence[Tensor], cotangent: Tensor) -> Sequence[Tensor | None]:
+    """torch.autograd.grad of one tensor, which can be asked again; None where it does not depend on a tensor."""
+    return torch.autograd.grad(of, at, cotangent, retain_graph=True, allow_unused=True) if at else ()
+
+
+def leaves_of(tensor: Tensor) -> list[Tensor]:
+    """The leaves that a tensor was computed from, as autograd knows them."""
+    leaves: list[Tensor] = []
+    seen: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _without(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in names}

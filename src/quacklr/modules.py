@@ -1,0 +1,55 @@
+"""A model as somebody hands it to us: its modules by name, and a forward of it that leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel: names and forwards are its own."""
+    while isinstance(model, DistributedDataParallel | DataParallel):
+        model = model.module
+    return model
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, under names that torch.compile and DDP have not changed: they put what they wrap a level down."""
+    for name, module in unwrapped(model).named_modules():
+        yield ".".join(part for part in name.split(".") if part != "_orig_mod"), module
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters, each once, under names that torch.compile and DDP have not changed."""
+    for name, parameter in unwrapped(model).named_parameters():
+        yield ".".join(part for part in name.split(".") if part != "_orig_mod"), parameter
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode without gradients; afterwards mode and random state are what they were."""
+    training = [module for module in model.modules() if module.training]
+    devices = {param.device for param in model.parameters() if param.device.type != "cpu"}
+    kind = next((device.type for device in devices), "cuda")
+    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+def run(model: nn.Module, probe: Any) -> None:
+    """One forward of a batch in the form the model takes it."""
+    if isinstance(probe, Mapping):
+        model(**probe)
+    elif isinstance(probe, tuple):
+        model(*probe)
+    else:
+        model(probe)

@@ -1,0 +1,26 @@
+"""Stand-ins for attention in the wild, each with its truth written by hand: the judges of the finder.
+
+CASES is all of them; stand_ins_kit.py says what a case is.
+"""
+
+from __future__ import annotations
+
+import stand_ins_latent
+import stand_ins_libraries
+import stand_ins_odd
+import stand_ins_sharing
+import stand_ins_stored
+import stand_ins_systems
+from stand_ins_kit import Case, call
+
+CASES: list[Case] = [
+    *stand_ins_systems.CASES,
+    *stand_ins_latent.CASES,
+    *stand_ins_libraries.CASES,
+    *stand_ins_sharing.CASES,
+    *stand_ins_odd.CASES,
+    *stand_ins_stored.CASES,
+]
+IDS = [case.name for case in CASES]
+
+__all__ = ["CASES", "IDS", "Case", "call"]

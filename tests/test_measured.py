@@ -1,0 +1,213 @@
+"""Measuring a model's attention: what it finds, what it leaves untouched, and what it says when it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path as File
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from quacklr import Path, QuacK, logit_paths
+from quacklr.find.assemble import measured_paths
+from quacklr.find.compare import chains
+from quacklr.find.survey import found_by_rule, survey
+from quacklr.modules import named_parameters
+from stand_ins_kit import HF, Model, Plain
+
+SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+def rows(model: nn.Module, paths: list[Path]) -> set[Any]:
+    return chains(paths, {id(parameter): name for name, parameter in named_parameters(model)})
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 12}, {"add_bias_kv": True}], ids=str)
+def test_multihead_attention_of_torch_is_measured_as_its_rule_says(need_weights: bool, options: dict[str, Any]) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 4, vdim=options.get("kdim"), **options)
+
+        def forward(self, q: Tensor, kv: Tensor) -> Tensor:
+            out: Tensor = self.attention(q, kv, kv, need_weights=need_weights)[0]
+            return out
+
+    model, sample = Attends(), (torch.randn(3, 2, 16), torch.randn(5, 2, options.get("kdim", 16)))
+    measured = measured_paths(model, sample)["attention"]
+    ruled = found_by_rule(model)["attention"]
+    assert rows(model, list(measured.paths)) == rows(model, list(ruled.paths)) != set()
+
+
+def test_a_transformer_of_torch_is_measured_self_and_cross() -> None:
+    model = nn.Transformer(16, 4, 1, 1, 32, batch_first=True)
+    paths = logit_paths(model, (torch.randn(2, 3, 16), torch.randn(2, 4, 16)))
+    assert rows(model, paths) == rows(model, logit_paths(model))
+    assert [path.weights[0].name for path in paths] == [
+        *("encoder.layers.0.self_attn.q", "decoder.layers.0.self_attn.q", "decoder.layers.0.multihead_attn.q")
+    ]
+
+
+class Odd(Plain):
+    """Heads in the opposite order: no name or shape tells."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attend(query.flip(1), key, value)
+
+
+def test_a_rule_that_is_wrong_is_an_error_that_shows_both() -> None:
+    model = Model(HF, Odd())
+    assert len(logit_paths(model)) == 1  # by rule, wrongly
+    wrong = r"^model\.layers\.0\.self_attn: the rule for Odd is wrong here; it says that a head reads .*k_proj\.weight"
+    with pytest.raises(
+        ValueError, match=wrong + r"\[0:8\] and .*q_proj.*, but measured is that a head reads .*\[0:8\]"
+    ):
+        logit_paths(model, SAMPLE)
+
+
+class Mixer(nn.Module):
+    """Its projections have names that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.beta, self.gamma, self.delta = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (4, 8)).transpose(1, 2) for part in (self.alpha, self.beta, self.gamma))
+        return self.delta(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_what_no_rule_knows_is_found_by_measuring() -> None:
+    model = Model(HF, Mixer(), Plain())
+    with pytest.warns(
+        UserWarning, match=r"^1 attention modules are left alone, first model\.layers\.0\.self_attn: not"
+    ):
+        assert len(logit_paths(model)) == 1
+    paths, left_alone = survey(model, SAMPLE)
+    assert [str(path) for path in paths] == [
+        f"model.layers.{i}.self_attn.q . model.layers.{i}.self_attn.k" for i in (0, 1)
+    ]
+    assert not left_alone
+    assert paths[0].weights[0].param is model.get_parameter("model.layers.0.self_attn.alpha.weight")
+
+
+def test_quack_takes_measured_paths_and_rates_are_those_of_the_rules() -> None:
+    model = Model(HF, Plain(), Plain())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rates = []
+    for paths in (logit_paths(model, SAMPLE), model):
+        with QuacK(paths, optimizer) as quack, torch.no_grad():
+            model.get_submodule("model.layers.0.self_attn.k_proj").get_parameter("weight")[:8] *= 3
+            rates.append(quack.rates())
+    torch.testing.assert_close(rates[0], rates[1])
+    assert rates[0]["model.layers.0.self_attn.q"].tolist() == pytest.approx([1 / 3, 1 / 3, 1, 1])
+
+
+def test_measuring_leaves_the_model_as_it_was() -> None:
+    model = Model(HF, Plain(), Plain()).train()
+    frozen = model.get_submodule("model.layers.0.self_attn.q_proj").get_parameter("weight").requires_grad_(False)
+    model.register_buffer("count", torch.zeros(1))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    random = torch.get_rng_state()
+    logit_paths(model, SAMPLE)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [p for p in model.parameters() if not p.requires_grad] == [frozen]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(model(SAMPLE), model(SAMPLE))
+
+
+@pytest.mark.parametrize(
+    ("sample", "error"),
+    [
+        (torch.zeros(2, 5), r"^Model failed on the sample: \w+Error: .*; a sample is what the model is called with"),
+        ({"words": SAMPLE}, r"^Model failed on the sample: TypeError: .*words"),
+        ((SAMPLE, SAMPLE, SAMPLE), r"^Model failed on the sample: TypeError"),
+        (SAMPLE + 1000, r"^Model failed on the sample: IndexError"),
+    ],
+    ids=["dtype", "name", "too many", "out of range"],
+)
+def test_a_sample_that_does_not_fit_is_one_clear_error_and_nothing_is_attached(sample: Any, error: str) -> None:
+    model = Model(HF, Plain()).train()
+    with pytest.raises(ValueError, match=error):
+        logit_paths(model, sample)
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_model_without_attention_is_an_error_with_a_sample_too() -> None:
+    with pytest.raises(ValueError, match=r"^Linear: no attention was seen in a forward of the sample: .* eager"):
+        logit_paths(nn.Linear(2, 2), torch.randn(3, 2))
+
+
+class Talking(Plain):
+    """Talking heads: the logits of all heads are mixed before the softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4, bias=False)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        logits = query @ key.repeat_interleave(2, 1).mT
+        return F.softmax(self.mix(logits.movedim(1, -1)).movedim(-1, 1), dim=-1) @ value.repeat_interleave(2, 1)
+
+
+def test_talking_heads_are_left_alone_by_name() -> None:
+    model = Model(HF, Talking(), Plain())
+    with pytest.warns(UserWarning, match="left alone"):
+        assert "mixes the logits of its heads" in survey(model, SAMPLE)[1]["model.layers.0.self_attn"]
+    with pytest.warns(UserWarning, match="beside q_proj and k_proj it has mix"):
+        assert len(logit_paths(model)) == 1
+
+
+@pytest.fixture
+def one_process(tmp_path: File) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_wrapped_and_compiled_models_are_found_under_their_own_names() -> None:
+    model = Model(HF, Plain(), Plain())
+    expected = [str(path) for path in logit_paths(model)]
+    layer = model.get_submodule("model.layers")
+    compiled: Any = torch.compile(model, backend="eager")
+    for wrapped in (DistributedDataParallel(model), compiled, DistributedDataParallel(compiled)):
+        assert [str(path) for path in logit_paths(wrapped)] == expected
+        assert [str(path) for path in logit_paths(wrapped, SAMPLE)] == expected
+    part: Any = torch.compile(layer.get_submodule("0"), backend="eager")
+    layer.add_module("0", part)
+    assert [str(path) for path in logit_paths(model, SAMPLE)] == expected
+
+
+class Experts(nn.Module):
+    """Every token's query is made by one of three experts; some may get none."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__()
+        self.experts, self.kv, self.used = nn.Parameter(torch.randn(3, 32, 32)), nn.Linear(32, 32), used
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [*x.chunk(self.used, dim=1), *[x[:, :0]] * (3 - self.used)]
+        q = torch.cat([F.linear(part, expert) for part, expert in zip(parts, self.experts, strict=True)], dim=1)
+        q, k = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in (q, self.kv(x)))
+        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+def test_experts_that_saw_no_token_are_not_taken_for_values() -> None:
+    """Rows of an expert that the sample did not reach would silently have rate 1."""
+    (finding,) = measured_paths(Model(HF, Experts(used=3)), SAMPLE).values()
+    assert len(finding.paths) == 3
+    assert finding.paths[0].weights[0].dim == (0, 1)
+    (finding,) = measured_paths(Model(HF, Experts(used=2)), SAMPLE).values()
+    assert "some experts had no token" in finding.reason
