@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 LAB := $(VENV)/lab
 
-.PHONY: help test lint types unit demo study bench clean
+.PHONY: help test lint types unit demo study models bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -30,6 +30,9 @@ study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; 
 	$(BIN)/quacklr sweep speed --seeds 5
 	$(BIN)/quacklr report
 
+models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)
+	$(BIN)/python benchmarks/models.py
+
 bench: $(READY)  ## what QuacK costs a training step, what Muon costs, how fast the lab is
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/muon_step.py
@@ -43,6 +46,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install 
 
 $(READY): pyproject.toml constraints.txt $(BIN)/python
 	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --no-deps timm  # asks for torchvision, whose wheels need CUDA; tests/timm_without_torchvision.py does without
 	touch $@
 
 $(LAB): pyproject.toml constraints.txt $(BIN)/python

@@ -198,3 +198,50 @@ def test_spectral_finds_a_block_that_was_zero() -> None:
     for _ in range(3):
         norm, memory = spectral(grown, memory)
     assert norm.item() == pytest.approx(5)
+
+
+def test_matrices_stacked_in_one_parameter_step_as_if_they_were_apart() -> None:
+    """Judge: the same rows as parameters of their own, three steps of AdamW."""
+    torch.manual_seed(0)
+    stacked = nn.Parameter(torch.randn(3, H * D, 5))
+    bias = nn.Parameter(torch.randn(3 * H * D))
+    apart = [nn.Parameter(part.detach().clone()) for part in stacked]
+    biases = [nn.Parameter(part.clone()) for part in bias.detach().view(3, -1)]
+    head = torch.arange(H).repeat_interleave(D)
+    outside = torch.full_like(head, -1)
+    together = [
+        Weight("q", stacked, torch.cat([head, outside, outside]), (0, 1), bias),
+        Weight("k", stacked, torch.cat([outside, head, outside]), (0, 1), bias),
+    ]
+    alone = [Weight(n, w, head, 0, b) for n, w, b in zip("qk", apart, biases, strict=False)]
+    optimizers = [torch.optim.AdamW(p, lr=0.3) for p in ([stacked, bias], [*apart, *biases])]
+    quacks = [QuacK(mha(*w), o) for w, o in zip((together, alone), optimizers, strict=True)]
+    for _ in range(3):
+        stacked.grad, bias.grad = torch.randn_like(stacked), torch.randn_like(bias)
+        for part, b, g, g_b in zip(apart, biases, stacked.grad, bias.grad.view(3, -1), strict=True):
+            part.grad, b.grad = g.clone(), g_b.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(stacked, torch.stack([p.detach() for p in apart]))
+    torch.testing.assert_close(bias, torch.cat([b.detach() for b in biases]))
+    rate = quacks[0].rate_of(stacked)
+    assert rate is not None
+    assert rate.shape == (3, H * D, 1)
+    torch.testing.assert_close(rate[0, :, 0], quacks[1].rates()["q"].repeat_interleave(D))
+    assert_equal(rate[2], torch.ones(H * D, 1))
+
+
+@pytest.mark.parametrize(
+    ("param", "dim", "error"),
+    [
+        (torch.randn(2, 3, 4), (1, 2), r"w: dim=\(1, 2\); several dimensions are the first ones: \(0, 1\)"),
+        (torch.randn(2, 3, 4), (0,), r"w: dim=\(0,\); several"),
+        (torch.randn(3, 2, 4).transpose(0, 1), (0, 1), r"w: dim=\(0, 1\), but its parameter is not contiguous"),
+    ],
+    ids=["not the first", "just one", "not contiguous"],
+)
+def test_rows_along_several_dimensions_that_cannot_be_are_refused(
+    param: Tensor, dim: tuple[int, ...], error: str
+) -> None:
+    with pytest.raises(ValueError, match=error):
+        Weight("w", param, torch.zeros(6, dtype=torch.long), dim)

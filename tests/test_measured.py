@@ -17,6 +17,7 @@ from quacklr import Path, QuacK, logit_paths
 from quacklr.find.assemble import measured_paths
 from quacklr.find.compare import chains
 from quacklr.find.survey import found_by_rule, survey
+from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.modules import named_parameters
 from stand_ins_kit import HF, Model, Plain
 
@@ -190,6 +191,79 @@ def test_wrapped_and_compiled_models_are_found_under_their_own_names() -> None:
     assert [str(path) for path in logit_paths(model, SAMPLE)] == expected
 
 
+class Positions(Plain):
+    """As DETR: learned positions are added to the input in the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(5, 32))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states + self.positions)
+
+
+def test_learned_positions_of_the_input_are_not_part_of_a_chain() -> None:
+    (finding,) = measured_paths(Model(HF, Positions()), SAMPLE).values()
+    assert [[weight.name for weight in path.weights] for path in finding.paths] == [["q", "k"]]
+
+
+class Pooling(nn.Module):
+    """Attends to the residual stream itself, without weights or norms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_weights_of_other_layers_are_not_taken_for_queries_of_an_attention_that_has_none() -> None:
+    model = Model(HF, Pooling(), Pooling(), Plain(), norm=lambda _: nn.Identity())
+    assert [name for name, finding in measured_paths(model, SAMPLE).items() if finding.paths] == [
+        "model.layers.2.self_attn"
+    ]
+
+
+class Gate(Plain):
+    """Queries go through a gate: the logit is not linear in the gate's weights, so they are on no path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 8)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.open = torch.sigmoid(self.gate(hidden_states)).unsqueeze(1)
+        return super().forward(hidden_states)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attend(query * self.open, key, value)
+
+
+class Slots(nn.Module):
+    """Attends to learned keys alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_query, self.slots = nn.Linear(32, 32), nn.Parameter(torch.randn(6, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.to_query(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k = torch.cat([x[:, :0], self.slots.expand(len(x), -1, -1)], dim=1).unflatten(-1, (4, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"),
+    [
+        (Gate(), {("q_proj.weight", 0, 4), ("k_proj.weight", 0, 2)}),
+        (Slots(), {("to_query.weight", 0, 4), ("slots", 1, 4)}),
+    ],
+    ids=["gate", "learned keys"],
+)
+def test_only_what_a_logit_is_linear_in_is_on_its_path(attention: nn.Module, expected: set[Any]) -> None:
+    (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
+    names = {parameter: name for name, parameter in attention.named_parameters()}
+    (path,) = finding.paths
+    assert {(names[w.param], w.dim, w.blocks) for w in path.weights} == expected  # type: ignore[index]
+
+
 class Experts(nn.Module):
     """Every token's query is made by one of three experts; some may get none."""
 
@@ -211,3 +285,19 @@ def test_experts_that_saw_no_token_are_not_taken_for_values() -> None:
     assert finding.paths[0].weights[0].dim == (0, 1)
     (finding,) = measured_paths(Model(HF, Experts(used=2)), SAMPLE).values()
     assert "some experts had no token" in finding.reason
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MHA(heads=4, kv_heads=2, head_dim=8),
+        MLA(heads=3, nope_dim=8, rope_dim=4, v_head_dim=8, d_cq=16, d_ckv=8),
+        MLA(heads=3, nope_dim=8, rope_dim=4, v_head_dim=8, d_cq=16, d_ckv=8, latent_norm=True),
+    ],
+    ids=["GQA", "MLA", "latent norms"],
+)
+def test_what_the_lab_declares_is_what_is_measured(spec: MHA | MLA) -> None:
+    model = build(Shape(d_model=32, layers=1, d_ff=48, context=12, vocab=61), spec, seed=0)
+    declared = found_by_rule(model)["blocks.0.attention"]
+    measured = measured_paths(model, SAMPLE)["blocks.0.attention"]
+    assert rows(model, list(measured.paths)) == rows(model, list(declared.paths))

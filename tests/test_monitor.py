@@ -170,3 +170,15 @@ def test_a_mask_a_query_that_may_look_at_nothing_and_a_scale_are_respected() -> 
 def test_a_model_without_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="no attention was seen in a forward of Linear"):
         LogitMonitor(nn.Linear(3, 3), torch.ones(2, 3)).measure()
+
+
+def test_the_logits_of_torchs_own_attention_are_seen() -> None:
+    """Judge: its parameters, cut by hand. torch hides the inside of it from function modes, so it is opened."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 16, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    attention = layer.self_attn
+    q, k = (attention.in_proj_weight[i : i + 16] for i in (0, 16))
+    q_BHID, k_BHID = ((x @ w.T).unflatten(2, (4, 4)).transpose(1, 2) for w in (q, k))
+    largest = (q_BHID @ k_BHID.mT / 2).amax((0, 2, 3))
+    torch.testing.assert_close(LogitMonitor(layer, x).measure()["self_attn"].max, largest.detach())

@@ -13,6 +13,10 @@ from quacklr import __version__
 
 COMMANDS = {  # the module whose main(argv) it is, and what it does
     "demo": ("quacklr.lab.demo", "see in minutes what QuacK is for: the default breaks, QuacK does not"),
+    "inspect": (
+        "quacklr.inspect.command",
+        "the attention of a model, as quacklr sees it: layout, heads, paths, what is left alone and why",
+    ),
     "train": ("quacklr.lab.train.command", "train one model with any of the methods, and write everything to a folder"),
     "sweep": ("quacklr.lab.sweep.command", "run the grids of the studies, several runs at once, resumable"),
     "report": ("quacklr.lab.report.command", "make figures, a table of claims and one page from a sweep's ledger"),
@@ -43,7 +47,8 @@ def run(command: str, argv: Sequence[str]) -> int:
     try:
         module = importlib.import_module(COMMANDS[command][0])
     except ModuleNotFoundError as missing:
-        print(f"quacklr {command} needs {missing.name}: pip install 'quacklr[lab]'", file=sys.stderr)
+        package = "'quacklr[lab]'" if COMMANDS[command][0].startswith("quacklr.lab.") else missing.name
+        print(f"quacklr {command} needs {missing.name}: pip install {package}", file=sys.stderr)
         return 2
     return int(module.main(argv))
 

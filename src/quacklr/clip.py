@@ -30,8 +30,8 @@ from quacklr.weight import Weight
 
 UNSEEN = (
     "QK clip saw no attention logits before this step, so it cannot clip: it sees scaled_dot_product_attention and a "
-    "softmax over (batch, heads, queries, keys) in training mode with gradients, not torch.nn.MultiheadAttention, and "
-    "nothing inside torch.compile"
+    "softmax over (batch, heads, queries, keys) in training mode with gradients, torch.nn.MultiheadAttention only with "
+    "need_weights=False, and nothing inside torch.compile"
 )
 
 

@@ -31,18 +31,24 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards every module is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """The model in eval mode without gradients; afterwards mode and random state are what they were."""
-    training = [module for module in model.modules() if module.training]
     devices = {param.device for param in model.parameters() if param.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")
-    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
-        model.eval()
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad(), evaluating(model):
+        yield
 
 
 def run(model: nn.Module, probe: Any) -> None:

@@ -68,8 +68,8 @@ class LogitMonitor:
         if not stats:
             raise ValueError(
                 f"no attention was seen in a forward of {type(self.model).__name__}: only scaled_dot_product_attention "
-                "and a softmax over (batch, heads, queries, keys) are, not torch.nn.MultiheadAttention, and nothing "
-                "inside torch.compile"
+                "and a softmax over (batch, heads, queries, keys) are, torch.nn.MultiheadAttention only with "
+                "need_weights=False, and nothing inside torch.compile"
             )
         if keep:
             self._last = kept

@@ -16,7 +16,10 @@ NOT_LINEAR = {
 
 
 def as_optimizers(given: object) -> list[Optimizer]:
-    """One optimizer or several, as a list. ValueError for what is none, and for those known not to be linear in lr."""
+    """One optimizer or several, as a list, without the wrappers of accelerate and Lightning.
+
+    ValueError for what is none, and for those known not to be linear in lr.
+    """
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, Optimizer) else [given]
     if not several:
         raise ValueError("no optimizer given; pass the one (or the list of those) that train the model")
@@ -24,6 +27,7 @@ def as_optimizers(given: object) -> list[Optimizer]:
     for each in several:
         if not isinstance(each, Optimizer):
             raise ValueError(f"{type(each).__name__} is not a torch.optim.Optimizer; call QuacK(model, optimizer)")
+        each = unwrapped(each)
         for name in (cls.__name__ for cls in type(each).__mro__):
             if name in NOT_LINEAR:
                 raise ValueError(
@@ -32,6 +36,13 @@ def as_optimizers(given: object) -> list[Optimizer]:
                 )
         optimizers.append(each)
     return optimizers
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside `AcceleratedOptimizer` and its like: the one that steps, so the one whose hooks run."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def is_idle(optimizer: Optimizer) -> bool:

@@ -149,8 +149,8 @@ class QuacK:
         if copies is not None:
             self._rule.blocks.move(copies, self._rate_of_piece, self._share(optimizer))
 
-    def _optimizer_loaded(self, _: Optimizer) -> None:
-        self._resumed_alone = not self._loaded
+    def _optimizer_loaded(self, optimizer: Optimizer) -> None:
+        self._resumed_alone = bool(optimizer.state) and not self._loaded
 
     def rates(self) -> dict[str, Tensor]:
         """For each weight's name the (blocks,) multipliers of lr for a step from the weights as they are now."""

@@ -17,7 +17,7 @@ from quacklr.find.assemble import measured_paths
 from quacklr.find.compare import differences
 from quacklr.find.rules import by_rule
 from quacklr.find.rules.finding import Finding
-from quacklr.modules import named_modules
+from quacklr.modules import evaluating, named_modules
 from quacklr.path import Path, as_paths
 
 UNSEEN = (
@@ -70,14 +70,15 @@ def _way_out(rules_only: bool) -> str:
 def found_by_rule(model: nn.Module) -> dict[str, Finding]:
     """What declarations and rules say of each attention, by module name, in the model's order."""
     found: dict[str, Finding] = {}
-    declared: list[str] = []
-    for name, module in named_modules(model):
-        if any(name.startswith(outer) for outer in declared):
-            continue
-        finding = _declared(module, name) or by_rule(module)
-        if finding is not None:
-            found[name] = finding
-            declared.append(f"{name}." if name else "")
+    done: list[str] = []
+    with evaluating(model):  # some parametrised weights move on when they are read in training
+        for name, module in named_modules(model):
+            if any(name.startswith(outer) for outer in done):
+                continue
+            finding = _declared(module, name) or by_rule(module)
+            if finding is not None:
+                found[name] = finding
+                done.append(f"{name}." if name else "")
     return found
 
 

@@ -199,11 +199,10 @@ class Tape(TorchFunctionMode):
 
     def _attend_fused(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         groups = query.shape[-3] // key.shape[-3] if kwargs.get("enable_gqa") else 1
-        q = query.view_as(query)  # not the tensor itself: where query is key, their gradients must stay apart
-        k = key.repeat_interleave(groups, dim=-3) if groups > 1 else key.view_as(key)
-        if q.requires_grad and k.requires_grad:
-            output = q @ k.mT
-            product = Product(self._leaf(output), output, Side(q, q.ndim - 1), Side(k, k.ndim - 1))
+        k = key.repeat_interleave(groups, dim=-3) if groups > 1 else key
+        if query.requires_grad and k.requires_grad:
+            output = query @ k.mT
+            product = Product(self._leaf(output), output, Side(query, query.ndim - 1), Side(k, k.ndim - 1))
             self._tell(product.leaf.clone(), [product])
         return SDPA(query.detach(), key.detach(), *args, **kwargs).detach()
 

@@ -97,12 +97,8 @@ def _lora(module: Any) -> list[Source]:
 
 
 def _parametrized(module: Any, bias: Tensor | None) -> Source:
-    """torch.nn.utils.parametrize: the weight as it is computed now, in eval mode, since some move on when read."""
-    parametrization = module.parametrizations.weight
-    training = parametrization.training
-    parametrization.eval()
+    """torch.nn.utils.parametrize: the weight as it is computed now."""
     with torch.enable_grad():
         weight = module.weight
-    parametrization.train(training)
-    originals = {id(p): name for name, p in parametrization.named_parameters()}
+    originals = {id(p): name for name, p in module.parametrizations.weight.named_parameters()}
     return Source(weight, bias, originals=originals)

@@ -1,0 +1,68 @@
+"""What the callbacks share: QuacK comes when training begins, takes up the state it left, and goes at the end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from quacklr.norms import Norm, frobenius
+from quacklr.path import Path
+from quacklr.quack import QuacK
+from quacklr.refuse import refuse_settings
+
+NO_STATE = (
+    "the checkpoint holds no state of QuacK, so all rates start again from tau, relative to the weights in it; to "
+    "continue a run exactly, resume from a checkpoint written with this callback, the optimizer's state included"
+)
+
+
+class Attaching:
+    """Settings of a QuacK that is yet to be attached, and the QuacK once it is.
+
+    `paths` says what to control, given the model, where that is not the model as QuacK finds it by itself:
+    `lambda model: logit_paths(model, batch)` measures it. `quack` is the one that trains, or that trained last: its
+    hooks are off then, and its rates can still be read.
+    """
+
+    quack: QuacK | None = None
+
+    def __init__(
+        self,
+        tau: float = 1.0,
+        *,
+        norm: Norm = frobenius,
+        adapt: bool = True,
+        floor: float = 0.0,
+        paths: Callable[[nn.Module], Iterable[Path]] | None = None,
+    ) -> None:
+        refuse_settings(tau, norm, floor)
+        self._settings: dict[str, Any] = {"tau": tau, "norm": norm, "adapt": adapt, "floor": floor}
+        self._paths = paths
+
+    def _attach(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Iterable[Optimizer],
+        state: Mapping[str, Any] | None,
+        resumed: bool,
+    ) -> QuacK:
+        self._detach()  # from a training that raised, and so never ended
+        if resumed and state is None:
+            warnings.warn(NO_STATE, stacklevel=3)
+        quack = QuacK(self._paths(model) if self._paths else model, optimizer, **self._settings)
+        if state is not None:
+            try:
+                quack.load_state_dict(state)
+            except ValueError:
+                quack.remove()
+                raise
+        self.quack = quack
+        return quack
+
+    def _detach(self) -> None:
+        if self.quack is not None:
+            self.quack.remove()

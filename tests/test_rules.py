@@ -1,0 +1,180 @@
+"""Rules read an attention off its module, or say that they cannot: a wrong rate is worse than none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quacklr import logit_paths
+from quacklr.find.rules import by_rule
+from quacklr.find.rules.separate import NAMES
+from quacklr.find.survey import survey
+from stand_ins_kit import HF, Model, Plain, linear
+
+
+class Attention(nn.Module):
+    """Separate projections under any two names."""
+
+    def __init__(self, q: str = "q_proj", k: str = "k_proj", q_rows: int = 32, k_rows: int = 16, **sizes: int) -> None:
+        super().__init__()
+        self.names, self.d = (q, k), 8
+        self.add_module(q, linear(q_rows))
+        self.add_module(k, linear(k_rows))
+        self.v_proj = linear(k_rows)
+        for name, size in (sizes or {"head_dim": 8, "num_heads": 4}).items():
+            setattr(self, name, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            self.get_submodule(n)(x).unflatten(-1, (-1, self.d)).transpose(1, 2) for n in (*self.names, "v_proj")
+        )
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0])
+def test_all_the_usual_names_are_read(names: tuple[str, str]) -> None:
+    groups = 4 if names[0] == "to_q" else 2
+    finding = by_rule(Attention(*names, k_rows=8 * groups))
+    assert finding is not None
+    (path,) = finding.paths
+    assert [(weight.name, weight.blocks) for weight in path.weights] == [("q", 4), ("k", groups)]
+    assert path.weights[1].block_of_row.tolist() == torch.arange(groups).repeat_interleave(8).tolist()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"head_dim": 8}, {"num_heads": 4}, {"attention_head_size": 8, "num_attention_heads": 4}, {"n_head": 4}),
+        *({"head_dim": 8, "num_key_value_heads": 2}, {"n_heads": 4, "n_kv_heads": 2}, {"key_value_proj_dim": 8}),
+    ],
+    ids=str,
+)
+def test_sizes_are_read_under_many_names(sizes: dict[str, int]) -> None:
+    finding = by_rule(Attention("q_proj", "k_proj", 32, 16, **sizes))
+    assert finding is not None
+    assert [(path.heads, path.weights[1].blocks) for path in finding.paths] == [(4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        (Attention(head_dim=7), "queries have 32 rows, keys 16, and a head 7, which does not divide"),
+        (Attention(head_dim=8, num_heads=8), r"a head 8, but it says it has \[8\] heads"),
+        (Attention(head_dim=8, num_kv_heads=4), r"a head 8, but it says it has \[4\] heads"),
+        (Attention(q_rows=48, k_rows=32, head_dim=8), "which does not divide"),
+        (Attention(hidden_size=32), "does not say how many heads"),
+        (Attention("to_q", "to_k"), "which heads share a key differs"),
+    ],
+    ids=["head size", "heads", "groups", "heads by groups", "nothing said", "tiled or not"],
+)
+def test_sizes_that_contradict_each_other_are_not_guessed(attention: nn.Module, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"no attention that QuacK can control .*not recognised \(.*{why}"):
+        logit_paths(Model(HF, attention))
+
+
+class Config:
+    """As transformers has them."""
+
+    num_attention_heads, swa_num_attention_heads = 3, 5
+
+    def __init__(self) -> None:
+        self.num_attention_heads = 3
+
+
+def test_a_config_that_does_not_mention_so_many_heads_is_not_believed() -> None:
+    attention: Any = Attention(head_dim=8)
+    attention.config = Config()
+    finding = by_rule(attention)
+    assert finding is not None
+    assert "so 4 heads, which its config does not mention" in finding.reason
+    attention.config.num_attention_heads = 4
+    assert by_rule(attention) is not None
+    assert len(logit_paths(Model(HF, attention))) == 1
+
+
+class Convolved(Plain):
+    """Has something between projection and logit that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_conv = nn.Conv1d(8, 8, 3)
+
+
+class Normed(Plain):
+    """Has a norm of a name that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale_q = nn.LayerNorm(8)
+
+
+class OneNorm(Plain):
+    """A norm on the keys alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_norm = nn.RMSNorm(8)
+
+
+class Unit(Plain):
+    """Cosine attention, by a function."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attend(F.normalize(query, dim=-1), F.normalize(key, dim=-1), value)
+
+
+class KeysFromElsewhere(Plain):
+    """Reads the keys of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_proj = None  # type: ignore[assignment]
+
+
+class ElementwiseAttention(nn.Module):
+    """Has the names, but no softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.head_dim = linear(32), linear(32), 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.q_proj(x) * self.k_proj(x))
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        (Convolved(), "beside q_proj and k_proj it has k_conv"),
+        (Normed(), "beside q_proj and k_proj it has scale_q"),
+        (OneNorm(), "only queries or only keys have a norm"),
+        (Unit(), "its code calls normalize"),
+        (KeysFromElsewhere(), "its keys are another layer's"),
+        (ElementwiseAttention(), "it shows no softmax"),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
+)
+def test_what_is_strange_is_left_alone_with_a_warning_that_names_it(attention: nn.Module, why: str) -> None:
+    model = Model(HF, Plain(), attention)
+    with pytest.warns(UserWarning, match=rf"first model\.layers\.1\.self_attn: not recognised \({why}\); pass a batch"):
+        paths, left_alone = survey(model)
+    assert [path.weights[0].name for path in paths] == ["model.layers.0.self_attn.q"]
+    assert why in left_alone["model.layers.1.self_attn"]
+
+
+def test_a_layer_with_qk_norm_is_left_alone_without_a_warning() -> None:
+    normed: Any = Plain()
+    normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+    _, left_alone = survey(Model(HF, Plain(), normed))
+    assert left_alone == {
+        "model.layers.1.self_attn": "QK norm: its logit does not depend on the scale of its queries and keys"
+    }
+
+
+def test_what_has_nothing_to_do_with_attention_is_not_mentioned() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4), nn.Conv1d(4, 4, 3), nn.Embedding(4, 4))
+    assert all(by_rule(module) is None for module in model.modules())
