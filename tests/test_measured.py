@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from quacklr import Path, QuacK, logit_paths
+from quacklr import Path, QuacK, Weight, logit_paths
 from quacklr.find.assemble import measured_paths
-from quacklr.find.compare import chains
+from quacklr.find.compare import chains, differences
 from quacklr.find.survey import found_by_rule, survey
 from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.modules import named_parameters
@@ -150,26 +150,6 @@ def test_a_model_without_attention_is_an_error_with_a_sample_too() -> None:
         logit_paths(nn.Linear(2, 2), torch.randn(3, 2))
 
 
-class Talking(Plain):
-    """Talking heads: the logits of all heads are mixed before the softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(4, 4, bias=False)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        logits = query @ key.repeat_interleave(2, 1).mT
-        return F.softmax(self.mix(logits.movedim(1, -1)).movedim(-1, 1), dim=-1) @ value.repeat_interleave(2, 1)
-
-
-def test_talking_heads_are_left_alone_by_name() -> None:
-    model = Model(HF, Talking(), Plain())
-    with pytest.warns(UserWarning, match="left alone"):
-        assert "mixes the logits of its heads" in survey(model, SAMPLE)[1]["model.layers.0.self_attn"]
-    with pytest.warns(UserWarning, match="beside q_proj and k_proj it has mix"):
-        assert len(logit_paths(model)) == 1
-
-
 @pytest.fixture
 def one_process(tmp_path: File) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -191,102 +171,6 @@ def test_wrapped_and_compiled_models_are_found_under_their_own_names() -> None:
     assert [str(path) for path in logit_paths(model, SAMPLE)] == expected
 
 
-class Positions(Plain):
-    """As DETR: learned positions are added to the input in the attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(torch.randn(5, 32))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return super().forward(hidden_states + self.positions)
-
-
-def test_learned_positions_of_the_input_are_not_part_of_a_chain() -> None:
-    (finding,) = measured_paths(Model(HF, Positions()), SAMPLE).values()
-    assert [[weight.name for weight in path.weights] for path in finding.paths] == [["q", "k"]]
-
-
-class Pooling(nn.Module):
-    """Attends to the residual stream itself, without weights or norms."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x)
-
-
-def test_weights_of_other_layers_are_not_taken_for_queries_of_an_attention_that_has_none() -> None:
-    model = Model(HF, Pooling(), Pooling(), Plain(), norm=lambda _: nn.Identity())
-    assert [name for name, finding in measured_paths(model, SAMPLE).items() if finding.paths] == [
-        "model.layers.2.self_attn"
-    ]
-
-
-class Gate(Plain):
-    """Queries go through a gate: the logit is not linear in the gate's weights, so they are on no path."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(32, 8)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        self.open = torch.sigmoid(self.gate(hidden_states)).unsqueeze(1)
-        return super().forward(hidden_states)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return super().attend(query * self.open, key, value)
-
-
-class Slots(nn.Module):
-    """Attends to learned keys alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to_query, self.slots = nn.Linear(32, 32), nn.Parameter(torch.randn(6, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.to_query(x).unflatten(-1, (4, 8)).transpose(1, 2)
-        k = torch.cat([x[:, :0], self.slots.expand(len(x), -1, -1)], dim=1).unflatten(-1, (4, 8)).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize(
-    ("attention", "expected"),
-    [
-        (Gate(), {("q_proj.weight", 0, 4), ("k_proj.weight", 0, 2)}),
-        (Slots(), {("to_query.weight", 0, 4), ("slots", 1, 4)}),
-    ],
-    ids=["gate", "learned keys"],
-)
-def test_only_what_a_logit_is_linear_in_is_on_its_path(attention: nn.Module, expected: set[Any]) -> None:
-    (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
-    names = {parameter: name for name, parameter in attention.named_parameters()}
-    (path,) = finding.paths
-    assert {(names[w.param], w.dim, w.blocks) for w in path.weights} == expected  # type: ignore[index]
-
-
-class Experts(nn.Module):
-    """Every token's query is made by one of three experts; some may get none."""
-
-    def __init__(self, used: int) -> None:
-        super().__init__()
-        self.experts, self.kv, self.used = nn.Parameter(torch.randn(3, 32, 32)), nn.Linear(32, 32), used
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [*x.chunk(self.used, dim=1), *[x[:, :0]] * (3 - self.used)]
-        q = torch.cat([F.linear(part, expert) for part, expert in zip(parts, self.experts, strict=True)], dim=1)
-        q, k = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in (q, self.kv(x)))
-        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
-
-
-def test_experts_that_saw_no_token_are_not_taken_for_values() -> None:
-    """Rows of an expert that the sample did not reach would silently have rate 1."""
-    (finding,) = measured_paths(Model(HF, Experts(used=3)), SAMPLE).values()
-    assert len(finding.paths) == 3
-    assert finding.paths[0].weights[0].dim == (0, 1)
-    (finding,) = measured_paths(Model(HF, Experts(used=2)), SAMPLE).values()
-    assert "some experts had no token" in finding.reason
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -301,3 +185,13 @@ def test_what_the_lab_declares_is_what_is_measured(spec: MHA | MLA) -> None:
     declared = found_by_rule(model)["blocks.0.attention"]
     measured = measured_paths(model, SAMPLE)["blocks.0.attention"]
     assert rows(model, list(measured.paths)) == rows(model, list(declared.paths))
+
+
+def test_two_descriptions_differ_if_either_leaves_something_out() -> None:
+    model = nn.ModuleDict({"q": nn.Linear(2, 4), "k": nn.Linear(2, 4)})
+    q, k = (Weight(n, model[n].get_parameter("weight"), torch.tensor([0, 0, 1, 1])) for n in "qk")
+    whole, part = [Path((q, k), 2), Path((q,), 2)], [Path((q, k), 2)]
+    assert differences(whole, whole, model) == ""
+    assert "it says that a head reads q.weight[0:2], but measured is" in differences(whole, part, model)
+    assert "but measured is that a head reads q.weight[0:2]" in differences(part, whole, model)
+    assert differences([], part, model).startswith("it says that it is on no path")

@@ -59,3 +59,16 @@ def run(model: nn.Module, probe: Any) -> None:
         model(*probe)
     else:
         model(probe)
+
+
+@contextmanager
+def trainable(model: nn.Module) -> Iterator[None]:
+    """Every parameter can have gradients; afterwards those that were frozen are again."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quacklr.find.measured import Seen, measure
 from quacklr.find.owners import NotRowsError, Rowset, weight_of
 from quacklr.find.rules.finding import LATENT_NORM, QK_NORM, Finding, unknown
-from quacklr.modules import named_parameters
+from quacklr.modules import named_parameters, trainable
 from quacklr.path import Path
 from quacklr.weight import Weight
 
@@ -35,6 +35,11 @@ class Term:
 
 def measured_paths(model: nn.Module, sample: Any) -> dict[str, Finding]:
     """What a forward of the sample shows of every attention, by module name."""
+    with trainable(model):  # frozen parameters are on paths too
+        return _measured_paths(model, sample)
+
+
+def _measured_paths(model: nn.Module, sample: Any) -> dict[str, Finding]:
     parameters = {id(parameter): name for name, parameter in named_parameters(model)}
     assembly = Assembly(parameters)
     terms: dict[str, dict[Term, None]] = {}

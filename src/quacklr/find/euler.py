@@ -34,10 +34,8 @@ class Euler:
         self.cut: dict[Projection, None] = {}
         self.at: dict[Projection, list[Tensor]] = {}
         for side, found in beside.items():
-            inside = call != 0 and all(call in projection.calls for projection in found)
             asked = [self._ask(side.tensor, at[side], side.tensor, at[side], found) for at in at_sides if side in at]
-            alive = self._with_a_share(asked, found, whole=not inside)
-            self.alive[side] = alive if self._all_there(asked) else [p for p in alive if self._is_linear(side, p)]
+            self.alive[side] = self._beside(side, asked, found)
         waiting = list(self.at)
         while waiting:
             projection = waiting.pop()
@@ -46,10 +44,22 @@ class Euler:
                 waiting += self.alive[projection]
         self.cut = {p: None for p in self.cut if not any(p in alive for alive in self.alive.values())}
 
-    def _all_there(self, asked: Asked) -> bool:
-        """Whether shares make up the whole, as they do where all is linear."""
-        size, together = (torch.tensor(each) for each in zip(*((whole, sum(s)) for whole, s in asked), strict=True))
-        return bool((together - size).norm() <= 0.01 * size.norm())
+    def _beside(self, side: Side, asked: Asked, found: list[Projection]) -> list[Projection]:
+        """What makes a query or a key: what is linear in it; of other modules only if it leaves nothing out.
+
+        Where shares are more than the whole, there is a gate or a learned scale; where they are less, a residual.
+        """
+        alive = self._with_a_share(asked, found)
+        if not self._are_whole(asked, found, alive):
+            alive = [p for p in alive if p.output is not None and self._is_linear(side, p)]
+        inside = [p for p in alive if self.call and self.call in p.calls]
+        return alive if inside == alive or self._are_whole(asked, found, alive) else inside
+
+    def _are_whole(self, asked: Asked, found: list[Projection], some: list[Projection]) -> bool:
+        """Whether the shares of some of them make up the whole."""
+        size = torch.tensor([whole for whole, _ in asked])
+        shares = torch.tensor([sum(s for p, s in zip(found, shares, strict=True) if p in some) for _, shares in asked])
+        return bool((shares - size).norm() <= 0.01 * size.norm())
 
     def _is_linear(self, side: Side, projection: Projection) -> bool:
         """Whether a query or a key is linear in a projection: its gradient does not depend on the projection.
@@ -73,7 +83,7 @@ class Euler:
             (at_input,) = gradients(projection.output, [projection.input], at)
             if at_input is not None:
                 asked.append(self._ask(projection.input, at_input, projection.output, at, earlier))
-        return self._with_a_share(asked, earlier, whole=False)
+        return self._with_a_share(asked, earlier)
 
     def _earlier(self, projection: Projection) -> list[Projection]:
         """What was projected before it in the same call of the attention module."""
@@ -98,18 +108,14 @@ class Euler:
             shares.append(0.0 if at_leaf is None else float((projection.leaf.detach() * at_leaf).double().sum()))
         return whole, shares
 
-    def _with_a_share(self, asked: Asked, found: list[Projection], whole: bool) -> list[Projection]:
-        """Those with a share; none if together they have none, or if they must be the whole and are not."""
+    def _with_a_share(self, asked: Asked, found: list[Projection]) -> list[Projection]:
+        """Those with a share; none if together they have none. The others that are reached are cut."""
         if not asked or not found:
             return []
-        size = torch.tensor([each for each, _ in asked])
+        size = torch.tensor([whole for whole, _ in asked]).norm()
         shares_PF = torch.tensor([shares for _, shares in asked])
-        some = bool(shares_PF.sum(1).norm() > self.NOTHING * size.norm())
-        if whole and some and not self._all_there(asked):
-            return []  # the residual stream: other layers are a part of it
-        alive = [
-            p for p, s in zip(found, shares_PF.norm(dim=0), strict=True) if some and s > self.NOTHING * size.norm()
-        ]
+        some = bool(shares_PF.sum(1).norm() > self.NOTHING * size)
+        alive = [p for p, s in zip(found, shares_PF.norm(dim=0), strict=True) if some and s > self.NOTHING * size]
         reached = (shares_PF != 0).any(0).tolist()
         self.cut |= dict.fromkeys(p for p, r in zip(found, reached, strict=True) if r and p not in alive)
         return alive

@@ -8,8 +8,7 @@ there the logit does not depend on the scale of what comes before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +47,23 @@ class Measurement:
 
 
 def measure(model: nn.Module, sample: Any) -> Measurement:
-    """One forward of the model in eval mode, with random numbers for activations; the model is left as it was."""
+    """One forward of the model in eval mode, with random numbers for activations; the model is left as it was.
+
+    A model that cannot run on random numbers (it repeats something a predicted number of times) is run on real ones.
+    """
     model = unwrapped(model)
+    try:
+        with suppress(Exception):
+            return _measure(model, sample, random=True)
+        return _measure(model, sample, random=False)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} failed on the sample: {type(error).__name__}: {error}; a sample is what the model "
+            "is called with: a tensor, a tuple of arguments, or a dict of named ones"
+        ) from error
+
+
+def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
     seen: list[Seen] = []
 
     def listen(attention: Attention) -> None:
@@ -57,27 +71,8 @@ def measure(model: nn.Module, sample: Any) -> Measurement:
         seen.append(Seen(probe.module, probe.terms(), probe.cut()))
 
     stance: Any = torch.compiler.set_stance  # what was compiled is run as it was written
-    with undisturbed(model), _trainable(model), torch.enable_grad(), stance("force_eager"), running(model) as now:
-        tape = Tape(model.parameters(), model.buffers(), now, listen)
+    with undisturbed(model), torch.enable_grad(), stance("force_eager"), running(model) as now:
+        tape = Tape(model.parameters(), model.buffers(), now, listen, random)
         with tape:
-            try:
-                run(model, sample)
-            except Exception as error:
-                raise ValueError(
-                    f"{type(model).__name__} failed on the sample: {type(error).__name__}: {error}; a sample is what "
-                    "the model is called with: a tensor, a tuple of arguments, or a dict of named ones"
-                ) from error
+            run(model, sample)
     return Measurement(seen, tape.mixed, {id(leaf) for w in tape.idle for leaf in (w, *leaves_of(w))})
-
-
-@contextmanager
-def _trainable(model: nn.Module) -> Iterator[None]:
-    """Every parameter has gradients: frozen ones are on paths too."""
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)

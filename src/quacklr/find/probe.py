@@ -32,11 +32,12 @@ class Probe:
         self.reach = {side: self._reach(side) for side in self.sides}
 
     def _module(self) -> tuple[str, int]:
-        """The innermost module running that also made a query: the attention, even if another does its softmax."""
-        made = {call for side in self.sides[::2] for projection in self.beside[side] for call in projection.calls}
-        for name, call in zip(self.attention.modules[::-1], self.attention.calls[::-1], strict=True):
-            if call in made and name:
-                return name, call
+        """The innermost module running that also made a query (or a key, where queries are made of nothing)."""
+        for sides in (self.sides[::2], self.sides[1::2]):
+            made = {call for side in sides for projection in self.beside[side] for call in projection.calls}
+            for name, call in zip(self.attention.modules[::-1], self.attention.calls[::-1], strict=True):
+                if call in made and name:
+                    return name, call
         return "", 0
 
     def cut(self) -> list[Projection]:

@@ -64,6 +64,7 @@ class Product:
     output: Tensor
     q: Side
     k: Side
+    calls: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,11 +86,12 @@ class Tape(TorchFunctionMode):
         buffers: Iterable[Tensor],
         running: Running,
         listener: Callable[[Attention], None],
+        random: bool = True,
     ) -> None:
         super().__init__()
         self.weights = {id(parameter): parameter for parameter in parameters}  # and what is made of them
         self.constants = {id(buffer): buffer for buffer in buffers}  # and what is made of them alone
-        self.running, self.listener = running, listener
+        self.running, self.listener, self.random = running, listener, random
         self.projections: dict[int, Projection] = {}
         self.products: dict[int, Product] = {}
         self.outputs: dict[int, tuple[Tensor, Projection]] = {}  # what was returned for a projection
@@ -159,7 +161,8 @@ class Tape(TorchFunctionMode):
             return self._project(output, right, left, bias, labels.kept(of_right=False))
         if not (left.requires_grad and right.requires_grad) or (axes := labels.summed()) is None:
             return output
-        product = Product(self._leaf(output), output, Side(left, axes[0]), Side(right, axes[1]))
+        calls = self.running.calls
+        product = Product(self._leaf(output), output, Side(left, axes[0]), Side(right, axes[1]), calls)
         self.products[id(product.leaf)] = product
         return product.leaf.clone()
 
@@ -198,11 +201,13 @@ class Tape(TorchFunctionMode):
         return projection.leaf.clone()
 
     def _attend_fused(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        query, key = self._learned(query), self._learned(key)
         groups = query.shape[-3] // key.shape[-3] if kwargs.get("enable_gqa") else 1
         k = key.repeat_interleave(groups, dim=-3) if groups > 1 else key
         if query.requires_grad and k.requires_grad:
             output = query @ k.mT
-            product = Product(self._leaf(output), output, Side(query, query.ndim - 1), Side(k, k.ndim - 1))
+            sides = Side(query, query.ndim - 1), Side(k, k.ndim - 1)
+            product = Product(self._leaf(output), output, *sides, self.running.calls)
             self._tell(product.leaf.clone(), [product])
         return SDPA(query.detach(), key.detach(), *args, **kwargs).detach()
 
@@ -218,9 +223,10 @@ class Tape(TorchFunctionMode):
         return bool(products)
 
     def _is_mixed(self, logits: Tensor) -> bool:
-        """Whether logits are products that went through a projection: talking heads."""
+        """Whether logits are products of the same module that went through a projection: talking heads."""
         behind = [self.projections[i].output for i in map(id, leaves_of(logits)) if i in self.projections]
-        return any(id(leaf) in self.products for output in behind if output is not None for leaf in leaves_of(output))
+        leaves = {id(leaf) for output in behind if output is not None for leaf in leaves_of(output)}
+        return any(product.calls == self.running.calls for i, product in self.products.items() if i in leaves)
 
     def _tell(self, logits: Tensor, products: list[Product]) -> None:
         self.listener(Attention(logits, products, self.running.modules, self.running.calls))
@@ -230,10 +236,12 @@ class Tape(TorchFunctionMode):
 
     def _nonzero(self, weight: Tensor) -> Tensor:
         """A weight that starts at zero must not hide what is behind it."""
-        zero = self._is_weight(weight) and not weight[:1].any() and not weight.any()  # the first row says it for most
+        zero = self.random and self._is_weight(weight) and not weight[:1].any() and not weight.any()
         return self._leaf(weight).detach() if zero else weight
 
     def _leaf(self, output: Tensor) -> Tensor:
+        if not self.random and output.any():
+            return output.detach().clone().requires_grad_()
         if output.device not in self.generators:
             self.generators[output.device] = torch.Generator(output.device).manual_seed(0)
         generator = self.generators[output.device]

@@ -79,6 +79,9 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "DbrxAttention": (Known("Wqkv", concat),),
     "MptAttention": (Known("Wqkv", concat),),
     "DisentangledSelfAttention": (Known("in_proj", per_head, q_bias="q_bias"),),  # DeBERTa
+    "ImageGPTAttention": (Known("c_attn", concat),),
+    "MgpstrAttention": (Known("qkv", concat),),
+    **dict.fromkeys(("SamVisionAttention", "SamHQVisionAttention", "GotOcr2VisionAttention"), (Known("qkv", concat),)),
     "ModernBertAttention": (Known("Wqkv", concat),),
     "SelfAttention": (Known("linear_qkv", grouped),),  # Megatron
 }

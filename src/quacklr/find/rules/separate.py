@@ -31,9 +31,9 @@ K_NORM = ("k_norm", "k_layernorm", "key_layernorm", "key_norm", "norm_k", "ln_k"
 # what may stand beside queries and keys: values, outputs and gates, and what only adds to logits or picks among them
 HARMLESS = re.compile(
     r"((v|o|g|out|gate|output|value|to_v|to_out|c_v|c_proj|dense|project_v|attention_out|proj|post)_?(proj|lin|linear|"
-    r"head|layer|gate)?(_dropout)?)|[Ww]_?[vogVO]|w_?out|linear_(v|o|out|proj)|ve_gate|indexer|sinks?|lambda_\w+|\w*bias"
+    r"head|layer|gate)?(_dropout)?)|projection_layer|[Ww]_?[vogVO]|w_?out|linear_(v|o|out|proj)|ve_gate|indexer|sinks?|lambda_\w+|\w*bias"
     r"|relative_(attention_bias|pos_embeddings|position_bias_table)|rel_attn_embed|gru_rel_pos_\w+|logit_scale"
-    r"|(key_conv_attn|conv_kernel|conv_out)_layer|sequence_reduction|rotary_emb|to_gates|(v|o|out|attn_sub|sub|group|layer)?_?(norm|Norm)|LayerNorm|inner_attn_ln"
+    r"|(key_conv_attn|conv_kernel|conv_out)_layer|sequence_reduction|sr|spatial_reduction|rotary_emb|to_gates|(v|o|out|attn_sub|sub|group|layer)?_?(norm|Norm)|LayerNorm|inner_attn_ln"
 )
 OWN_BIAS = re.compile(
     r"(sinks?|lambda_\w+|gate_bias|dense_bias|relative_\w+|logit_scale|\w*temperature|gru_rel_pos_\w+)"
@@ -41,7 +41,7 @@ OWN_BIAS = re.compile(
 LINEAR = re.compile(
     r"Delta|Lightning|LSTM|Rwkv|RWKV|Mamba|Linear|Retention|Hyena|SSM|Recurrent|Gated\w*Net", re.IGNORECASE
 )
-NORMS_ITS_INPUT = {"BltCrossAttention"}  # its q_norm and k_norm come before the projections
+NORMS_ITS_INPUT = {"BltCrossAttention", "PerceiverSelfAttention"}  # its norms come before the projections
 NORMED = {"DeepseekV4Attention", "ZayaAttention"}  # other projections, but normed all the same
 GATED = re.compile(r"Qwen(3_?5|3Next|4Exp)\w*Attention")  # rows of q_proj are [q, gate] a head
 
@@ -59,7 +59,7 @@ def separate(module: nn.Module) -> Finding | None:
         return reason
     strange = [name for name, part in module.named_children() if has_weights(part) and not HARMLESS.fullmatch(name)]
     strange += [name for name, _ in module.named_parameters(recurse=False) if not OWN_BIAS.fullmatch(name)]
-    norms = (*Q_NORM, *K_NORM)  # those that are left are of the input
+    norms = (*Q_NORM, *K_NORM, "layernorm1", "layernorm2")  # those that are left are of the input
     if strange := [name for name in strange if name not in pair and name not in norms]:
         return unknown(f"beside {pair[0]} and {pair[1]} it has {', '.join(strange)}")
     q, k = (sources(getattr(module, name)) for name in pair)

@@ -1,0 +1,175 @@
+"""Attention that is odd in one way or another, measured: what is on its paths, and what must not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quacklr import logit_paths
+from quacklr.find.assemble import measured_paths
+from quacklr.find.survey import survey
+from stand_ins_kit import HF, Model, Plain
+
+SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+class Talking(Plain):
+    """Talking heads: the logits of all heads are mixed before the softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4, bias=False)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        logits = query @ key.repeat_interleave(2, 1).mT
+        return F.softmax(self.mix(logits.movedim(1, -1)).movedim(-1, 1), dim=-1) @ value.repeat_interleave(2, 1)
+
+
+def test_talking_heads_are_left_alone_by_name() -> None:
+    model = Model(HF, Talking(), Plain())
+    with pytest.warns(UserWarning, match="left alone"):
+        assert "mixes the logits of its heads" in survey(model, SAMPLE)[1]["model.layers.0.self_attn"]
+    with pytest.warns(UserWarning, match="beside q_proj and k_proj it has mix"):
+        assert len(logit_paths(model)) == 1
+
+
+class Positions(Plain):
+    """As DETR: learned positions are added to the input in the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(5, 32))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states + self.positions)
+
+
+def test_learned_positions_of_the_input_are_not_part_of_a_chain() -> None:
+    (finding,) = measured_paths(Model(HF, Positions()), SAMPLE).values()
+    assert [[weight.name for weight in path.weights] for path in finding.paths] == [["q", "k"]]
+
+
+class Pooling(nn.Module):
+    """Attends to the residual stream itself, without weights or norms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_weights_of_other_layers_are_not_taken_for_queries_of_an_attention_that_has_none() -> None:
+    model = Model(HF, Pooling(), Pooling(), Plain(), norm=lambda _: nn.Identity())
+    assert [name for name, finding in measured_paths(model, SAMPLE).items() if finding.paths] == [
+        "model.layers.2.self_attn"
+    ]
+
+
+class Gate(Plain):
+    """Queries go through a gate: the logit is not linear in the gate's weights, so they are on no path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 8)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.open = torch.sigmoid(self.gate(hidden_states)).unsqueeze(1)
+        return super().forward(hidden_states)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attend(query * self.open, key, value)
+
+
+class Slots(nn.Module):
+    """Attends to learned keys alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_query, self.slots = nn.Linear(32, 32), nn.Parameter(torch.randn(6, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.to_query(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k = torch.cat([x[:, :0], self.slots.expand(len(x), -1, -1)], dim=1).unflatten(-1, (4, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"),
+    [
+        (Gate(), {("q_proj.weight", 0, 4), ("k_proj.weight", 0, 2)}),
+        (Slots(), {("to_query.weight", 0, 4), ("slots", 1, 4)}),
+    ],
+    ids=["gate", "learned keys"],
+)
+def test_only_what_a_logit_is_linear_in_is_on_its_path(attention: nn.Module, expected: set[Any]) -> None:
+    (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
+    names = {parameter: name for name, parameter in attention.named_parameters()}
+    (path,) = finding.paths
+    assert {(names[w.param], w.dim, w.blocks) for w in path.weights} == expected  # type: ignore[index]
+
+
+class Repeats(Plain):
+    """As FastSpeech: tokens are repeated a predicted number of times, which random activations cannot say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.durations = nn.Linear(32, 1)
+        nn.init.zeros_(self.durations.weight)
+        nn.init.ones_(self.durations.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        times = self.durations(hidden_states).squeeze(-1).round().long()
+        if (times < 0).any():
+            raise RuntimeError("repeats can not be negative")
+        return super().forward(hidden_states)
+
+
+def test_a_model_that_cannot_run_on_random_activations_runs_on_real_ones() -> None:
+    (finding,) = measured_paths(Model(HF, Repeats()), SAMPLE).values()
+    assert [[weight.blocks for weight in path.weights] for path in finding.paths] == [[4, 2]]
+
+
+class Transposed(Plain):
+    """Its query weight is used transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(32, 32))
+        del self.q_proj
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        q, k, v = (hidden_states @ self.w.T, self.k_proj(hidden_states), self.v_proj(hidden_states))
+        return self.o_proj(self.attend(*(self.split(each) for each in (q, k, v))).transpose(1, 2).flatten(2))
+
+
+def test_frozen_weights_are_followed_to_their_parameters_too() -> None:
+    attention = Transposed()
+    attention.w.requires_grad_(False)
+    (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
+    q = finding.paths[0].weights[0]
+    assert (q.param is attention.w, q.dim, q.blocks) == (True, 0, 4)
+
+
+class Experts(nn.Module):
+    """Every token's query is made by one of three experts; some may get none."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__()
+        self.experts, self.kv, self.used = nn.Parameter(torch.randn(3, 32, 32)), nn.Linear(32, 32), used
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [*x.chunk(self.used, dim=1), *[x[:, :0]] * (3 - self.used)]
+        q = torch.cat([F.linear(part, expert) for part, expert in zip(parts, self.experts, strict=True)], dim=1)
+        q, k = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in (q, self.kv(x)))
+        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+def test_experts_that_saw_no_token_are_not_taken_for_values() -> None:
+    """Rows of an expert that the sample did not reach would silently have rate 1."""
+    (finding,) = measured_paths(Model(HF, Experts(used=3)), SAMPLE).values()
+    assert len(finding.paths) == 3
+    assert finding.paths[0].weights[0].dim == (0, 1)
+    (finding,) = measured_paths(Model(HF, Experts(used=2)), SAMPLE).values()
+    assert "some experts had no token" in finding.reason
