@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quacklr.find.measured import Seen, measure
 from quacklr.find.owners import NotRowsError, Rowset, weight_of
-from quacklr.find.rules.finding import LATENT_NORM, QK_NORM, Finding, unknown
+from quacklr.find.rules.finding import LATENT_NORM, QK_NORM, Finding
 from quacklr.modules import named_parameters, trainable
 from quacklr.path import Path
 from quacklr.weight import Weight
@@ -44,20 +44,25 @@ def _measured_paths(model: nn.Module, sample: Any) -> dict[str, Finding]:
     assembly = Assembly(parameters)
     terms: dict[str, dict[Term, None]] = {}
     measured = measure(model, sample)
-    found = {name: unknown("it mixes the logits of its heads before the softmax") for name in measured.mixed}
+    found = {name: unwritable("it mixes the logits of its heads before the softmax") for name in measured.mixed}
     for seen in measured.seen:
         of_module = terms.setdefault(seen.module, {})
         try:
             of_module |= dict.fromkeys(assembly.terms(seen))
         except NotRowsError as reason:
-            found[seen.module] = Finding(reason=f"cannot be written as paths: {reason}")
+            found[seen.module] = unwritable(str(reason))
             continue
         if any(id(weight.param) in measured.idle for term in of_module for weight, _ in (*term.q, *term.k)):
-            found[seen.module] = unknown("some experts had no token of the sample: pass a larger one")
+            found[seen.module] = unwritable("some experts had no token of the sample; pass a larger one")
             continue
         cut = {parameters[id(p.weight)]: LATENT_NORM for p in seen.cut if of_module and id(p.weight) in parameters}
         found[seen.module] = Finding(as_paths(of_module, seen.module), "" if of_module else QK_NORM, cut)
     return found
+
+
+def unwritable(why: str) -> Finding:
+    """An attention that was seen, and that paths cannot describe."""
+    return Finding(reason=f"cannot be written as paths: {why}", unknown=True)
 
 
 class Assembly:

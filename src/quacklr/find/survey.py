@@ -24,6 +24,7 @@ UNSEEN = (
     "no attention was seen in a forward of the sample: scaled_dot_product_attention is, and a softmax written out, not "
     "a kernel of its own such as flash or flex attention; switch the model to sdpa or eager, or leave out the sample"
 )
+NOT_SEEN = "not recognised, and no softmax attention of it was seen in a forward of the sample"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
 
 
@@ -103,7 +104,7 @@ def _measured(model: nn.Module, sample: Any, found: dict[str, Finding]) -> dict[
             found[name] = finding
         elif not finding.unknown and (wrong := differences(ruled.paths, finding.paths, model)):
             raise ValueError(f"{name or 'the model'}: the rule for {_class(model, name)} is wrong here; {wrong}")
-    return {name: finding for name, finding in found.items() if name in seen or not finding.unknown}
+    return {n: f if n in seen or not f.unknown else Finding(reason=NOT_SEEN) for n, f in found.items()}
 
 
 def _class(model: nn.Module, name: str) -> str:

@@ -16,19 +16,19 @@ LATENT_NORM = "cut off by the norm on the latent: the logit does not depend on i
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The paths of an attention; or why it has none. `cut`: weights by role that are on no path, and why."""
+    """The paths of an attention; or why it has none.
+
+    `cut`: weights by role that are on no path, and why. `declared`: by the module itself. `unknown`: it may well have
+    paths, but they are not known.
+    """
 
     paths: Sequence[Path] = ()
     reason: str = ""
     cut: Mapping[str, str] = field(default_factory=dict)
     declared: bool = False
-
-    @property
-    def unknown(self) -> bool:
-        """Whether it is an attention that no rule can read."""
-        return self.reason.startswith("not recognised")
+    unknown: bool = False
 
 
 def unknown(why: str = "") -> Finding:
     """An attention that no rule can read, with what is known of why."""
-    return Finding(reason=UNKNOWN.format(f" ({why})" if why else ""))
+    return Finding(reason=UNKNOWN.format(f" ({why})" if why else ""), unknown=True)
