@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quacklr import logit_paths
 from quacklr.find.rules import by_rule
-from quacklr.find.rules.separate import NAMES
+from quacklr.find.rules.words import QUERY_AND_KEY
 from quacklr.find.survey import survey
 from stand_ins_kit import HF, Model, Plain, linear
 
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0])
+@pytest.mark.parametrize("names", QUERY_AND_KEY, ids=lambda names: names[0])
 def test_all_the_usual_names_are_read(names: tuple[str, str]) -> None:
     groups = 4 if names[0] == "to_q" else 2
     finding = by_rule(Attention(*names, k_rows=8 * groups))

@@ -13,8 +13,9 @@ from torch import nn
 
 from quacklr.find.rules.finding import LATENT_NORM, Finding, unknown
 from quacklr.find.rules.reading import HEADS, attends, child, norm_calls, read
-from quacklr.find.rules.separate import Q_NORM, multiplied
+from quacklr.find.rules.separate import multiplied
 from quacklr.find.rules.sources import Chain, Source, sources
+from quacklr.find.rules.words import Q_NORM
 from quacklr.weight import Segment
 
 
