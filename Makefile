@@ -31,12 +31,13 @@ study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; 
 	$(BIN)/quacklr report
 
 models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)
-	$(BIN)/python benchmarks/models.py
+	$(BIN)/python benchmarks/catalogue.py
 
-bench: $(READY)  ## what QuacK costs a training step, what Muon costs, how fast the lab is
+bench: $(READY)  ## what QuacK costs a training step, what Muon costs, how fast the lab is, what measuring a model costs
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/muon_step.py
 	$(BIN)/python benchmarks/lab_speed.py
+	$(BIN)/python benchmarks/measure_attention.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

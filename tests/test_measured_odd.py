@@ -82,6 +82,19 @@ class Gate(Plain):
         return super().attend(query * self.open, key, value)
 
 
+class Scale(Gate):
+    """Queries are scaled by a number a head, part of which is learned, and not counted as a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.gate
+        self.bias = nn.Parameter(torch.randn(4, 1, 1))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.open = hidden_states[:, None, :, :1] + self.bias
+        return Plain.forward(self, hidden_states)
+
+
 class Slots(nn.Module):
     """Attends to learned keys alone."""
 
@@ -99,9 +112,10 @@ class Slots(nn.Module):
     ("attention", "expected"),
     [
         (Gate(), {("q_proj.weight", 0, 4), ("k_proj.weight", 0, 2)}),
+        (Scale(), {("q_proj.weight", 0, 4), ("k_proj.weight", 0, 2)}),
         (Slots(), {("to_query.weight", 0, 4), ("slots", 1, 4)}),
     ],
-    ids=["gate", "learned keys"],
+    ids=["gate", "scale", "learned keys"],
 )
 def test_only_what_a_logit_is_linear_in_is_on_its_path(attention: nn.Module, expected: set[Any]) -> None:
     (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
