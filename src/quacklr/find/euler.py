@@ -32,6 +32,7 @@ class Euler:
         self.projections, self.call = projections, call
         self.alive: dict[Side | Projection, list[Projection]] = {}
         self.cut: dict[Projection, None] = {}
+        self.partly: set[Projection] = set()  # those whose input is more than what is behind them
         self.at: dict[Projection, list[Tensor]] = {}
         for side, found in beside.items():
             asked = [self._ask(side.tensor, at[side], side.tensor, at[side], found) for at in at_sides if side in at]
@@ -83,7 +84,10 @@ class Euler:
             (at_input,) = gradients(projection.output, [projection.input], at)
             if at_input is not None:
                 asked.append(self._ask(projection.input, at_input, projection.output, at, earlier))
-        return self._with_a_share(asked, earlier)
+        alive = self._with_a_share(asked, earlier)
+        if not self._are_whole(asked, earlier, alive):
+            self.partly.add(projection)
+        return alive
 
     def _earlier(self, projection: Projection) -> list[Projection]:
         """What was projected before it in the same call of the attention module."""

@@ -140,13 +140,13 @@ class Probe:
         return list(self._followed(first, at)) if at is not None and at.any() else []
 
     def _followed(self, projection: Projection, gradient: Tensor) -> Iterator[Chain]:
-        """A projection, and what is behind it in the same call of the attention module."""
+        """A projection, with what is behind it in the same call of the attention module; alone, if it reads more."""
         here = rows_of(projection, gradient)
         behind = self.euler.alive.get(projection, [])
         leaves = [earlier.leaf for earlier in behind]
         at = gradients(projection.output, leaves, gradient) if projection.output is not None else ()
         longer = [(earlier, g) for earlier, g in zip(behind, at, strict=True) if g is not None and g.any()]
-        if not longer:
+        if not longer or projection in self.euler.partly:
             yield (here,)
         for earlier, at_earlier in longer:
             yield from ((here, *rest) for rest in self._followed(earlier, at_earlier))

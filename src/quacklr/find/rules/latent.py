@@ -21,7 +21,10 @@ from quacklr.weight import Segment
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What somebody calls the parts: q, or down and up; the keys' down and up; the norms on the latents."""
+    """What somebody calls the parts: q, or down and up; the keys' down and up; the norms on the latents.
+
+    `gated`: up is [query, gate] for each head, and reads the queries' latent twice, with its norm and without.
+    """
 
     q: str
     q_down: str
@@ -30,11 +33,12 @@ class Names:
     kv_up: str
     q_norm: str
     kv_norm: str
+    gated: bool = False
 
 
 NAMES = (
     Names("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm", "kv_a_layernorm"),
-    Names("", "q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "", "kv_a_layernorm"),  # reads both latents
+    Names("", "q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "", "kv_a_layernorm", gated=True),  # AXK2
     Names("wq", "wq_a", "wq_b", "wkv_a", "wkv_b", "q_norm", "kv_norm"),
     Names(
         *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
@@ -57,7 +61,7 @@ def latent(module: nn.Module) -> Finding | None:
     terms = [sources(each) for each in (q, kv_down, kv_up)]
     if not all(terms) or (down is not None and not sources(down)):
         return unknown("one of its projections is not one that we can read")
-    sized = _sizes(module, [term[0].weight.shape[0] for term in terms], gated=names.q_up == "q_gate_proj")
+    sized = _sizes(module, [term[0].weight.shape[0] for term in terms], gated=names.gated)
     if isinstance(sized, str):
         return unknown(sized)
     if calls := [call for call in norm_calls(module) if call != "norm"]:
@@ -103,7 +107,8 @@ def _assembled(
     dkv = [chain for each in dkv_kr for chain in each["dkv"]]
     cut = {"dq": LATENT_NORM} if dq and q_norm is not None else {}
     cut |= {"dkv": LATENT_NORM} if kv_norm is not None else {}
-    behind_q = [()] if not dq or "dq" in cut else dq
+    behind_q: list[Chain] = [()] if not dq or "dq" in cut or rest else []
+    behind_q += dq if "dq" not in cut else []
     behind_k = [()] if "dkv" in cut else dkv
     nope_q = _extended([chain for each in uq_qr for chain in each["uq"]], behind_q)
     rope_q = _extended([chain for each in uq_qr for chain in each["qr"]], behind_q)

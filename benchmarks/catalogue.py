@@ -1,0 +1,246 @@
+"""Which models QuacK can be attached to, and whether all rates are right: every type of transformers, tiny.
+
+    python benchmarks/catalogue.py                    all of them, about five minutes: writes docs/models.md
+    python benchmarks/catalogue.py --only llama t5    some of them: prints their lines
+
+Each model is read by rule, measured with a sample, and judged by `tests/perturbation.py`, which knows neither: it
+changes rows and looks at logits. Exits with 1 if a rate is wrong, or fewer models attach than we say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path as File
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+ROOT = File(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from perturbation import judged, rated  # noqa: E402
+from quacklr import QuacK  # noqa: E402
+from quacklr.find.assemble import measured_paths  # noqa: E402
+from quacklr.find.compare import differences  # noqa: E402
+from quacklr.find.rules.finding import NO_SOFTMAX, Finding  # noqa: E402
+from quacklr.find.survey import found_by_rule, logit_paths  # noqa: E402
+from quacklr.inspect.layout import layout, meeting  # noqa: E402
+from tiny_models import CAUSAL, build, sections  # noqa: E402
+
+PAGE = ROOT / "docs/models.md"
+GOAL = 0.95
+GAPS = {  # terms that are on no path though they should be, with what the judge says of them
+    "funnel": ("q . seg_embed, whose keys are learned, is on no path", r"not the sum|seg_embed"),
+    "inkling_text": ("a bias that is r_proj . rel_logits_proj is on no path", r"rel_logits_proj"),
+}
+ATTACHES, PARTLY, NORMED, NEEDS, NOTHING = (
+    *("attaches", "attaches in part", "nothing to control: QK norm", "needs a sample", "no softmax attention"),
+)
+SAME, FAILED, LEFT_RIGHTLY, RIGHT, WRONG = "the same", "its forward", "rightly", "right", "WRONG"
+GAP = "as its paths say, but"
+INTRODUCTION = """\
+Every type of transformers that has a causal language model, the main encoders and encoder-decoders, and what torch has:
+built tiny, with random weights. *Without a sample* is `QuacK(model, optimizer)`, which reads attention by rule; *with a
+sample* is `QuacK(logit_paths(model, batch), optimizer)`, which measures it too. The last column is the verdict of
+`tests/perturbation.py`, which knows neither: it changes rows, looks at logits, and works out by hand which rate every
+row of every parameter must have after all of them have changed. Modules that the sample does not run, such as those
+that see, are not judged: their rates are held against what the rules say of them.
+"""
+TITLES = ("type", "attention", "layout", "heads / keys", "without a sample", "with a sample", "rows of parameters")
+
+
+class Row(NamedTuple):
+    """A line of the page: all that is counted is read off it."""
+
+    type: str
+    attention: str
+    layout: str
+    heads: str
+    without: str
+    sample: str
+    judged: str
+
+    @property
+    def with_a_sample(self) -> str:
+        """Its outcome with a sample, in full."""
+        return self.without if self.sample == SAME else self.sample
+
+
+def examined(name: str, section: str) -> Row:
+    """One model: read, measured, judged."""
+    model, sample = build(name, section)
+    ruled = found_by_rule(model)
+    without = _by_rule(ruled.values())
+    try:
+        seen = measured_paths(model, sample)
+    except ValueError as error:
+        return _row(name, model, ruled, without, f"{FAILED} fails: {_told(error)}", "-")
+    known = {name: finding for name, finding in {**seen, **_known(ruled)}.items() if not finding.unknown}
+    wrong = [differences(ruled[n].paths, seen[n].paths, model) for n in _known(ruled).keys() & _known(seen).keys()]
+    wrong = [f"rule and measurement differ: {difference}" for difference in wrong if difference]
+    more = [n for n in {**ruled, **seen} if n not in _known(ruled)]
+    with_sample = SAME if not more else _by_rule(known.values())
+    if failed := [finding for finding in seen.values() if finding.unknown]:
+        with_sample = failed[0].reason
+    return _row(name, model, known, without, with_sample, _judged(name, model, sample, known, wrong, without))
+
+
+def _judged(name: str, model: nn.Module, sample: Any, known: dict[str, Finding], wrong: list[str], without: str) -> str:
+    if not known:
+        return "-"
+    verdict = judged(model, sample, {name: finding.paths for name, finding in known.items()})
+    reason, pattern = GAPS.get(name, ("", r"(?!)"))
+    if reason and not verdict.problems:
+        wrong.append("this is no gap any more; take it out of GAPS")
+    wrong += [problem for problem in verdict.problems if not re.search(pattern, problem)]
+    right = 0
+    if any(finding.paths for finding in known.values()):
+        given = (
+            model if without.startswith((ATTACHES,)) and not without.startswith(PARTLY) else logit_paths(model, sample)
+        )
+        with QuacK(given, SGD(model.parameters(), lr=1.0)) as quack:
+            right, off = rated(model, quack, verdict)
+        wrong += [f"the rate of {row}" for row in off]
+    if wrong:
+        return f"{len(wrong)} {WRONG}: {wrong[0]}"
+    unseen = f", {len(verdict.not_run)} modules not run" if verdict.not_run else ""
+    if reason:
+        return f"{right} {GAP} {reason}"
+    return (f"{right} {RIGHT}" if right else f"left alone {LEFT_RIGHTLY}") + unseen
+
+
+def _known(findings: dict[str, Finding]) -> dict[str, Finding]:
+    return {name: finding for name, finding in findings.items() if not finding.unknown}
+
+
+def _by_rule(findings: Iterable[Finding]) -> str:
+    """One outcome for all attentions of a model."""
+    findings = [finding for finding in findings if finding.reason != NO_SOFTMAX]
+    unknown, paths = [f for f in findings if f.unknown], [f for f in findings if f.paths]
+    if not findings:
+        return NOTHING
+    if unknown:
+        return f"{PARTLY}, {len(unknown)} of {len(findings)} need a sample" if paths else NEEDS
+    if not paths:
+        return NORMED
+    normed = len(findings) - len(paths)
+    return ATTACHES + (f"; {normed} of {len(findings)} have QK norm" if normed else "")
+
+
+def _row(name: str, model: nn.Module, known: dict[str, Finding], without: str, sample: str, said: str) -> Row:
+    names = {id(parameter): n.rsplit(".", 2)[-2] for n, parameter in model.named_parameters() if "." in n}
+    attending = {n: f for n, f in known.items() if f.reason != NO_SOFTMAX}
+    classes = [type(model.get_submodule(n)).__name__ for n in attending]
+    words = [layout(f.paths, f.cut, names) for f in attending.values() if f.paths]
+    heads = [f"{f.paths[0].heads} / {meeting(f.paths[0])[1].blocks}" for f in attending.values() if f.paths]
+    attention, stored, numbers = (", ".join(dict.fromkeys(cell)) or "-" for cell in (classes, words, heads))
+    return Row(name, attention, stored, numbers, without, sample, said)
+
+
+def _told(error: Exception) -> str:
+    return re.sub(r".*failed on the sample: \w+: (.*?);? a sample is.*", r"\1", str(error))
+
+
+def summary(found: dict[str, list[Row]]) -> str:
+    """What the lines of the page come to."""
+    causal = [row for row in found[CAUSAL] if row.without != NOTHING]
+    attach, normed = ([row for row in causal if row.without.startswith(word)] for word in (ATTACHES, NORMED))
+    partly = [row for row in attach if row.without.startswith(PARTLY)]
+    needs = [row for row in causal if row.without == NEEDS]
+    runs = [row for row in causal if not row.sample.startswith(FAILED)]
+    attach_measured = [row for row in runs if row.with_a_sample.startswith(ATTACHES)]
+    control = [row for row in runs if not row.with_a_sample.startswith(NORMED)]
+    everything = [row for rows in found.values() for row in rows]
+    rows = [number for row in everything for number in re.findall(rf"^(\d+) {RIGHT}", row.judged)]
+    return f"""\
+Of {len(found[CAUSAL])} types with a causal language model, {len(causal)} have softmax attention. Without a sample:
+
+- {len(attach) - len(partly)} attach;
+- {len(normed)} have QK norm throughout, and are left alone: their logits do not depend on the scale of what we control;
+- {len(partly)} attach in part, and {len(needs)} not at all: the rest of their attention has to be measured.
+
+So {percent(len(attach) - len(partly) + len(normed), len(causal))} need nothing but the model. Of those \
+that have something to control, {percent(len(attach) - len(partly), len(causal) - len(normed))} attach, all of them. \
+The forward of {len(runs)} runs on a sample that is made for it; then {len(attach_measured)} of the {len(control)} \
+that have something to control attach.
+
+{len(everything)} models were built. All {sum(map(int, rows)):,} rows of parameters of {len(rows)} that attach have \
+the rate that their logits imply; {sum(WRONG in row.judged for row in everything)} models have a row that has not. In \
+{sum(GAP in row.judged for row in everything)} more a term of the logit is on no path, so that rates do not count it: \
+their lines say which.
+"""
+
+
+def percent(some: int, of: int) -> str:
+    return f"{some} of {of} ({100 * some / max(of, 1):.1f} %)"
+
+
+def page(found: dict[str, list[Row]]) -> str:
+    import transformers
+
+    versions = f"torch {torch.__version__} and transformers {transformers.__version__}"
+    made = f"Made by `python benchmarks/catalogue.py` with {versions}."
+    tables = [f"## {section}\n\n{table(rows)}" for section, rows in found.items()]
+    return "\n".join(["# Models that QuacK can be attached to\n", INTRODUCTION, made + "\n", summary(found), *tables])
+
+
+def table(rows: Iterable[Row]) -> str:
+    cells = [TITLES, ["---"] * len(TITLES), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in cells)
+
+
+def read_page(text: str) -> dict[str, list[Row]]:
+    """The lines of a page, by section."""
+    found: dict[str, list[Row]] = {}
+    for part in text.split("\n## ")[1:]:
+        title, *lines = part.splitlines()
+        cells = [re.split(r" (?<!\\)\| ", line[2:-2]) for line in lines if line.startswith("| ")][2:]
+        found[title] = [Row(*(cell.replace("\\|", "|") for cell in line)) for line in cells]
+    return found
+
+
+def below_the_goal(found: dict[str, list[Row]], goal: float = GOAL) -> list[str]:
+    """What is not as it should be; so many must attach, or rightly be left alone, without a sample."""
+    every = [row for rows in found.values() for row in rows]
+    wrong = [f"{row.type}: {row.judged}" for row in every if WRONG in row.judged]
+    wrong += [f"{row.type}: {row.sample}" for row in every if row.sample.startswith((NEEDS, PARTLY, "not recognised"))]
+    causal = [row for row in found.get(CAUSAL, []) if row.without != NOTHING]
+    attach = [
+        row for row in causal if row.without.startswith((ATTACHES, NORMED)) and not row.without.startswith(PARTLY)
+    ]
+    if len(attach) < goal * len(causal):
+        wrong.append(f"only {percent(len(attach), len(causal))} attach without a sample")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="these types alone; nothing is written")
+    only = parser.parse_args().only
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    chosen = [(section, name) for section, names in sections().items() for name in names if not only or name in only]
+    found: dict[str, list[Row]] = {}
+    for i, (section, name) in enumerate(chosen):
+        print(f"\r{i + 1} of {len(chosen)} {name:<60.60}", end="", file=sys.stderr, flush=True)
+        found.setdefault(section, []).append(examined(name, section))
+    print(file=sys.stderr)
+    if only:
+        print(*(table(rows) for rows in found.values()), sep="\n")
+    else:
+        PAGE.write_text(page(found))
+    wrong = below_the_goal(found, 0 if only else GOAL)
+    print(*wrong, sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""`quacklr inspect TARGET`: the attention of a model, as quacklr sees it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+
+from quacklr.cli import Parser
+from quacklr.inspect.as_json import as_json
+from quacklr.inspect.report import report
+from quacklr.inspect.show import show
+from quacklr.inspect.target import BadTargetError, resolve
+
+ABOUT = """\
+The attention of a model: how queries and keys are stored, what their learning
+rates will follow, what QuacK leaves alone and why. Nothing is downloaded.
+
+TARGET is one of
+  llama                      a model type of transformers: its default config
+  path/to/config.json        a config of transformers, or a folder with one
+  org/name                   a model of the hub whose config is in the local cache
+  vit_tiny_patch16_224       a model of timm
+  package.module:factory     a function of yours that returns a model, or
+  path/to/file.py:factory    (model, batch), where batch is what it is called with
+"""
+EXAMPLES = """\
+examples:
+  quacklr inspect deepseek_v3             seconds: of 671 billion parameters only the shapes
+  quacklr inspect llama --measure         run a small one, and hold it against what was read
+  quacklr inspect train.py:make_model     yours
+  quacklr inspect gpt2 --json | jq '.layers[0].paths'
+
+exit code: 0 if QuacK attaches to all, or the rest is explained (QK norm); 1 if something is not
+recognised or cannot be measured, if rule and measurement differ, or if QuacK would raise; 2 if
+there is no such model
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Inspect a model and print what was found; the exit code says whether all of it is understood."""
+    try:
+        asked = parser().parse_args(argv)
+    except SystemExit as stop:  # argparse exits by itself after --help and mistakes
+        return int(stop.code or 0)
+    try:
+        with quiet():
+            say(f"building {asked.target} ...")
+            found = report(resolve(asked.target), asked.measure)
+            text = json.dumps(as_json(found, asked.target)) if asked.json else show(found, asked.target)
+        print(text)
+    except BadTargetError as error:
+        print(f"quacklr inspect: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # somebody reads the first lines only
+        return 1
+    return found.exit_code
+
+
+def parser() -> Parser:
+    """The options."""
+    options = Parser(
+        prog="quacklr inspect",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="quacklr inspect TARGET [--measure] [--json]",
+    )
+    options.add_argument("target", metavar="TARGET", help="the model, see above")
+    options.add_argument(
+        "--measure",
+        action="store_true",
+        help="also run a batch and compare what it shows; of transformers, a small model of the same kind",
+    )
+    options.add_argument("--json", action="store_true", help="one JSON object with every row of every layer")
+    return options
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Others' warnings, logs and prints stay away from the answer."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def say(line: str) -> None:
+    """What takes a moment, to a person who watches."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr)
