@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from quacklr import logit_paths
 from quacklr.find.rules import by_rule
@@ -164,6 +165,36 @@ def test_what_is_strange_is_left_alone_with_a_warning_that_names_it(attention: n
         paths, left_alone = survey(model)
     assert [path.weights[0].name for path in paths] == ["model.layers.0.self_attn.q"]
     assert why in left_alone["model.layers.1.self_attn"]
+
+
+class CausalSelfAttention(nn.Module):
+    """Has nanoGPT's names, but each head's q, k, v together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.n_head, self.n_embd = linear(96), 4, 32
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(x).unflatten(-1, (self.n_head, 3, -1)).transpose(1, 2).unbind(3)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_fused_layout_is_not_guessed_from_a_name_that_many_have() -> None:
+    model = Model(HF, CausalSelfAttention())
+    with pytest.raises(ValueError, match=r"no attention that QuacK can control \(.*not recognised; pass a batch"):
+        logit_paths(model)
+    (path,) = logit_paths(model, torch.randint(61, (1, 4)))
+    assert path.weights[0].block_of_row.tolist() == [b if r < 8 else -1 for b in range(4) for r in range(24)]
+
+
+def test_the_cross_attention_of_gpt2_is_read_and_measured() -> None:
+    """Its c_attn is [k | v], and a second projection makes queries."""
+    config = GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=90, add_cross_attention=True)
+    model: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    batch = {"input_ids": torch.randint(90, (1, 6)), "encoder_hidden_states": torch.randn(1, 5, 48)}
+    assert [path.weights[1].name for path in logit_paths(model, batch)] == [
+        *("transformer.h.0.attn.k", "transformer.h.0.crossattention.k")
+    ]
 
 
 def test_a_layer_with_qk_norm_is_left_alone_without_a_warning() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from quacklr.find.owners import NotRowsError
 from quacklr.find.rules.finding import Finding, unknown
-from quacklr.find.rules.reading import GROUPS, HEADS, read
+from quacklr.find.rules.reading import GROUPS, HEAD_SIZE, HEADS, called, read, sizes
 from quacklr.find.rules.separate import multiplied, normed
 from quacklr.find.rules.sources import Source, sources
 from quacklr.weight import Segment, packed
@@ -55,18 +55,31 @@ def falcon(module: Any) -> Callable[[int, int, int], Layout]:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A class by its name and that of its fused projection; some choose their layout by a setting."""
+    """A class by its name and that of its fused projection; some choose their layout by a setting.
+
+    Where many have a class of that name: the package it must be from, or names that its forward must use.
+    """
 
     child: str
     layout: Callable[[int, int, int], Layout]
     chosen: Callable[[Any], Callable[[int, int, int], Layout]] | None = None
     q_bias: str = ""  # a parameter that is added to all queries
+    package: str = ""
+    uses: frozenset[str] = frozenset()
+
+    def fits(self, module: nn.Module, cls: type) -> bool:
+        """Whether a module of a class of that name is the one that is meant."""
+        from_there = not self.package or cls.__module__.split(".")[0] == self.package
+        return from_there and (not self.uses or self.uses <= called(module))
 
 
 KNOWN: dict[str, tuple[Known, ...]] = {
     "GPT2Attention": (Known("c_attn", concat),),
-    "Attention": (Known("c_attn", concat), Known("qkv", concat)),  # OpenAI GPT; timm
-    "CausalSelfAttention": (Known("c_attn", concat), Known("qkv", concat), Known("attn", grouped)),  # nanoGPT; litgpt
+    "Attention": (Known("c_attn", concat, package="transformers"), Known("qkv", concat, package="timm")),
+    "CausalSelfAttention": (
+        Known("c_attn", concat, uses=frozenset({"split", "n_embd"})),  # nanoGPT: split(self.n_embd, dim=2)
+        Known("qkv", concat, package="litgpt"),
+    ),
     "GPTBigCodeAttention": (Known("c_attn", concat, bigcode),),
     "FalconAttention": (Known("query_key_value", concat, falcon),),
     "BloomAttention": (Known("query_key_value", per_head),),
@@ -83,7 +96,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "MgpstrAttention": (Known("qkv", concat),),
     **dict.fromkeys(("SamVisionAttention", "SamHQVisionAttention", "GotOcr2VisionAttention"), (Known("qkv", concat),)),
     "ModernBertAttention": (Known("Wqkv", concat),),
-    "SelfAttention": (Known("linear_qkv", grouped),),  # Megatron
+    "SelfAttention": (Known("linear_qkv", grouped, uses=frozenset({"core_attention"})),),  # Megatron
 }
 
 
@@ -91,12 +104,24 @@ def fused(module: nn.Module) -> Finding | None:
     """A class that KNOWN has; None otherwise."""
     for cls in type(module).__mro__:
         for known in KNOWN.get(cls.__name__, ()):
-            terms = sources(getattr(module, known.child, None))
+            terms = sources(getattr(module, known.child, None)) if known.fits(module, cls) else []
             if terms and getattr(module, "relative_attention", False):
                 return unknown("its logits have terms with positions")
+            if terms and (q := sources(getattr(module, "q_attn", None))):  # GPT-2's cross-attention: [k | v] and a q
+                return _across(module, q, terms)
             if terms:
                 return normed(module) or _laid_out(module, terms, known)
     return None
+
+
+def _across(module: nn.Module, q: list[Source], kv: list[Source]) -> Finding:
+    rows, kv_rows = (each[0].weight.shape[each[0].dim] for each in (q, kv))
+    read_sizes = sizes(module, rows, kv_rows // 2)
+    if isinstance(read_sizes, str):
+        return unknown(read_sizes)
+    heads, groups, d = read_sizes
+    k = [chain for source in kv for chain in source.cut([("k", groups, d), (None, groups, d)], 1)["k"]]
+    return multiplied([chain for source in q for chain in source.cut([("q", heads, d)], 1)["q"]], k)
 
 
 def _laid_out(module: nn.Module, terms: list[Source], known: Known) -> Finding:
@@ -110,6 +135,8 @@ def _laid_out(module: nn.Module, terms: list[Source], known: Known) -> Finding:
     if not heads or rows % (heads + 2 * groups):
         return unknown(f"{heads} heads and {groups} groups do not divide {rows} rows")
     d = rows // (heads + 2 * groups)
+    if (said := read(module, HEAD_SIZE)) and d not in said:
+        return unknown(f"{rows} rows make heads of {d}, but it says {said[0]}")
     segments, repeat = layout(heads, groups, d)
     try:
         cut = [source.cut(segments, repeat) for source in terms]
