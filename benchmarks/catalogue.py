@@ -138,7 +138,7 @@ def _row(name: str, model: nn.Module, known: dict[str, Finding], without: str, s
     names = {id(parameter): n.rsplit(".", 2)[-2] for n, parameter in model.named_parameters() if "." in n}
     attending = {n: f for n, f in known.items() if f.reason != NO_SOFTMAX}
     classes = [type(model.get_submodule(n)).__name__ for n in attending]
-    words = [layout(f.paths, f.cut, names) for f in attending.values() if f.paths]
+    words = [layout(f.paths, names) for f in attending.values() if f.paths]
     heads = [f"{f.paths[0].heads} / {meeting(f.paths[0])[1].blocks}" for f in attending.values() if f.paths]
     attention, stored, numbers = (", ".join(dict.fromkeys(cell)) or "-" for cell in (classes, words, heads))
     return Row(name, attention, stored, numbers, without, sample, said)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path as File
 from typing import Any
@@ -87,7 +89,7 @@ class Mixer(nn.Module):
 def test_what_no_rule_knows_is_found_by_measuring() -> None:
     model = Model(HF, Mixer(), Plain())
     with pytest.warns(
-        UserWarning, match=r"^1 attention modules are left alone, first model\.layers\.0\.self_attn: not"
+        UserWarning, match=r"^attention is left alone in 1 of 2 modules, first model\.layers\.0\.self_attn: not"
     ):
         assert len(logit_paths(model)) == 1
     paths, left_alone = survey(model, SAMPLE)
@@ -195,3 +197,72 @@ def test_two_descriptions_differ_if_either_leaves_something_out() -> None:
     assert "it says that a head reads q.weight[0:2], but measured is" in differences(whole, part, model)
     assert "but measured is that a head reads q.weight[0:2]" in differences(part, whole, model)
     assert differences([], part, model).startswith("it says that it is on no path")
+
+
+def test_paths_that_were_measured_tell_what_is_left_alone_too() -> None:
+    normed: Any = Plain()
+    normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+    normed.attend = lambda q, k, v: Plain.attend(normed, normed.q_norm(q), normed.k_norm(k), v)
+    model = Model(HF, normed, Mixer(), Plain())
+    paths = logit_paths(model, SAMPLE)
+    assert [path.weights[0].name[13:15] for path in paths] == ["1.", "2."]  # in the model's order
+    quack = QuacK(paths, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "model.layers.0.self_attn: QK norm" in repr(quack)
+    assert repr(paths[1]).startswith("Path(model.layers.2.self_attn.q . model.layers.2.self_attn.k: 4 heads)")
+    assert repr(paths[1].weights[1]).endswith("16 rows of (16, 32), 2 blocks)")
+
+
+class Merging(nn.Linear):
+    """As LoRA in loralib: weights are merged when `eval()` is called."""
+
+    def train(self, mode: bool = True) -> Any:
+        raise AssertionError(f"train({mode}) was called")
+
+
+class Caching(Plain):
+    """Writes keys into a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2, 2, 5, 8))
+        self.v_proj = Merging(32, 16, bias=False)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.get_buffer("cache")[: len(key)] = key
+        return super().attend(query, self.get_buffer("cache")[: len(key)], value)
+
+
+def test_neither_modes_nor_buffers_are_touched() -> None:
+    model = Model(HF, Caching())
+    cache = model.get_buffer("model.layers.0.self_attn.cache")
+    assert len(logit_paths(model, SAMPLE)) == 1
+    assert model.get_buffer("model.layers.0.self_attn.cache") is cache
+    assert not cache.any()
+    assert not cache.requires_grad
+
+
+def test_a_compiled_attention_is_found_by_rule_when_it_is_the_whole_model() -> None:
+    compiled: Any = torch.compile(Plain(), backend="eager")
+    assert [str(path) for path in logit_paths(compiled)] == ["q . k"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_measured_as_full_precision_is(dtype: torch.dtype) -> None:
+    spec = MLA(heads=3, nope_dim=8, rope_dim=4, v_head_dim=8, d_cq=96, d_ckv=64, latent_norm=True)
+    model = build(Shape(d_model=128, layers=1, d_ff=48, context=12, vocab=61), spec, seed=0)
+    full = rows(model, list(measured_paths(model, SAMPLE)["blocks.0.attention"].paths))
+    assert rows(model.to(dtype), list(measured_paths(model, SAMPLE)["blocks.0.attention"].paths)) == full
+
+
+def test_nothing_but_torch_is_needed() -> None:
+    script = """
+import sys
+sys.modules["numpy"] = None
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from quacklr import logit_paths
+layer = torch.nn.TransformerEncoderLayer(8, 2, 8)
+assert len(logit_paths(layer, torch.randn(3, 1, 8))) == 1
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -164,6 +165,72 @@ def test_frozen_weights_are_followed_to_their_parameters_too() -> None:
     (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
     q = finding.paths[0].weights[0]
     assert (q.param is attention.w, q.dim, q.blocks) == (True, 0, 4)
+
+
+class Eager(Plain):
+    """Its logits are written out, and changed by a function of them, queries and keys."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__(groups=4)
+        self.change = change
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.change(query @ key.mT, query, key).softmax(-1) @ value
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda a, _q, _k: a - a.amax(-1, keepdim=True), ""),
+        (lambda a, _q, _k: 30 * torch.tanh(a / 30), ""),
+        (lambda a, _q, _k: F.layer_norm(a, a.shape[-1:]), "QK norm"),
+        (lambda a, _q, _k: a / a.std(-1, keepdim=True), "QK norm"),
+        (lambda a, q, k: a / (q.norm(dim=-1).unsqueeze(-1) * k.norm(dim=-1).unsqueeze(-2)), "in other ways"),
+        (lambda a, q, k: 2 * a - q.square().sum(-1).unsqueeze(-1) - k.square().sum(-1).unsqueeze(-2), "in other ways"),
+        (lambda a, _q, _k: a.sqrt(), "not finite"),
+    ],
+    ids=["less a maximum", "capped", "normed", "divided by a deviation", "divided by norms", "distances", "not finite"],
+)
+def test_what_is_done_to_logits_after_the_product_counts(change: Any, why: str) -> None:
+    (finding,) = measured_paths(Model(HF, Eager(change)), SAMPLE).values()
+    assert (why in finding.reason) if why else len(finding.paths) == 1
+
+
+class Casted(nn.Linear):
+    """Its weight follows the dtype of what it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.type_as(x).to(x))
+
+
+def test_weights_cast_to_an_activation_are_weights() -> None:
+    attention = Plain()
+    attention.q_proj, attention.k_proj = Casted(32, 32), Casted(32, 16)
+    (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
+    assert [weight.blocks for weight in finding.paths[0].weights] == [4, 2]
+    with pytest.raises(ValueError, match="q_proj is not a projection that we can read"):
+        logit_paths(Model(HF, attention))  # what its forward does is not known
+
+
+class Batched(nn.Module):
+    """As LeViT: a projection and a norm over the batch, which in training removes its scale."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(32, rows, bias=False), nn.BatchNorm1d(rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.bn(self.linear(x).flatten(0, 1)).view(*x.shape[:2], -1)
+        return out
+
+
+def test_a_norm_over_the_batch_cuts_a_chain_though_it_does_not_in_eval_mode() -> None:
+    attention = Plain()
+    attention.q_proj, attention.k_proj = Batched(32), Batched(16)
+    (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
+    assert "QK norm" in finding.reason
+    with pytest.raises(ValueError, match="q_proj is not a projection that we can read"):
+        logit_paths(Model(HF, attention))
 
 
 class Experts(nn.Module):

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from quacklr import logit_paths
+from quacklr import QuacK, logit_paths
 from quacklr.find.rules import by_rule
+from quacklr.find.rules.finding import QK_NORM
 from quacklr.find.rules.words import QUERY_AND_KEY
 from quacklr.find.survey import survey
 from stand_ins_kit import HF, Model, Plain, linear
@@ -68,7 +69,7 @@ def test_sizes_are_read_under_many_names(sizes: dict[str, int]) -> None:
         (Attention(head_dim=8, num_kv_heads=4), r"a head 8, but it says it has \[4\] heads"),
         (Attention(q_rows=48, k_rows=32, head_dim=8), "which does not divide"),
         (Attention(hidden_size=32), "does not say how many heads"),
-        (Attention("to_q", "to_k"), "which heads share a key differs"),
+        (Attention("to_q", "to_k"), "it may repeat keys for groups of heads"),
     ],
     ids=["head size", "heads", "groups", "heads by groups", "nothing said", "tiled or not"],
 )
@@ -136,6 +137,44 @@ class KeysFromElsewhere(Plain):
         self.k_proj = None  # type: ignore[assignment]
 
 
+class Own(Plain):
+    """One norm for queries and keys, under a name that others use for a norm of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+
+
+class Hooked(Plain):
+    """Something is done to its queries by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj.register_forward_hook(lambda _module, _args, out: F.normalize(out, dim=-1))
+
+
+class Tiled(Plain):
+    """Heads take turns with the keys."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1))
+
+
+class Helpers:
+    """As a module of somebody's helpers."""
+
+    @staticmethod
+    def rms_norm_per_head(x: Tensor) -> Tensor:
+        return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+class Imported(Plain):
+    """A norm from somewhere else."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attend(Helpers.rms_norm_per_head(query), Helpers.rms_norm_per_head(key), value)
+
+
 class ElementwiseAttention(nn.Module):
     """Has the names, but no softmax."""
 
@@ -156,6 +195,10 @@ class ElementwiseAttention(nn.Module):
         (Unit(), "its code calls normalize"),
         (KeysFromElsewhere(), "its keys are another layer's"),
         (ElementwiseAttention(), "it shows no softmax"),
+        (Own(), "beside q_proj and k_proj it has norm"),
+        (Hooked(), "q_proj is not a projection that we can read"),
+        (Tiled(), "it may repeat keys for groups of heads, or groups of keys for heads"),
+        (Imported(), "its code calls rms_norm_per_head"),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
 )
@@ -195,6 +238,39 @@ def test_the_cross_attention_of_gpt2_is_read_and_measured() -> None:
     assert [path.weights[1].name for path in logit_paths(model, batch)] == [
         *("transformer.h.0.attn.k", "transformer.h.0.crossattention.k")
     ]
+
+
+class Block(nn.Module):
+    """A name that says nothing, a softmax written out, and one projection for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_qkv = linear(96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(x).chunk(3, dim=-1)
+        return torch.softmax(q @ k.mT, dim=-1) @ v
+
+
+def test_an_attention_that_no_rule_reads_is_told_whatever_its_class_is_called() -> None:
+    with pytest.warns(UserWarning, match=r"^attention is left alone in 1 of 2 modules, first model\.layers\.1"):
+        assert len(logit_paths(Model(HF, Plain(), Block()))) == 1
+
+
+def test_a_model_that_has_qk_norm_throughout_is_told_to_train_without() -> None:
+    normed: Any = Plain()
+    normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+    with pytest.raises(ValueError, match=r"nothing for QuacK to control .* QK norm.*; train it without"):
+        logit_paths(Model(HF, normed))
+
+
+def test_what_is_left_alone_in_many_layers_is_one_line() -> None:
+    normed: list[Any] = [Plain(), Plain()]
+    for attention in normed:
+        attention.q_norm, attention.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+    model = Model(HF, Plain(), *normed)
+    quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert repr(quack).endswith("left alone:\n  model.layers.{1-2}.self_attn: " + QK_NORM)
 
 
 def test_a_layer_with_qk_norm_is_left_alone_without_a_warning() -> None:

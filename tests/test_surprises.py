@@ -166,7 +166,7 @@ MODEL = nn.Sequential(Separate())
         (lambda o: QuacK(o, MODEL), r"Separate is not a torch.optim.Optimizer; call QuacK\(model, optimizer\)"),  # type: ignore[arg-type]
         (lambda _: QuacK(MODEL, None), "NoneType is not a torch.optim.Optimizer"),  # type: ignore[arg-type]
         (lambda o: QuacK(MODEL, o, norm="spectral"), "norm='spectral': a norm is a function, quacklr.frobenius or"),  # type: ignore[arg-type]
-        (lambda o: QuacK(MODEL, o, tau="1"), "tau='1': .* must be a positive number"),  # type: ignore[arg-type]
+        (lambda o: QuacK(MODEL, o, tau="1"), "tau is a str: .* must be a positive number"),  # type: ignore[arg-type]
         (lambda o: QuacK(MODEL, o, floor=None), "floor=None: .* must be a number from 0 up"),  # type: ignore[arg-type]
         (lambda _: packed(nn.Linear(2, 4), "q", 2, 2), "q: a segment is .name, blocks, rows of a block."),  # type: ignore[arg-type]
         (lambda _: packed(nn.Linear(2, 4), ("q", 2, 4 / 2)), "a segment is .name, blocks, rows of a block."),  # type: ignore[arg-type]

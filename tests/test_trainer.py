@@ -287,3 +287,10 @@ def test_evaluating_and_loading_the_best_model_do_not_disturb_it(tmp_path: File)
     assert len(rows[0]) == STEPS
     assert rows[0] == rows[1]
     assert is_free(evaluated)
+
+
+def test_a_state_that_the_training_went_on_without_is_not_taken(tmp_path: File) -> None:
+    make_trainer(tmp_path, QuacKCallback()).train()
+    make_trainer(tmp_path, max_steps=STEPS + 2).train(resume_from_checkpoint=True)
+    with pytest.warns(UserWarning, match="the checkpoint holds no state of QuacK"):
+        make_trainer(tmp_path, QuacKCallback(), max_steps=STEPS + 4).train(resume_from_checkpoint=True)

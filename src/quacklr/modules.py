@@ -21,6 +21,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules, under names that torch.compile and DDP have not changed: they put what they wrap a level down."""
     for name, module in unwrapped(model).named_modules():
+        if "_orig_mod" in module._modules:
+            continue
         yield ".".join(part for part in name.split(".") if part != "_orig_mod"), module
 
 
@@ -32,10 +34,14 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards every module is in the mode it was in."""
+    """The model in eval mode; afterwards every module is in the mode it was in.
+
+    Modes are set as they are stored: some modules merge weights or do other things when `eval()` is called.
+    """
     training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
+        for module in training:
+            module.training = False
         yield
     finally:
         for module in training:
@@ -72,3 +78,17 @@ def trainable(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+@contextmanager
+def own_buffers(model: nn.Module) -> Iterator[None]:
+    """The model with copies of its buffers: a forward that writes into them (caches, counters) leaves no trace."""
+    kept = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        for module, buffers in kept:
+            module._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
+        yield
+    finally:
+        for module, buffers in kept:
+            module._buffers.clear()
+            module._buffers.update(buffers)

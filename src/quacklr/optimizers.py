@@ -35,7 +35,7 @@ def as_optimizers(given: object) -> list[Optimizer]:
                     "Adam(W), Muon or another optimizer whose step is lr times a direction"
                 )
         optimizers.append(each)
-    return optimizers
+    return list(dict.fromkeys(optimizers))
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -18,7 +18,7 @@ from torch import Tensor
 from quacklr.weight import Weight
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Path:
     """A chain of weights whose product makes one term of the logit of each of `heads` heads.
 
@@ -67,6 +67,9 @@ class Path:
         """(weights, heads): the block each head reads of each weight."""
         assert self.block_of_head is not None
         return torch.stack([read for read in self.block_of_head if read is not None])
+
+    def __repr__(self) -> str:
+        return f"Path({self}: {self.heads} heads)"
 
     def __str__(self) -> str:
         return " . ".join(weight.name for weight in self.weights)

@@ -64,11 +64,12 @@ class QuacK:
         refuse_settings(tau, norm, floor)
         self.norm, self.adapt, self.floor = norm, adapt, floor
         self.optimizers = as_optimizers(optimizer)
-        paths, self.left_alone = (
-            survey(model)
-            if isinstance(model, nn.Module)
-            else (as_paths(model, "the model must be an nn.Module or"), {})
-        )
+        self.left_alone: Mapping[str, str] = {}
+        if isinstance(model, nn.Module):
+            paths, self.left_alone = survey(model)
+        else:
+            paths = as_paths(model, "the model must be an nn.Module or")
+            self.left_alone = getattr(model, "left_alone", {})
         self._rule = Rule(paths)
         refuse_unstepped(self._rule.weights, self.optimizers)
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]

@@ -15,7 +15,12 @@ def refuse_settings(tau: object, norm: object, floor: object) -> None:
     """Numbers in range, and a norm that can be called."""
     if isinstance(tau, Optimizer):
         raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
-    if not isinstance(tau, int | float) or not 0 < tau < float("inf"):
+    if not isinstance(tau, int | float):
+        raise ValueError(
+            f"tau is a {type(tau).__name__}: the rate relative to lr must be a positive number; a batch is given to "
+            "logit_paths: QuacK(logit_paths(model, batch), optimizer)"
+        )
+    if not 0 < tau < float("inf"):
         raise ValueError(f"tau={tau!r}: the rate relative to lr must be a positive number; 1.0 is where to start")
     if not isinstance(floor, int | float) or not 0 <= floor < float("inf"):
         raise ValueError(f"floor={floor!r}: the least norm of a block must be a number from 0 up")

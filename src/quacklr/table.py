@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from quacklr.collapse import pattern, shape
 from quacklr.path import Path
 from quacklr.rule import Rule
 from quacklr.weight import Weight
@@ -27,8 +28,16 @@ def describe(rule: Rule, rates: Mapping[str, Tensor], left_alone: Mapping[str, s
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
         rows.append((module or "(model)", heads, logit, "  ".join(ranges)))
     frozen = {w.name: FROZEN if w.rated else UNRATED for w in rule.weights if w.name not in rates}
-    alone = [f"  {name}: {reason}" for name, reason in {**frozen, **left_alone}.items()]
+    alone = _folded({**frozen, **left_alone})
     return "\n".join([*_columns(rows), *(["left alone:", *alone] if alone else [])])
+
+
+def _folded(left_alone: Mapping[str, str]) -> list[str]:
+    """A line for each reason and kind of name, however many layers have it."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, reason in left_alone.items():
+        alike.setdefault((shape(name), reason), []).append(name)
+    return [f"  {pattern(names) or '(model)'}: {reason}" for (_, reason), names in alike.items()]
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:

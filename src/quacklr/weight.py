@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # a weight equals itself only, so it can key a dict
+@dataclass(frozen=True, slots=True, eq=False, repr=False)  # a weight equals itself only, so it can key a dict
 class Weight:
     """Some rows of a parameter, and the block each belongs to.
 
@@ -60,6 +60,10 @@ class Weight:
         elif not -len(shape) <= self.dim < len(shape):
             raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {shape}")
         return self.dim if isinstance(self.dim, tuple) else self.dim % len(shape)
+
+    def __repr__(self) -> str:
+        rows = int((self.block_of_row >= 0).sum())
+        return f"Weight({self.name}: {rows} rows of {tuple(self.param.shape)}, {self.blocks} blocks)"
 
     @property
     def rows_are_first(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quacklr.find.measured import Seen, measure
 from quacklr.find.owners import NotRowsError, Rowset, weight_of
-from quacklr.find.rules.finding import LATENT_NORM, QK_NORM, Finding
+from quacklr.find.rules.finding import NO_WEIGHTS, NOT_LINEAR, QK_NORM, Finding
 from quacklr.modules import named_parameters, trainable
 from quacklr.path import Path
 from quacklr.weight import Weight
@@ -47,16 +47,21 @@ def _measured_paths(model: nn.Module, sample: Any) -> dict[str, Finding]:
     found = {name: unwritable("it mixes the logits of its heads before the softmax") for name in measured.mixed}
     for seen in measured.seen:
         of_module = terms.setdefault(seen.module, {})
+        if seen.problem:
+            found[seen.module] = unwritable(seen.problem)
+            continue
         try:
             of_module |= dict.fromkeys(assembly.terms(seen))
-        except NotRowsError as reason:
-            found[seen.module] = unwritable(str(reason))
+        except NotRowsError as error:
+            found[seen.module] = unwritable(str(error))
             continue
         if any(id(weight.param) in measured.idle for term in of_module for weight, _ in (*term.q, *term.k)):
             found[seen.module] = unwritable("some experts had no token of the sample; pass a larger one")
             continue
-        cut = {parameters[id(p.weight)]: LATENT_NORM for p in seen.cut if of_module and id(p.weight) in parameters}
-        found[seen.module] = Finding(as_paths(of_module, seen.module), "" if of_module else QK_NORM, cut)
+        names = [parameters[id(p.weight)] for p in seen.cut if id(p.weight) in parameters]
+        cut = {name.removeprefix(f"{seen.module}."): NOT_LINEAR for name in names if of_module}
+        reason = "" if of_module else QK_NORM if seen.cut else NO_WEIGHTS
+        found[seen.module] = Finding(as_paths(of_module, seen.module), reason, cut)
     return found
 
 
@@ -110,7 +115,7 @@ class Assembly:
         if found is None:
             return None
         weight, read = found
-        key = id(weight.param), weight.dim, weight.block_of_row.numpy().tobytes()
+        key = id(weight.param), weight.dim, tuple(weight.block_of_row.tolist())
         return self.weights.setdefault(key, weight), tuple(read)
 
     def _biased(self, weight: Weight, bias: Weight) -> Weight:

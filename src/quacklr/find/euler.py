@@ -6,12 +6,13 @@ projection is asked for its share, next to the query and the key first, then beh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from quacklr.find.tape import Projection, Side, gradients
+from quacklr.find.records import Projection, Side, gradients
 
 Asked = list[tuple[float, list[float]]]  # for each random direction: the whole, and each projection's share of it
 
@@ -21,6 +22,7 @@ class Euler:
 
     PASSES = 4  # random directions in which is asked
     NOTHING = 1e-3  # a share that is none: an epsilon in a norm leaves about 1e-5
+    ROUNDING = 8  # times the dtype's epsilon, if that is more
 
     def __init__(
         self,
@@ -30,6 +32,9 @@ class Euler:
         call: int,
     ) -> None:
         self.projections, self.call = projections, call
+        dtypes = [side.tensor.dtype for side in beside]
+        self.rounding = self.ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+        self.finite = True
         self.alive: dict[Side | Projection, list[Projection]] = {}
         self.cut: dict[Projection, None] = {}
         self.partly: set[Projection] = set()  # those whose input is more than what is behind them
@@ -52,7 +57,9 @@ class Euler:
         """
         alive = self._with_a_share(asked, found)
         if not self._are_whole(asked, found, alive):
-            alive = [p for p in alive if p.output is not None and self._is_linear(side, p)]
+            linear = [p for p in alive if p.output is not None and self._is_linear(side, p)]
+            self.cut |= dict.fromkeys(p for p in alive if p not in linear and p.output is not None)
+            alive = linear
         inside = [p for p in alive if self.call and self.call in p.calls]
         return alive if inside == alive or self._are_whole(asked, found, alive) else inside
 
@@ -60,7 +67,7 @@ class Euler:
         """Whether the shares of some of them make up the whole."""
         size = torch.tensor([whole for whole, _ in asked])
         shares = torch.tensor([sum(s for p, s in zip(found, shares, strict=True) if p in some) for _, shares in asked])
-        return bool((shares - size).norm() <= 0.01 * size.norm())
+        return bool((shares - size).norm() <= max(0.01, self.rounding) * size.norm())
 
     def _is_linear(self, side: Side, projection: Projection) -> bool:
         """Whether a query or a key is linear in a projection: its gradient does not depend on the projection.
@@ -110,16 +117,17 @@ class Euler:
             if at_leaf is not None:
                 self.at.setdefault(projection, []).append(at_leaf)
             shares.append(0.0 if at_leaf is None else float((projection.leaf.detach() * at_leaf).double().sum()))
+        self.finite &= math.isfinite(whole + sum(shares))
         return whole, shares
 
     def _with_a_share(self, asked: Asked, found: list[Projection]) -> list[Projection]:
         """Those with a share; none if together they have none. The others that are reached are cut."""
         if not asked or not found:
             return []
-        size = torch.tensor([whole for whole, _ in asked]).norm()
+        nothing = max(self.NOTHING, self.rounding) * torch.tensor([whole for whole, _ in asked]).norm()
         shares_PF = torch.tensor([shares for _, shares in asked])
-        some = bool(shares_PF.sum(1).norm() > self.NOTHING * size)
-        alive = [p for p, s in zip(found, shares_PF.norm(dim=0), strict=True) if some and s > self.NOTHING * size]
+        some = bool(shares_PF.sum(1).norm() > nothing)
+        alive = [p for p, share in zip(found, shares_PF.norm(dim=0), strict=True) if some and share > nothing]
         reached = (shares_PF != 0).any(0).tolist()
         self.cut |= dict.fromkeys(p for p, r in zip(found, reached, strict=True) if r and p not in alive)
         return alive

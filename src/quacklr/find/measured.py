@@ -17,9 +17,10 @@ from torch import nn
 
 from quacklr.find.owners import Rowset
 from quacklr.find.probe import Probe
-from quacklr.find.tape import Attention, Projection, Tape, leaves_of
+from quacklr.find.records import Attention, Projection, leaves_of
+from quacklr.find.tape import Tape
 from quacklr.intercept import running
-from quacklr.modules import run, undisturbed, unwrapped
+from quacklr.modules import own_buffers, run, undisturbed, unwrapped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +31,7 @@ class Seen:
     """
 
     module: str
+    problem: str  # why it cannot be described, if it cannot
     terms: list[tuple[tuple[Rowset, ...], tuple[Rowset, ...]]]
     cut: list[Projection]
 
@@ -68,10 +70,10 @@ def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
 
     def listen(attention: Attention) -> None:
         probe = Probe(attention, tape.projections)
-        seen.append(Seen(probe.module, probe.terms(), probe.cut()))
+        seen.append(Seen(probe.module, probe.problem(), probe.terms(), probe.cut()))
 
     stance: Any = torch.compiler.set_stance  # what was compiled is run as it was written
-    with undisturbed(model), torch.enable_grad(), stance("force_eager"), running(model) as now:
+    with undisturbed(model), own_buffers(model), torch.enable_grad(), stance("force_eager"), running(model) as now:
         tape = Tape(model.parameters(), model.buffers(), now, listen, random)
         with tape:
             run(model, sample)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quacklr.find.tape import Projection, gradients, leaves_of
+from quacklr.find.records import Projection, gradients, leaves_of
 from quacklr.weight import Weight
 
 LEAST = 1e-6  # of the largest gradient: below it, a row is not touched but for rounding
@@ -29,11 +29,16 @@ class Rowset:
     @property
     def key(self) -> tuple[int, bytes]:
         """Equal for the same rows of the same weight."""
-        return id(self.projection.weight), self.mask.numpy().tobytes()
+        return id(self.projection.weight), fingerprint(self.mask)
 
 
 class NotRowsError(ValueError):
     """What a head reads is not whole rows of a parameter."""
+
+
+def fingerprint(mask: Tensor) -> bytes:
+    """Equal for equal masks. (torch alone has no tobytes.)"""
+    return bytes(mask.flatten().tolist())
 
 
 def rows_of(projection: Projection, gradient: Tensor) -> Rowset:
@@ -63,9 +68,10 @@ def weight_of(tensor: Tensor, masks: Sequence[Tensor], parameters: dict[int, str
     sources = [leaf for leaf in leaves_of(tensor) if id(leaf) in parameters]
     sources = [source for source in sources if _gradient(tensor, source, owned).any()]
     shares = [_share(tensor, source, owned) for source in sources]
-    if all(abs(share) < 1e-3 for share in shares):
+    close = max(1e-3, 8 * torch.finfo(tensor.dtype).eps)
+    if all(abs(share) < close for share in shares):
         return None
-    linear = [source for source, share in zip(sources, shares, strict=True) if abs(share - 1) < 1e-3]
+    linear = [source for source, share in zip(sources, shares, strict=True) if abs(share - 1) < close]
     if len(linear) != 1:
         names = " and ".join(parameters[id(source)] for source in sources)
         raise NotRowsError(f"its weight is made of {names} in a way that does not follow the scale of just one of them")
@@ -89,7 +95,8 @@ def _gradient(tensor: Tensor, source: Tensor, mask: Tensor) -> Tensor:
 
 def _in_blocks(param: Tensor, masks: Sequence[Tensor], name: str) -> tuple[Weight, list[int]]:
     """Masks, one a head, as blocks of a weight, and the block of each head."""
-    distinct = {mask.numpy().tobytes(): mask for mask in masks}
+    keys = [fingerprint(mask) for mask in masks]
+    distinct = dict(zip(keys, masks, strict=True))
     ordered = sorted(distinct, key=lambda key: int(distinct[key].flatten().nonzero()[0]))
     block = torch.full(masks[0].shape, -1)
     for number, key in enumerate(ordered):
@@ -97,7 +104,7 @@ def _in_blocks(param: Tensor, masks: Sequence[Tensor], name: str) -> tuple[Weigh
             raise NotRowsError(f"rows of {name} serve several heads, but not the same of them: its heads are mixed")
         block[distinct[key]] = number
     of_row, dim = _along_one_dim(block, param, name)
-    return Weight(name, param, of_row, dim), [ordered.index(mask.numpy().tobytes()) for mask in masks]
+    return Weight(name, param, of_row, dim), [ordered.index(key) for key in keys]
 
 
 def _along_one_dim(block: Tensor, param: Tensor, name: str) -> tuple[Tensor, int | tuple[int, ...]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quacklr.find.euler import Euler
 from quacklr.find.owners import Rowset, rows_of
-from quacklr.find.tape import Attention, Projection, Side, gradients, leaves_of
+from quacklr.find.records import Attention, Product, Projection, Side, gradients, leaves_of
 
 Chain = tuple[Rowset, ...]  # from the projection next to the logit back to the one that reads the input
 
@@ -27,9 +27,21 @@ class Probe:
         }
         self.module, call = self._module()
         self.generator = torch.Generator(attention.logits.device).manual_seed(0)
+        self.products = [p for p in attention.products if not self._is_normed(p)]
         at_sides = [self._at_sides(self._random(())) for _ in range(Euler.PASSES)]
         self.euler = Euler(self.beside, at_sides, projections, call)
         self.reach = {side: self._reach(side) for side in self.sides}
+
+    def _is_normed(self, product: Product) -> bool:
+        """Whether the logits do not depend on the scale of a product: there is a norm after it."""
+        if product.leaf.dtype in (torch.float16, torch.bfloat16):
+            return False  # rounding would hide it
+        for _ in range(Euler.PASSES):
+            (at,) = gradients(self.attention.logits, [product.leaf], self._random(()))
+            leaf = product.leaf.detach()
+            if at is None or not (at * leaf).sum().abs() <= 1e-5 * at.norm() * leaf.norm():
+                return False
+        return True
 
     def _module(self) -> tuple[str, int]:
         """The innermost module running that also made a query (or a key, where queries are made of nothing)."""
@@ -40,16 +52,27 @@ class Probe:
                     return name, call
         return "", 0
 
+    def problem(self) -> str:
+        """Why this attention cannot be described by what is multiplied, if it cannot."""
+        if not self.euler.finite:
+            return "its derivatives are not finite"
+        direct = {id(leaf) for leaf in leaves_of(self.attention.logits)}
+        if any(id(p.leaf) in direct for side in self.sides for p in self.euler.alive[side] if p.output is not None):
+            return "its logits depend on queries or keys in other ways than by their product"
+        return ""
+
     def cut(self) -> list[Projection]:
-        """Projections that reach the logits, but a norm comes after them."""
-        return list(self.euler.cut)
+        """Projections that reach the logits, but a norm comes after them, or after their product."""
+        normed = [product for product in self.attention.products if product not in self.products]
+        after = [p for product in normed for side in (product.q, product.k) for p in self.beside[side]]
+        return [*self.euler.cut, *after]
 
     def terms(self) -> list[tuple[Chain, Chain]]:
         """What makes the query and the key, for every head and every way in which they are made; each once."""
         found: dict[object, tuple[Chain, Chain]] = {}
         for cotangent in self._heads():
             at = self._at_sides(cotangent)
-            for product in self.attention.products:
+            for product in self.products:
                 for q, k in self._terms_of(product.q, product.k, at):
                     found.setdefault((tuple(r.key for r in q), tuple(r.key for r in k)), (q, k))
         return list(found.values())
@@ -90,7 +113,7 @@ class Probe:
 
     def _at_sides(self, cotangent: Tensor) -> dict[Side, Tensor]:
         """What a cotangent of the logits is at the query and the key of every product."""
-        products = self.attention.products
+        products = self.products
         at_products = gradients(self.attention.logits, [product.leaf for product in products], cotangent)
         found: dict[Side, Tensor] = {}
         for product, at in zip(products, at_products, strict=True):

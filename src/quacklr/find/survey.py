@@ -7,7 +7,7 @@ and what no rule knows is taken from there.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ UNSEEN = (
     "no attention was seen in a forward of the sample: scaled_dot_product_attention is, and a softmax written out, not "
     "a kernel of its own such as flash or flex attention; switch the model to sdpa or eager, or leave out the sample"
 )
-NOT_SEEN = "not recognised, and no softmax attention of it was seen in a forward of the sample"
+NOT_SEEN = "not recognised, and not seen to attend in a forward of the sample"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
 
 
@@ -36,7 +36,16 @@ def logit_paths(model: nn.Module, sample: Any = None) -> list[Path]:
     that leaves the model as it was: what no rule knows is found, and where a rule is wrong, that is a ValueError that
     shows both. A model with nothing to control is a ValueError.
     """
-    return survey(model, sample)[0]
+    paths, left_alone = survey(model, sample)
+    return Paths(paths, left_alone)
+
+
+class Paths(list[Path]):
+    """Paths, and what has none and why."""
+
+    def __init__(self, paths: Iterable[Path], left_alone: Mapping[str, str]) -> None:
+        super().__init__(paths)
+        self.left_alone = dict(left_alone)
 
 
 def survey(model: nn.Module, sample: Any = None) -> tuple[list[Path], dict[str, str]]:
@@ -47,24 +56,25 @@ def survey(model: nn.Module, sample: Any = None) -> tuple[list[Path], dict[str, 
     paths = [path for name, finding in found.items() for path in _named(finding.paths, name)]
     left_alone = _left_alone(found)
     if not paths:
-        raise ValueError(
-            f"{type(model).__name__} has no attention that QuacK can control{_reasons(left_alone)}; "
-            + _way_out(sample is None)
-        )
+        raise ValueError(f"{type(model).__name__} has {_nothing(found, sample is None)}")
     if unknown := [name for name, finding in found.items() if finding.unknown]:
         warnings.warn(
-            f"{len(unknown)} attention modules are left alone, first {unknown[0] or 'the model'}: "
+            f"attention is left alone in {len(unknown)} of {len(found)} modules, first {unknown[0] or 'the model'}: "
             f"{found[unknown[0]].reason}",
             stacklevel=3,
         )
     return paths, left_alone
 
 
-def _way_out(rules_only: bool) -> str:
+def _nothing(found: Mapping[str, Finding], rules_only: bool) -> str:
+    """Why there is nothing to control, and what can be done about it, if anything can."""
+    reasons = _reasons(_left_alone(found))
+    if found and not any(finding.unknown or finding.declared for finding in found.values()):
+        return f"nothing for QuacK to control in its {len(found)} attention layers{reasons}; train it without"
     measure = "pass a batch to measure it, logit_paths(model, batch), " if rules_only else ""
     return (
-        f"{measure}give its attention a method logit_paths(), or pass the paths themselves: "
-        "QuacK([Path(...), ...], optimizer)"
+        f"no attention that QuacK can control{reasons}; {measure}give its attention a method logit_paths(), or pass "
+        "the paths themselves: QuacK([Path(...), ...], optimizer)"
     )
 
 
@@ -100,18 +110,23 @@ def _measured(model: nn.Module, sample: Any, found: dict[str, Finding]) -> dict[
         if any(name == outer or not outer or name.startswith(f"{outer}.") for outer in believed):
             continue
         ruled = found.get(name)
-        if ruled is None or ruled.unknown:
+        if ruled is None or ruled.unknown or finding.unknown:
             found[name] = finding
-        elif not finding.unknown and (wrong := differences(ruled.paths, finding.paths, model)):
-            raise ValueError(f"{name or 'the model'}: the rule for {_class(model, name)} is wrong here; {wrong}")
-    return {n: f if n in seen or not f.unknown else Finding(reason=NOT_SEEN) for n, f in found.items()}
+        elif wrong := differences(ruled.paths, finding.paths, model):
+            raise ValueError(
+                f"{name or 'the model'}: the rule for {_class(model, name)} is wrong here; {wrong}; a method "
+                "logit_paths() of the module would be believed"
+            )
+    found = {n: f if n in seen or not f.unknown else Finding(reason=NOT_SEEN, unknown=True) for n, f in found.items()}
+    order = [name for name, _ in named_modules(model)]
+    return dict(sorted(found.items(), key=lambda item: order.index(item[0])))
 
 
 def _class(model: nn.Module, name: str) -> str:
     return type(dict(named_modules(model))[name]).__name__
 
 
-def _left_alone(found: dict[str, Finding]) -> dict[str, str]:
+def _left_alone(found: Mapping[str, Finding]) -> dict[str, str]:
     left_alone: dict[str, str] = {}
     for name, finding in found.items():
         if finding.reason:
@@ -125,7 +140,7 @@ def _reasons(left_alone: dict[str, str]) -> str:
     first: dict[str, str] = {}
     for name, reason in left_alone.items():
         first.setdefault(reason, name)
-    return "".join(f" ({name}: {reason})" for reason, name in first.items())
+    return "".join(f" ({name or 'the model'}: {reason})" for reason, name in first.items())
 
 
 def _named(paths: Iterable[Path], module: str) -> list[Path]:

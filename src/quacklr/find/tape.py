@@ -14,7 +14,6 @@ or a norm's epsilon, must not hide anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from quacklr.find.labels import Labels, labels_of_einsum, labels_of_matmul
+from quacklr.find.records import Attention, Product, Projection, Side, leaves_of
 from quacklr.intercept import MULTIHEAD, SDPA, SOFTMAX, Running, multihead_opened
 
 MATMUL: set[Any] = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
@@ -32,49 +32,9 @@ CONVOLUTION: set[Any] = {F.conv1d, F.conv2d, F.conv3d}
 ADD: set[Any] = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__}
 CONCATENATE: set[Any] = {torch.cat, torch.concat, torch.stack}
 CLAMP: set[Any] = {torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip, Tensor.clip_}
+BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias")
+LIKE: set[Any] = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as}  # of an activation
 LOGSUMEXP: set[Any] = {torch.logsumexp, Tensor.logsumexp}  # a softmax in two steps
-
-
-@dataclass(slots=True, eq=False)
-class Projection:
-    """An activation times a weight. `rows`: which axis of the output is which axis of the weight."""
-
-    leaf: Tensor  # stands for the output
-    output: Tensor | None  # the real one, with its graph back to earlier leaves; None: a learned tensor by itself
-    input: Tensor | None
-    weight: Tensor
-    bias: Tensor | None
-    rows: tuple[tuple[int, int], ...]
-    calls: tuple[int, ...]  # of modules that were running, outermost first
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Side:
-    """A factor of a product, queries or keys, and its axis that is summed over."""
-
-    tensor: Tensor
-    axis: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Product:
-    """The product of two activations, summed over one axis of each."""
-
-    leaf: Tensor
-    output: Tensor
-    q: Side
-    k: Side
-    calls: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Attention:
-    """What goes into a softmax over keys, and the products it is made of."""
-
-    logits: Tensor
-    products: list[Product]
-    modules: tuple[str, ...]  # that were running, outermost first
-    calls: tuple[int, ...]
 
 
 class Tape(TorchFunctionMode):
@@ -123,15 +83,25 @@ class Tape(TorchFunctionMode):
             return self._attend_fused(*args, **kwargs)
         if func in SOFTMAX and self._attend(*args, **kwargs):
             return func(*args, **kwargs).detach()
+        if func is F.batch_norm:
+            return self._normed_by_batch(*bound(args, kwargs, *BATCH_NORM))
         if func in LOGSUMEXP:
             self._attend(*args, **kwargs)
-        if func in CLAMP and args[0].requires_grad:  # clipped entries have no gradient, but are of the same rows
-            return args[0]
-        if func in ADD and (biased := self._biased(*args)) is not None:
+        first, second = bound(args, kwargs, "input", "other")
+        if func in CLAMP and first.requires_grad:  # clipped entries have no gradient, but are of the same rows
+            return first
+        if func in ADD and (biased := self._biased(first, second)) is not None:
             return biased
+        if func in LIKE and self._is_weight(first):
+            return self._known(func(*args, **kwargs), learned=True)
         if func in ADD or func in CONCATENATE:
             args = [self._learned(arg) for arg in args]
         return self._recorded(func, args, kwargs)
+
+    def _normed_by_batch(self, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, *_: Any) -> Tensor:
+        """As in training, where it cuts a chain as every norm does; with one value a channel, as in eval mode."""
+        training = x.numel() > x.shape[1]
+        return F.batch_norm(x, None if training else mean, None if training else var, weight, bias, training)
 
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The output, or its leaf if it is a projection or a product."""
@@ -178,7 +148,7 @@ class Tape(TorchFunctionMode):
         self.outputs[id(returned)] = returned, projection
         return returned
 
-    def _biased(self, left: Any, right: Any, *_: Any) -> Tensor | None:
+    def _biased(self, left: Any, right: Any) -> Tensor | None:
         """The output of a projection to which a bias of its rows is added: it is taken for the projection's own."""
         for output, bias in ((left, right), (right, left)):
             returned, projection = self.outputs.get(id(output), (None, None))
@@ -264,27 +234,6 @@ def tensors_in(values: Sequence[Any]) -> list[Tensor]:
 def bound(args: Sequence[Any], kwargs: dict[str, Any], *names: str) -> list[Any]:
     """The arguments of these names, given by place or by name."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
-
-
-def gradients(of: Tensor, at: Sequence[Tensor], cotangent: Tensor) -> Sequence[Tensor | None]:
-    """torch.autograd.grad of one tensor, which can be asked again; None where it does not depend on a tensor."""
-    return torch.autograd.grad(of, at, cotangent, retain_graph=True, allow_unused=True) if at else ()
-
-
-def leaves_of(tensor: Tensor) -> list[Tensor]:
-    """The leaves that a tensor was computed from, as autograd knows them."""
-    leaves: list[Tensor] = []
-    seen: set[Any] = set()
-    waiting: list[Any] = [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        waiting += [following for following, _ in node.next_functions]
-    return leaves
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ examples:
   quacklr inspect gpt2 --json | jq '.layers[0].paths'
 
 exit code: 0 if QuacK attaches to all, or the rest is explained (QK norm); 1 if something is not
-recognised or cannot be measured, if rule and measurement differ, or if QuacK would raise; 2 if
+recognised or cannot be measured, if rule and measurement differ, or if QuacK would raise otherwise; 2 if
 there is no such model
 """
 

@@ -13,7 +13,7 @@ from torch import nn
 from quacklr.inspect.check import NoMeasurementError
 from quacklr.inspect.sample import sample_for
 from quacklr.inspect.target import SMALL, BadTargetError, Target, told
-from quacklr.inspect.tiny import _default_config, shrink
+from quacklr.inspect.tiny import default_config, shrink
 
 INSTALL = "pip install transformers"
 
@@ -35,7 +35,7 @@ def is_type(name: str) -> bool:
 
 def of_type(name: str) -> Target:
     """The model of a type's default config."""
-    return _target(name, lambda: _default_config(name))
+    return _target(name, lambda: default_config(name))
 
 
 def of_file(name: str) -> Target:

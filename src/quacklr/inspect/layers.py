@@ -90,7 +90,7 @@ def layers_of(model: nn.Module, found: Mapping[str, Finding], checks: Mapping[st
 
 
 def _words(finding: Finding, parameters: dict[int, str]) -> str:
-    return layout(finding.paths, finding.cut, parameters) if finding.paths else ""
+    return layout(finding.paths, parameters) if finding.paths else ""
 
 
 def _shared(paths: Sequence[Path], name: str, first: Mapping[int, str]) -> str:

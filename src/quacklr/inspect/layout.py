@@ -8,17 +8,17 @@ MLA, low-rank queries     two terms, one with a key that serves all heads
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from quacklr.path import Path
 from quacklr.weight import Weight
 
 
-def layout(paths: Sequence[Path], cut: Collection[str], parameters: dict[int, str]) -> str:
+def layout(paths: Sequence[Path], parameters: dict[int, str]) -> str:
     """Words for the paths of one attention; the names of its parameters if there are none for it."""
     if is_latent(paths):
-        return "MLA, low-rank queries" if len(_downs(paths)) + len(cut) > 1 else "MLA, full queries"
+        return "MLA, full queries" if _queries_read_the_input(paths) else "MLA, low-rank queries"
     if len(paths[0].weights) != 2:
         return " . ".join(parameters.get(id(weight.param), weight.name) for weight in paths[0].weights)
     beside = {w: None for path in paths[1:] for w in path.weights if w not in paths[0].weights}
@@ -41,8 +41,10 @@ def is_latent(paths: Sequence[Path]) -> bool:
     return q is not r and q.param is r.param and min(k.blocks, s.blocks) == 1 < max(k.blocks, s.blocks)
 
 
-def _downs(paths: Sequence[Path]) -> set[Weight]:
-    return {weight for path in paths for weight in path.weights if weight not in meeting(path)}
+def _queries_read_the_input(paths: Sequence[Path]) -> bool:
+    """Whether they are as wide as the key that serves all heads, which does; if not, they read a latent."""
+    q, kr = min((meeting(path) for path in paths), key=lambda pair: pair[1].blocks)
+    return q.rows_first()[0].numel() == kr.rows_first()[0].numel()
 
 
 def _sizes(weight: Weight) -> set[int]:

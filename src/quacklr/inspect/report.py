@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from quacklr.collapse import shape
 from quacklr.find.rules.finding import Finding
 from quacklr.find.survey import found_by_rule, survey
 from quacklr.inspect.check import NOT_SEEN, ONLY_MEASURED, UNMEASURED, NoMeasurementError, checked
-from quacklr.inspect.collapse import shape
 from quacklr.inspect.layers import Layer, controlled, layers_of, named_paths
 from quacklr.inspect.target import BadTargetError, Target, told
 from quacklr.quack import QuacK

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from quacklr.collapse import pattern, shape
 from quacklr.inspect.check import ONLY_MEASURED
-from quacklr.inspect.collapse import pattern, shape
 from quacklr.inspect.layers import Layer, block_norms
 from quacklr.inspect.report import Report, summary
 

@@ -146,7 +146,7 @@ def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
 
     For a variant with other layers, shrink that: `shrink(AutoConfig.for_model(model_type, num_kv_shared_layers=20))`.
     """
-    config = shrink(_default_config(model_type))
+    config = shrink(default_config(model_type))
     for name, value in overrides.items():
         setattr(config, name, value)
     return config
@@ -170,7 +170,8 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     return small
 
 
-def _default_config(model_type: str) -> PretrainedConfig:
+def default_config(model_type: str) -> PretrainedConfig:
+    """transformers' own, with what it needs to be built at all."""
     from transformers import AutoConfig
 
     fields = DEFAULTS.get(model_type, {})

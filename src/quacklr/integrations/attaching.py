@@ -57,7 +57,7 @@ class Attaching:
         if state is not None:
             try:
                 quack.load_state_dict(state)
-            except ValueError:
+            except BaseException:
                 quack.remove()
                 raise
         self.quack = quack

@@ -40,14 +40,17 @@ class QuacKCallback(Attaching, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach: weights and optimizer are loaded and on their device, and no step was taken yet."""
-        saved = kwargs["optimizer"].param_groups[0].pop(KEY, None)
-        resumed = state.global_step > 0
-        quack = self._attach(kwargs["model"], kwargs["optimizer"], saved if resumed else None, resumed)
+        saved = kwargs["optimizer"].param_groups[0].pop(KEY, {})
+        resumed, current = state.global_step > 0, saved.get("step") == state.global_step  # older: trained on without us
+        self._state = state
+        quack = self._attach(
+            kwargs["model"], kwargs["optimizer"], saved["state"] if resumed and current else None, resumed
+        )
         self._saving = quack.optimizers[0].register_state_dict_post_hook(self._add_state)
 
     def _add_state(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
         assert self.quack is not None
-        state_dict["param_groups"][0][KEY] = self.quack.state_dict()
+        state_dict["param_groups"][0][KEY] = {"step": self._state.global_step, "state": self.quack.state_dict()}
 
     @override
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -28,13 +28,19 @@ def by_rule(module: Any) -> Finding | None:
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    """Whether it calls an attention kernel and has projections, or it and one of its projections sound like it."""
-    own = [name for name, child in module.named_children() if _is_matrix(getattr(child, "weight", None))]
+    """Whether it has a softmax, or calls an attention kernel, and projections that sound like it."""
+    own = [name for name, child in module.named_children() if _holds_matrix(child)]
     own += [name for name, parameter in module.named_parameters(recurse=False) if _is_matrix(parameter)]
     if len(own) > 1 and any(KERNEL.search(name) for name in called(module)):
         return True
-    sounds = "att" in type(module).__name__.lower() and any(QUERY_OR_KEY.fullmatch(name) for name in own)
-    return sounds and attends(module)
+    return any(QUERY_OR_KEY.fullmatch(name) for name in own) and attends(module)
+
+
+def _holds_matrix(child: nn.Module) -> bool:
+    """A projection, or one with a norm or the like around it."""
+    return any(_is_matrix(p) for p in child.parameters()) and not any(
+        list(part.children()) for part in child.children()
+    )
 
 
 def _is_matrix(found: Any) -> bool:

@@ -15,9 +15,10 @@ from torch import nn
 
 from quacklr.find.owners import NotRowsError
 from quacklr.find.rules.finding import Finding, unknown
-from quacklr.find.rules.reading import GROUPS, HEAD_SIZE, HEADS, called, read, sizes
+from quacklr.find.rules.reading import GROUPS, HEAD_SIZE, HEADS, called, read, sizes, strange_parts
 from quacklr.find.rules.separate import multiplied, normed
 from quacklr.find.rules.sources import Source, sources
+from quacklr.find.rules.words import K_NORM, Q_NORM
 from quacklr.weight import Segment, packed
 
 Layout = tuple[list[Segment], int]  # the segments of its rows, and how often they are repeated
@@ -69,13 +70,16 @@ class Known:
 
     def fits(self, module: nn.Module, cls: type) -> bool:
         """Whether a module of a class of that name is the one that is meant."""
-        from_there = not self.package or cls.__module__.split(".")[0] == self.package
+        from_there = not self.package or f"{cls.__module__}.".startswith(f"{self.package}.")
         return from_there and (not self.uses or self.uses <= called(module))
 
 
 KNOWN: dict[str, tuple[Known, ...]] = {
     "GPT2Attention": (Known("c_attn", concat),),
-    "Attention": (Known("c_attn", concat, package="transformers"), Known("qkv", concat, package="timm")),
+    "Attention": (
+        Known("c_attn", concat, package="transformers"),
+        Known("qkv", concat, package="timm.layers.attention"),
+    ),
     "CausalSelfAttention": (
         Known("c_attn", concat, uses=frozenset({"split", "n_embd"})),  # nanoGPT: split(self.n_embd, dim=2)
         Known("qkv", concat, package="litgpt"),
@@ -100,6 +104,9 @@ KNOWN: dict[str, tuple[Known, ...]] = {
 }
 
 
+BESIDE = ("v_bias", "rel_pos_h", "rel_pos_w", *Q_NORM, *K_NORM)  # of DeBERTa and SAM; norms are told as such
+
+
 def fused(module: nn.Module) -> Finding | None:
     """A class that KNOWN has; None otherwise."""
     for cls in type(module).__mro__:
@@ -109,6 +116,8 @@ def fused(module: nn.Module) -> Finding | None:
                 return unknown("its logits have terms with positions")
             if terms and (q := sources(getattr(module, "q_attn", None))):  # GPT-2's cross-attention: [k | v] and a q
                 return _across(module, q, terms)
+            if terms and (strange := strange_parts(module, (known.child, known.q_bias, *BESIDE))):
+                return unknown(f"beside {known.child} it has {', '.join(strange)}")
             if terms:
                 return normed(module) or _laid_out(module, terms, known)
     return None

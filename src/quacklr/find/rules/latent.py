@@ -6,13 +6,13 @@ keys and values is [latent, rope]. A norm on a latent cuts the chain.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch import nn
 
 from quacklr.find.rules.finding import LATENT_NORM, Finding, unknown
-from quacklr.find.rules.reading import HEADS, attends, child, norm_calls, read
+from quacklr.find.rules.reading import HEADS, attends, child, norm_calls, read, strange_parts
 from quacklr.find.rules.separate import multiplied
 from quacklr.find.rules.sources import Chain, Source, sources
 from quacklr.find.rules.words import Q_NORM
@@ -55,6 +55,8 @@ def latent(module: nn.Module) -> Finding | None:
     names = next((n for n in NAMES if child(module, n.kv_down) and child(module, n.kv_up) and _query(module, n)), None)
     if names is None or not attends(module):
         return None
+    if strange := strange_parts(module, (*astuple(names)[:-1], "q_a_layernorm", *Q_NORM)):
+        return unknown(f"beside {names.kv_down} it has {', '.join(strange)}")
     up = child(module, names.q_up)
     down, q = (child(module, names.q_down), up) if up is not None else (None, child(module, names.q))
     kv_down, kv_up = child(module, names.kv_down), child(module, names.kv_up)

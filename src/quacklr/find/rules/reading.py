@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import unwrap
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, NoneType
 from typing import Any
 
 from torch import nn
+
+from quacklr.find.rules.words import HARMLESS, K_NORM, Q_NORM
 
 HEAD_SIZE = (
     *("head_dim", "attention_head_size", "head_size", "d_head", "dim_head", "dim_per_head", "key_value_proj_dim"),
@@ -28,7 +30,7 @@ ATTENDS = re.compile(
     re.IGNORECASE,
 )
 KERNEL = re.compile(r"scaled_dot_product_attention|multi_head_attention_forward|flash_attn|attention_interface")
-NORM_CALL = re.compile(r"(rms|layer|l2|vector)?_?norm(alize)?|rsqrt|cosine_similarity", re.IGNORECASE)
+NORM_CALL = re.compile(r".*norm.*|rsqrt|std|var|cosine_similarity", re.IGNORECASE)
 
 
 def read(module: Any, names: tuple[str, ...]) -> list[int]:
@@ -121,8 +123,27 @@ def attends(module: nn.Module) -> bool:
 
 
 def norm_calls(module: nn.Module) -> list[str]:
-    """Functions called in the forward that norm something and are no part of the module."""
-    return sorted(name for name in called(module) if NORM_CALL.fullmatch(name) and not hasattr(module, name))
+    """Names in the forward that sound like a norm, and are neither a part nor a setting of the module.
+
+    A usual name of a norm of queries or keys that the module does not have is one that is switched off.
+    """
+    config = getattr(module, "config", None)
+    harmless = (nn.Module, int, float, NoneType)
+    return sorted(
+        name
+        for name in called(module)
+        if NORM_CALL.fullmatch(name)
+        and not (hasattr(module, name) and isinstance(getattr(module, name), harmless))
+        and not hasattr(config, name)
+        and name not in {*Q_NORM, *K_NORM}
+    )
+
+
+def strange_parts(module: nn.Module, known: Iterable[str]) -> list[str]:
+    """Parts with weights, and norms, that are neither known nor harmless."""
+    parts = [name for name, part in module.named_children() if has_weights(part)]
+    parts += [name for name, _ in module.named_parameters(recurse=False)]
+    return [name for name in parts if name not in {*known, *HARMLESS}]
 
 
 def has_weights(module: nn.Module) -> bool:

@@ -10,9 +10,9 @@ from torch import nn
 
 from quacklr.find.owners import NotRowsError
 from quacklr.find.rules.finding import NO_SOFTMAX, QK_NORM, SCALE_FREE, Finding, unknown
-from quacklr.find.rules.reading import attends, child, has_weights, norm_calls, sizes
+from quacklr.find.rules.reading import attends, called, child, norm_calls, sizes, strange_parts
 from quacklr.find.rules.sources import Chain, Source, sources
-from quacklr.find.rules.words import HARMLESS, K_NORM, Q_NORM, QUERY_AND_KEY
+from quacklr.find.rules.words import K_NORM, Q_NORM, QUERY_AND_KEY
 from quacklr.path import Path
 from quacklr.weight import Segment
 
@@ -35,9 +35,7 @@ def separate(module: nn.Module) -> Finding | None:
         return Finding(reason=NO_SOFTMAX) if LINEAR.search(type(module).__name__) else unknown("it shows no softmax")
     if (reason := normed(module)) is not None:
         return reason
-    parts = [name for name, part in module.named_children() if has_weights(part)]
-    parts += [name for name, _ in module.named_parameters(recurse=False)]
-    if strange := [name for name in parts if name not in {*pair, *HARMLESS, *input_norms(module)}]:
+    if strange := strange_parts(module, (*pair, *input_norms(module))):
         return unknown(f"beside {pair[0]} and {pair[1]} it has {', '.join(strange)}")
     q, k = (sources(getattr(module, name)) for name in pair)
     if not q or not k:
@@ -52,8 +50,9 @@ def _paired(module: nn.Module, q: list[Source], k: list[Source]) -> Finding:
     if isinstance(read, str):
         return unknown(read)
     heads, groups, d = read
-    if 1 < groups < heads and hasattr(module, "to_q"):
-        return unknown("which heads share a key differs between libraries that say to_q")
+    tiled = "repeat" in called(module) and "repeat_kv" not in called(module)  # the latter is transformers'
+    if 1 < groups < heads and (hasattr(module, "to_q") or tiled):
+        return unknown("it may repeat keys for groups of heads, or groups of keys for heads")
     of_q: list[Segment] = [("q", 1, d), (None, 1, d)] if gated else [("q", heads, d)]
     try:
         q_chains = [chain for source in q for chain in source.cut(of_q, heads if gated else 1)["q"]]
@@ -101,5 +100,6 @@ def _queries_alone(module: nn.Module) -> Finding | None:
         if isinstance(getattr(module, q, None), nn.Linear) and getattr(module, k, None) is None and attends(module):
             if child(module, *Q_NORM) is not None:
                 return Finding(reason=QK_NORM + " (its keys are another layer's)")
-            return unknown("its keys are another layer's")
+            fused = any("kv" in name for name, _ in module.named_children())
+            return unknown("its keys and values are fused" if fused else "its keys are another layer's")
     return None

@@ -13,6 +13,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from quacklr.find.owners import weight_of
 from quacklr.weight import Segment, Weight, packed
 
+LINEAR = {
+    "FalconLinear",
+    "ColumnParallelLinear",
+    "TEColumnParallelLinear",
+    "TELayerNormColumnParallelLinear",
+    "TELinear",
+}
 Chain = tuple[Weight, ...]  # from the one next to the logit to the one that reads the input
 
 
@@ -56,7 +63,7 @@ def sources(projection: nn.Module | Tensor | None) -> list[Source]:
         return []
     if hasattr(module, "base_layer") and hasattr(module, "active_adapters"):
         return _lora(module)
-    if isinstance(getattr(module, "linear", None), nn.Linear) and not hasattr(module, "weight"):
+    if [name for name, _ in module.named_children()] == ["linear"] and not hasattr(module, "weight"):
         return sources(module.linear)
     return _plain(module)
 
@@ -69,9 +76,9 @@ def _plain(module: Any) -> list[Source]:
     if is_parametrized(module, "weight") and weight.ndim == 2:
         return [_parametrized(module, bias)]
     pointwise = isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}
-    linear = weight.ndim == 2 and any("Linear" in cls.__name__ for cls in type(module).__mro__)
+    linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or type(module).__name__ in LINEAR)
     transposed = weight.ndim == 2 and type(module).__name__ == "Conv1D"  # transformers'
-    if not isinstance(weight, nn.Parameter) or not (pointwise or linear or transposed):
+    if not isinstance(weight, nn.Parameter) or not (pointwise or linear or transposed) or module._forward_hooks:
         return []
     return [Source(weight, bias, dim=1 if transposed else 0)]
 

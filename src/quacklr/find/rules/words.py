@@ -61,8 +61,6 @@ OUTPUT |= {"out_lin", "out_linear", "linear_out", "linear_o", "linear_proj", "pr
 OUTPUT |= {"attention_out", "output_proj", "dense_bias"}
 GATE = {"gate", "gate_proj", "g_proj", "o_gate", "gate_bias", "ve_gate", "to_gates"}
 NORM_AFTER = {
-    "norm",
-    "layer_norm",
     "LayerNorm",
     "v_norm",
     "o_norm",
