@@ -212,6 +212,13 @@ def test_paths_that_were_measured_tell_what_is_left_alone_too() -> None:
     assert repr(paths[1].weights[1]).endswith("16 rows of (16, 32), 2 blocks)")
 
 
+def test_an_attention_that_the_sample_did_not_run_is_still_told() -> None:
+    model = Model(HF, Plain())
+    model.add_module("tower", Mixer())
+    with pytest.warns(UserWarning, match="first tower: not recognised, and not seen to attend"):
+        assert len(logit_paths(model, SAMPLE)) == 1
+
+
 class Merging(nn.Linear):
     """As LoRA in loralib: weights are merged when `eval()` is called."""
 

@@ -178,6 +178,21 @@ class Eager(Plain):
         return self.change(query @ key.mT, query, key).softmax(-1) @ value
 
 
+class Mixed(Plain):
+    """Each head's logits are those of the heads before it, too."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        logits = torch.einsum("gh,bhij->bgij", torch.ones(4, 4).tril(), query @ key.repeat_interleave(2, 1).mT)
+        return logits.softmax(-1) @ value.repeat_interleave(2, 1)
+
+
+def test_what_paths_cannot_describe_is_left_alone_whatever_a_rule_says() -> None:
+    model = Model(HF, Mixed(), Plain())
+    assert len(logit_paths(model)) == 2  # by rule
+    with pytest.warns(UserWarning, match=r"first model\.layers\.0\.self_attn: cannot be written as paths"):
+        assert len(logit_paths(model, SAMPLE)) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -205,7 +220,7 @@ class Casted(nn.Linear):
 
 def test_weights_cast_to_an_activation_are_weights() -> None:
     attention = Plain()
-    attention.q_proj, attention.k_proj = Casted(32, 32), Casted(32, 16)
+    attention.q_proj, attention.k_proj = Casted(32, 32).double(), Casted(32, 16).double()
     (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
     assert [weight.blocks for weight in finding.paths[0].weights] == [4, 2]
     with pytest.raises(ValueError, match="q_proj is not a projection that we can read"):
