@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quacklr import logit_paths
 from quacklr.find.assemble import measured_paths
 from quacklr.find.compare import chains
 from quacklr.find.survey import found_by_rule
@@ -28,3 +29,15 @@ def test_what_a_rule_says_is_the_truth_or_nothing(case: Case) -> None:
     for name, finding in found_by_rule(model).items():
         if not finding.unknown:
             assert chains(finding.paths, names) == truth.get(name, set()), name
+
+
+@pytest.mark.parametrize("name", ["torchtitan, separate", "torchtitan, fused", "nanoGPT, flash and by hand", "lingua"])
+def test_the_layouts_of_training_systems_attach_without_a_sample(name: str) -> None:
+    (case,) = [case for case in CASES if case.name == name]
+    assert len(logit_paths(case.build()[0])) == len(case.truth)
+
+
+def test_nanochat_is_known_to_norm_queries_and_keys() -> None:
+    (case,) = [case for case in CASES if case.name == "nanochat"]
+    with pytest.raises(ValueError, match="QK norm"):
+        logit_paths(case.build()[0])

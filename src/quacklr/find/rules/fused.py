@@ -100,6 +100,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "MgpstrAttention": (Known("qkv", concat),),
     **dict.fromkeys(("SamVisionAttention", "SamHQVisionAttention", "GotOcr2VisionAttention"), (Known("qkv", concat),)),
     "ModernBertAttention": (Known("Wqkv", concat),),
+    "GQAttention": (Known("qkv_linear.wqkv", grouped),),  # torchtitan
     "SelfAttention": (Known("linear_qkv", grouped, uses=frozenset({"core_attention"})),),  # Megatron
 }
 
@@ -111,16 +112,20 @@ def fused(module: nn.Module) -> Finding | None:
     """A class that KNOWN has; None otherwise."""
     for cls in type(module).__mro__:
         for known in KNOWN.get(cls.__name__, ()):
-            terms = sources(getattr(module, known.child, None)) if known.fits(module, cls) else []
+            terms = sources(_part(module, known.child)) if known.fits(module, cls) else []
             if terms and getattr(module, "relative_attention", False):
                 return unknown("its logits have terms with positions")
             if terms and (q := sources(getattr(module, "q_attn", None))):  # GPT-2's cross-attention: [k | v] and a q
                 return _across(module, q, terms)
-            if terms and (strange := strange_parts(module, (known.child, known.q_bias, *BESIDE))):
+            if terms and (strange := strange_parts(module, (known.child.split(".")[0], known.q_bias, *BESIDE))):
                 return unknown(f"beside {known.child} it has {', '.join(strange)}")
             if terms:
                 return normed(module) or _laid_out(module, terms, known)
     return None
+
+
+def _part(module: nn.Module, name: str) -> nn.Module | None:
+    return dict(module.named_modules()).get(name)
 
 
 def _across(module: nn.Module, q: list[Source], kv: list[Source]) -> Finding:

@@ -80,6 +80,8 @@ def normed(module: nn.Module) -> Finding | None:
     calls = norm_calls(module)
     if calls == ["normalize"] and hasattr(module, "logit_scale"):
         return Finding(reason=QK_NORM)  # cosine attention
+    if calls and type(module).__name__ == "CausalSelfAttention" and hasattr(module, "c_q"):
+        return Finding(reason=QK_NORM)  # nanochat, by a function
     if calls:
         return unknown(f"its code calls {' and '.join(calls)}")
     return None
