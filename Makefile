@@ -31,7 +31,7 @@ study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; 
 	$(BIN)/quacklr report
 
 models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)
-	$(BIN)/python benchmarks/catalogue.py
+	PYTHONPATH=tests $(BIN)/python benchmarks/catalogue.py
 
 bench: $(READY)  ## what QuacK costs a training step, what Muon costs, how fast the lab is, what measuring a model costs
 	$(BIN)/python benchmarks/step_overhead.py

@@ -1,7 +1,7 @@
 """Which models QuacK can be attached to, and whether all rates are right: every type of transformers, tiny.
 
-    python benchmarks/catalogue.py                    all of them, about five minutes: writes docs/models.md
-    python benchmarks/catalogue.py --only llama t5    some of them: prints their lines
+    make models                                                        all of them, in minutes: writes docs/models.md
+    PYTHONPATH=tests python benchmarks/catalogue.py --only llama t5    some of them: prints their lines
 
 Each model is read by rule, measured with a sample, and judged by `tests/perturbation.py`, which knows neither: it
 changes rows and looks at logits. Exits with 1 if a rate is wrong, or fewer models attach than we say.
@@ -22,18 +22,16 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from perturbation import judged, rated
+from quacklr import QuacK
+from quacklr.find.assemble import measured_paths
+from quacklr.find.compare import differences
+from quacklr.find.rules.finding import NO_SOFTMAX, Finding
+from quacklr.find.survey import found_by_rule, logit_paths
+from quacklr.inspect.layout import layout, meeting
+from tiny_models import CAUSAL, build, sections
+
 ROOT = File(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from perturbation import judged, rated  # noqa: E402
-from quacklr import QuacK  # noqa: E402
-from quacklr.find.assemble import measured_paths  # noqa: E402
-from quacklr.find.compare import differences  # noqa: E402
-from quacklr.find.rules.finding import NO_SOFTMAX, Finding  # noqa: E402
-from quacklr.find.survey import found_by_rule, logit_paths  # noqa: E402
-from quacklr.inspect.layout import layout, meeting  # noqa: E402
-from tiny_models import CAUSAL, build, sections  # noqa: E402
-
 PAGE = ROOT / "docs/models.md"
 GOAL = 0.95
 GAPS = {  # terms that are on no path though they should be, with what the judge says of them
@@ -186,7 +184,7 @@ def page(found: dict[str, list[Row]]) -> str:
     import transformers
 
     versions = f"torch {torch.__version__} and transformers {transformers.__version__}"
-    made = f"Made by `python benchmarks/catalogue.py` with {versions}."
+    made = f"Made by `make models` with {versions}."
     tables = [f"## {section}\n\n{table(rows)}" for section, rows in found.items()]
     return "\n".join(["# Models that QuacK can be attached to\n", INTRODUCTION, made + "\n", summary(found), *tables])
 

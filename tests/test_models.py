@@ -47,7 +47,7 @@ SOME = {
 def test_the_rates_of_a_model_are_those_that_its_logits_imply(section: str, name: str) -> None:
     row = catalogue.examined(name, section)
     assert catalogue.WRONG not in row.judged
-    assert row in PAGE[section], "make the page again: python benchmarks/catalogue.py"
+    assert row in PAGE[section], "make the page again: make models"
 
 
 def test_the_page_has_every_model_and_its_counts_are_those_of_its_lines() -> None:

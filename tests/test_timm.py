@@ -43,7 +43,8 @@ EXPECTED = {
 
 
 def test_what_rules_say_of_timms_models_is_what_is_measured_and_others_are_not_guessed(tmp_path: File) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(stand_in(tmp_path)), "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([str(stand_in(tmp_path)), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", SCRIPT, *EXPECTED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

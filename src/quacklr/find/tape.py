@@ -81,12 +81,12 @@ class Tape(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is SDPA:
             return self._attend_fused(*args, **kwargs)
-        if func in SOFTMAX and self._attend(*args, **kwargs):
+        if func in SOFTMAX and self._attend(*bound(args, kwargs, "input", "dim")):
             return func(*args, **kwargs).detach()
         if func is F.batch_norm:
             return self._normed_by_batch(*bound(args, kwargs, *BATCH_NORM))
         if func in LOGSUMEXP:
-            self._attend(*args, **kwargs)
+            self._attend(*bound(args, kwargs, "input", "dim"))
         first, second = bound(args, kwargs, "input", "other")
         if func in CLAMP and first.requires_grad:  # clipped entries have no gradient, but are of the same rows
             return first
@@ -181,14 +181,14 @@ class Tape(TorchFunctionMode):
             self._tell(product.leaf.clone(), [product])
         return SDPA(query.detach(), key.detach(), *args, **kwargs).detach()
 
-    def _attend(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> bool:  # noqa: A002
+    def _attend(self, logits: Tensor, dim: int | None) -> bool:
         """Whether a softmax is an attention: over the last dimension of something made of products."""
-        if input.ndim < 3 or dim not in (-1, input.ndim - 1):
+        if logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
             return False
-        products = [self.products.pop(leaf) for leaf in map(id, leaves_of(input)) if leaf in self.products]
+        products = [self.products.pop(leaf) for leaf in map(id, leaves_of(logits)) if leaf in self.products]
         if products:
-            self._tell(input, products)
-        elif self.products and self._is_mixed(input):
+            self._tell(logits, products)
+        elif self.products and self._is_mixed(logits):
             self.mixed.append(self.running.modules[-1])
         return bool(products)
 

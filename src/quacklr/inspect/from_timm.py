@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from quacklr.inspect.target import BadTargetError, Target, told
 def unavailable() -> str:
     """Why timm cannot be asked; nothing if it can."""
     try:
-        import timm  # noqa: F401
+        import_module("timm")
     except ModuleNotFoundError as missing:
         needs = "it is not installed" if missing.name == "timm" else f"it needs {missing.name}"
         return f"{needs}: pip install {missing.name}"

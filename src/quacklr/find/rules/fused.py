@@ -29,7 +29,7 @@ def concat(heads: int, groups: int, d: int) -> Layout:
     return [("q", heads, d), ("k", groups, d), (None, groups, d)], 1
 
 
-def per_head(heads: int, groups: int, d: int) -> Layout:  # noqa: ARG001
+def per_head(heads: int, _groups: int, d: int) -> Layout:
     """[h, 3, d]"""
     return [("q", 1, d), ("k", 1, d), (None, 1, d)], heads
 
@@ -39,7 +39,7 @@ def grouped(heads: int, groups: int, d: int) -> Layout:
     return [("q", heads // groups, d), ("k", 1, d), (None, 1, d)], groups
 
 
-def codegen(heads: int, groups: int, d: int) -> Layout:  # noqa: ARG001
+def codegen(heads: int, _groups: int, d: int) -> Layout:
     """Four parts, made for as many TPU cores, each [q | v | k] of its heads."""
     return [("q", heads // 4, d), (None, heads // 4, d), ("k", heads // 4, d)], 4
 
