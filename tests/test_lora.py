@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from quacklr import Path, QuacK, Weight, logit_paths
-from quacklr.find.survey import found_by_rule, survey
+from quacklr.find.survey import found_by_rule
 from stand_ins_kit import HF, Model, Plain
 
 TOKENS = torch.randint(90, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -134,7 +134,8 @@ def test_weight_norm_attaches_to_its_gains_and_spectral_norm_to_nothing() -> Non
     first.q_proj = parametrizations.weight_norm(first.q_proj)
     second.q_proj, second.k_proj = (parametrizations.spectral_norm(p) for p in (second.q_proj, second.k_proj))
     u = second.q_proj.parametrizations.weight[0]._u.clone()
-    paths, left_alone = survey(model)
+    paths = logit_paths(model)
+    left_alone = paths.left_alone
     assert torch.equal(second.q_proj.parametrizations.weight[0]._u, u)  # power iterations go on when it is read
     assert [weight.param.shape for weight in paths[0].weights] == [(32, 1), (16, 32)]
     assert "does not depend on the scale" in left_alone["model.layers.1.self_attn"]
@@ -156,5 +157,5 @@ def test_a_weight_made_of_two_parameters_is_left_alone_by_name() -> None:
     model = Model(HF, Plain(), Plain())
     attention, _ = attentions(model)
     nn.utils.parametrize.register_parametrization(attention.q_proj, "weight", Shifted())
-    left_alone = survey(model)[1]
+    left_alone = logit_paths(model).left_alone
     assert "does not follow the scale of just one" in left_alone["model.layers.0.self_attn"]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from quacklr import Path, QuacK, Weight, logit_paths
 from quacklr.find.assemble import measured_paths
 from quacklr.find.compare import chains, differences
-from quacklr.find.survey import found_by_rule, survey
+from quacklr.find.survey import found_by_rule
 from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.modules import named_parameters
 from stand_ins_kit import HF, Model, Plain
@@ -92,7 +92,8 @@ def test_what_no_rule_knows_is_found_by_measuring() -> None:
         UserWarning, match=r"^attention is left alone in 1 of 2 modules, first model\.layers\.0\.self_attn: not"
     ):
         assert len(logit_paths(model)) == 1
-    paths, left_alone = survey(model, SAMPLE)
+    paths = logit_paths(model, SAMPLE)
+    left_alone = paths.left_alone
     assert [str(path) for path in paths] == [
         f"model.layers.{i}.self_attn.q . model.layers.{i}.self_attn.k" for i in (0, 1)
     ]

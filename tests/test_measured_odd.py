@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from quacklr import logit_paths
 from quacklr.find.assemble import measured_paths
-from quacklr.find.survey import survey
 from stand_ins_kit import HF, Model, Plain
 
 SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -33,7 +32,7 @@ class Talking(Plain):
 def test_talking_heads_are_left_alone_by_name() -> None:
     model = Model(HF, Talking(), Plain())
     with pytest.warns(UserWarning, match="left alone"):
-        assert "mixes the logits of its heads" in survey(model, SAMPLE)[1]["model.layers.0.self_attn"]
+        assert "mixes the logits of its heads" in logit_paths(model, SAMPLE).left_alone["model.layers.0.self_attn"]
     with pytest.warns(UserWarning, match="beside q_proj and k_proj it has mix"):
         assert len(logit_paths(model)) == 1
 

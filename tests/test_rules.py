@@ -14,7 +14,6 @@ from quacklr import QuacK, logit_paths
 from quacklr.find.rules import by_rule
 from quacklr.find.rules.finding import QK_NORM
 from quacklr.find.rules.words import QUERY_AND_KEY
-from quacklr.find.survey import survey
 from stand_ins_kit import HF, Model, Plain, linear
 
 
@@ -205,9 +204,9 @@ class ElementwiseAttention(nn.Module):
 def test_what_is_strange_is_left_alone_with_a_warning_that_names_it(attention: nn.Module, why: str) -> None:
     model = Model(HF, Plain(), attention)
     with pytest.warns(UserWarning, match=rf"first model\.layers\.1\.self_attn: not recognised \({why}\); pass a batch"):
-        paths, left_alone = survey(model)
+        paths = logit_paths(model)
     assert [path.weights[0].name for path in paths] == ["model.layers.0.self_attn.q"]
-    assert why in left_alone["model.layers.1.self_attn"]
+    assert why in paths.left_alone["model.layers.1.self_attn"]
 
 
 class CausalSelfAttention(nn.Module):
@@ -276,7 +275,7 @@ def test_what_is_left_alone_in_many_layers_is_one_line() -> None:
 def test_a_layer_with_qk_norm_is_left_alone_without_a_warning() -> None:
     normed: Any = Plain()
     normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
-    _, left_alone = survey(Model(HF, Plain(), normed))
+    left_alone = logit_paths(Model(HF, Plain(), normed)).left_alone
     assert left_alone == {
         "model.layers.1.self_attn": "QK norm: its logit does not depend on the scale of its queries and keys"
     }

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.find import survey
+from quacklr.find import logit_paths
 from quacklr.intercept import Catch, Logits
 from quacklr.modules import named_modules
 from quacklr.optimizers import as_optimizers, is_idle
@@ -51,7 +51,7 @@ class QKClip:
             raise ValueError(f"threshold={threshold!r}: the largest logit allowed must be a positive number")
         self.threshold = threshold
         self.optimizers = as_optimizers(optimizer)
-        paths = survey(model)[0]
+        paths = logit_paths(model)
         refuse_unstepped([weight for path in paths for weight in path.weights], self.optimizers)
         self._paths = by_module(paths)
         self._largest: dict[str, Tensor] = {}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.blocks import Copies, Memory
-from quacklr.find import survey
+from quacklr.find import logit_paths
 from quacklr.norms import Norm, frobenius
 from quacklr.optimizers import as_optimizers, is_idle
 from quacklr.path import Path, as_paths
@@ -64,12 +64,9 @@ class QuacK:
         refuse_settings(tau, norm, floor)
         self.norm, self.adapt, self.floor = norm, adapt, floor
         self.optimizers = as_optimizers(optimizer)
-        self.left_alone: Mapping[str, str] = {}
-        if isinstance(model, nn.Module):
-            paths, self.left_alone = survey(model)
-        else:
-            paths = as_paths(model, "the model must be an nn.Module or")
-            self.left_alone = getattr(model, "left_alone", {})
+        paths: Iterable[Path] = logit_paths(model) if isinstance(model, nn.Module) else model
+        self.left_alone: Mapping[str, str] = getattr(paths, "left_alone", {})
+        paths = as_paths(paths, "the model must be an nn.Module or")
         self._rule = Rule(paths)
         refuse_unstepped(self._rule.weights, self.optimizers)
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]

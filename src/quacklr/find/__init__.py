@@ -1,5 +1,5 @@
-"""A model's attention, as paths: `logit_paths` finds them, `survey` also says what it left alone and why."""
+"""A model's attention, as paths: `logit_paths` finds them, and says what it left alone and why."""
 
-from quacklr.find.survey import logit_paths, survey
+from quacklr.find.survey import logit_paths
 
-__all__ = ["logit_paths", "survey"]
+__all__ = ["logit_paths"]

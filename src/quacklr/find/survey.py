@@ -28,7 +28,25 @@ NOT_SEEN = "not recognised, and not seen to attend in a forward of the sample"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
 
 
-def logit_paths(model: nn.Module, sample: Any = None) -> list[Path]:
+class Paths(list[Path]):
+    """Paths, those of each attention module under its name; and what has none and why."""
+
+    def __init__(self, by_module: Mapping[str, list[Path]], left_alone: Mapping[str, str]) -> None:
+        super().__init__(path for paths in by_module.values() for path in paths)
+        self.by_module, self.left_alone = dict(by_module), dict(left_alone)
+
+
+def by_module(paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """The paths of each attention module: as they were found, or else as their weights are named, `<module>.<role>`."""
+    if isinstance(paths, Paths):
+        return paths.by_module
+    found: dict[str, list[Path]] = {}
+    for path in paths:
+        found.setdefault(path.weights[0].name.rpartition(".")[0], []).append(path)
+    return found
+
+
+def logit_paths(model: nn.Module, sample: Any = None) -> Paths:
     """The paths of every attention of the model, their weights named `<module>.<role>`.
 
     A module with a method `logit_paths()` is believed, and not searched further; others are read by rules. With a
@@ -36,25 +54,10 @@ def logit_paths(model: nn.Module, sample: Any = None) -> list[Path]:
     that leaves the model as it was: what no rule knows is found, and where a rule is wrong, that is a ValueError that
     shows both. A model with nothing to control is a ValueError.
     """
-    paths, left_alone = survey(model, sample)
-    return Paths(paths, left_alone)
-
-
-class Paths(list[Path]):
-    """Paths, and what has none and why."""
-
-    def __init__(self, paths: Iterable[Path], left_alone: Mapping[str, str]) -> None:
-        super().__init__(paths)
-        self.left_alone = dict(left_alone)
-
-
-def survey(model: nn.Module, sample: Any = None) -> tuple[list[Path], dict[str, str]]:
-    """The paths of the model; and, for each attention or part of one that has none, why."""
     found = found_by_rule(model)
     if sample is not None:
         found = _measured(model, sample, found)
-    paths = [path for name, finding in found.items() for path in _named(finding.paths, name)]
-    left_alone = _left_alone(found)
+    paths = Paths({name: _named(f.paths, name) for name, f in found.items() if f.paths}, _left_alone(found))
     if not paths:
         raise ValueError(f"{type(model).__name__} has {_nothing(found, sample is None)}")
     if unknown := [name for name, finding in found.items() if finding.unknown]:
@@ -63,7 +66,7 @@ def survey(model: nn.Module, sample: Any = None) -> tuple[list[Path], dict[str, 
             f"{found[unknown[0]].reason}",
             stacklevel=3,
         )
-    return paths, left_alone
+    return paths
 
 
 def _nothing(found: Mapping[str, Finding], rules_only: bool) -> str:

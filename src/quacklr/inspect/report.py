@@ -11,7 +11,7 @@ from torch import nn
 
 from quacklr.collapse import shape
 from quacklr.find.rules.finding import Finding
-from quacklr.find.survey import found_by_rule, survey
+from quacklr.find.survey import found_by_rule, logit_paths
 from quacklr.inspect.check import NOT_SEEN, ONLY_MEASURED, UNMEASURED, NoMeasurementError, checked
 from quacklr.inspect.layers import Layer, controlled, layers_of, named_paths
 from quacklr.inspect.target import BadTargetError, Target, told
@@ -126,7 +126,7 @@ def _refusal(model: nn.Module, layers: Sequence[Layer]) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if not paths:
-                survey(model)
+                logit_paths(model)
             elif any(parameter.is_meta for parameter in model.parameters()):
                 refuse_unstepped(Rule(paths).weights, [optimizer])
             else:
