@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from quacklr.calls import MULTIHEAD, SDPA, SOFTMAX, multihead_opened
 from quacklr.inspect.sample import BATCH
-from quacklr.intercept import MULTIHEAD, SDPA, SOFTMAX, multihead_opened, running
+from quacklr.intercept import running
 
 LOGSUMEXP: tuple[Any, ...] = (torch.logsumexp, Tensor.logsumexp)
 LARGEST: tuple[Any, ...] = (torch.max, Tensor.max)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lab_runs import block
 from models import assert_equal
-from quacklr import QKClip, logit_paths
-from quacklr.clip import by_module, factors
+from quacklr import Path, QKClip, logit_paths, mha, packed
+from quacklr.clip import factors
 from quacklr.clip import gamma as gamma_of
+from quacklr.find.survey import by_module
 from quacklr.lab.model import MHA, MLA, Decoder, Shape, build
 
 SHAPE = Shape(d_model=32, layers=2, d_ff=48, context=12, vocab=50, init_std=0.4)
@@ -179,12 +180,25 @@ def test_a_second_step_without_a_forward_does_not_clip_again() -> None:
 
 
 def test_a_clip_that_sees_no_logits_says_so_instead_of_doing_nothing() -> None:
-    attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    class Attention(torch.nn.Module):
+        """Attends by a softmax that is written out to the last."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = (self.q(x) @ self.k(x).mT).exp()
+            return (weight / weight.sum(-1, keepdim=True)) @ x
+
+        def logit_paths(self) -> list[Path]:
+            return mha(*packed(self.q, ("q", 1, 16)), *packed(self.k, ("k", 1, 16)))
+
+    attention = Attention()
     optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
     QKClip(attention, optimizer)
-    x = torch.randn(2, 5, 16)
-    attention(x, x, x)[0].sum().backward()
-    with pytest.raises(RuntimeError, match=r"saw no attention logits before this step.*torch\.nn\.MultiheadAttention"):
+    attention(torch.randn(2, 5, 16)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"saw no attention logits before this step.*flash attention"):
         optimizer.step()
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import quacklr.intercept
-import quacklr.monitor
+import quacklr.logits
+import quacklr.tally
 from lab_runs import block
 from models import assert_equal
 from quacklr import LogitMonitor
@@ -98,8 +98,8 @@ def test_a_resumed_monitor_measures_its_first_change_from_where_it_was() -> None
 def test_small_chunks_and_a_small_sample_give_the_same_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(SHAPE, GQA, seed=0)
     whole = LogitMonitor(model, probe()).measure()["blocks.0.attention"]
-    monkeypatch.setattr(quacklr.intercept, "CHUNK", 3 * 4 * 12 * 5)  # five queries at a time
-    monkeypatch.setattr(quacklr.monitor, "KEPT", 3 * 4 * 12 * 4)  # four of them kept
+    monkeypatch.setattr(quacklr.logits, "CHUNK", 4 * 12 * 5)  # five queries at a time
+    monkeypatch.setattr(quacklr.tally, "KEPT", 3 * 4 * 12 * 4)  # four of them kept
     monitor = LogitMonitor(model, probe())
     parts = monitor.measure()["blocks.0.attention"]
     torch.testing.assert_close(parts.max, whole.max)

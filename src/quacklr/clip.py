@@ -15,23 +15,31 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.find import logit_paths
-from quacklr.intercept import Catch, Logits
-from quacklr.modules import named_modules
+from quacklr.find.survey import by_module
+from quacklr.listen import Listener
 from quacklr.optimizers import as_optimizers, is_idle
-from quacklr.path import Path
-from quacklr.refuse import refuse_unstepped
+from quacklr.path import Path, as_paths
+from quacklr.ranks import groups_of, largest, ranks_beside
+from quacklr.refuse import refuse_sharded, refuse_taken, refuse_unstepped
 from quacklr.weight import Weight
 
+_attached: WeakSet[QKClip] = WeakSet()
+
 UNSEEN = (
-    "QK clip saw no attention logits before this step, so it cannot clip: it sees scaled_dot_product_attention and a "
-    "softmax over (batch, heads, queries, keys) in training mode with gradients, torch.nn.MultiheadAttention only with "
-    "need_weights=False, and nothing inside torch.compile"
+    "QK clip saw no attention logits before this step, so it cannot clip: it sees scaled_dot_product_attention, flex "
+    "attention, torch.nn.MultiheadAttention and a softmax over products of queries and keys, in training mode with "
+    "gradients; not a kernel with a name of its own, such as flash attention"
+)
+ALONE = (
+    "QK clip was given a model that is not DistributedDataParallel, though there are several ranks: it would take this "
+    "rank's largest logits for all, and replicas would drift apart; wrap the model first, then pass it"
 )
 
 
@@ -40,73 +48,90 @@ class QKClip:
 
         clip = QKClip(model, optimizer, threshold=100.0)     # once; the training loop stays as it was
 
-    The largest logit of each head is taken over all training forwards since the last step (all micro-batches), which
-    means that all logits are computed a second time: that is the price of a clip on top of any attention kernel. Heads
-    whose largest logit is not above the threshold, negative ones included, are left bitwise as they were. Waits for no
-    device. Forwards in eval mode or without gradients are not counted.
+    The largest logit of each head is taken over all training forwards since the last step (all micro-batches, all ranks
+    of DistributedDataParallel), which means that all logits are computed a second time, but for flex attention on CUDA,
+    whose kernel tells them: that is the price of a clip on top of any attention. Heads whose largest logit is not above
+    the threshold, negative ones included, are left bitwise as they were. Waits for no device. Forwards in eval mode or
+    without gradients are not counted. Where a model is compiled, its attention modules run uncompiled.
+
+    `clip=False` only watches: `max_logits()` tells what would have been clipped. For a model that is not known by
+    itself, pass the `paths` that `logit_paths(model, batch)` measures.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], threshold: float = 100.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Iterable[Optimizer],
+        threshold: float = 100.0,
+        *,
+        clip: bool = True,
+        paths: Iterable[Path] | None = None,
+    ) -> None:
         if not 0 < threshold < float("inf"):
             raise ValueError(f"threshold={threshold!r}: the largest logit allowed must be a positive number")
-        self.threshold = threshold
+        self.threshold, self.clip = threshold, clip
         self.optimizers = as_optimizers(optimizer)
-        paths = logit_paths(model)
-        refuse_unstepped([weight for path in paths for weight in path.weights], self.optimizers)
-        self._paths = by_module(paths)
-        self._largest: dict[str, Tensor] = {}
-        self._clipped: set[Optimizer] = set()
-        self._warned = False
-        self._hooks: list[Any] = [each.register_step_post_hook(self._clip) for each in self.optimizers]
-        for name, module in named_modules(model):
-            if name in self._paths:
-                self._hooks += self._watch(name, module)
+        found = logit_paths(model) if paths is None else paths
+        weights = [weight for path in as_paths(found, "paths must be") for weight in path.weights]
+        refuse_sharded(weights, "QK clip")
+        refuse_unstepped(weights, self.optimizers)
+        here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
+        refuse_taken(weights, [weight for other in here for weight in other._weights], "QKClip")
+        self._weights: list[Weight] = weights
+        self._paths, self._groups = by_module(found), groups_of(model)
+        if not self._groups and ranks_beside():
+            warnings.warn(ALONE, stacklevel=2)
+        self._stepped: set[Optimizer] = set()
+        self._warned = self._reduced = False
+        self._listener = Listener(model, {name: paths[0].heads for name, paths in self._paths.items()}, self._begin)
+        eager: Any = torch.compiler.disable
+        self._hooks = [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
+        _attached.add(self)
 
-    def _watch(self, name: str, module: nn.Module) -> list[Any]:
-        """Catch the logits of one attention module while it trains."""
-        catch: Any = Catch(lambda logits: self._listen(name, logits))
-        entered: list[bool] = []
-
-        def begin(module: nn.Module, _: Any) -> None:
-            entered.append(module.training and torch.is_grad_enabled())
-            if entered[-1]:
-                catch.__enter__()
-
-        def end(*_: Any) -> None:
-            if entered.pop():
-                catch.__exit__(None, None, None)
-
-        return [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
-
-    def _listen(self, name: str, logits: Logits) -> None:
-        if self._clipped:
-            self._clipped.clear()
-            self._largest.clear()
-        largest_H = torch.stack([logit_BHIJ.amax((0, 2, 3)) for logit_BHIJ in logits.chunks()]).amax(0)
-        before_H = self._largest.get(name)
-        self._largest[name] = largest_H if before_H is None else torch.maximum(before_H, largest_H)
+    def _begin(self) -> None:
+        """A forward after a step: what was heard before it is spent."""
+        if self._stepped:
+            self._stepped.clear()
+            self._listener.largest.clear()
+            self._reduced = False
 
     @torch.no_grad()
-    def _clip(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer in self._clipped:  # it steps again without a forward in between: these maxima are spent
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer in self._stepped:  # it steps again without a forward in between: these maxima are spent
             return
-        if not self._largest and not is_idle(optimizer):
+        if not self._listener.largest and not is_idle(optimizer):
             raise RuntimeError(UNSEEN)
-        unheard = sorted(self._paths.keys() - self._largest.keys())
+        self._stepped.add(optimizer)
+        self._warn()
+        self._reduce()
+        if self.clip:
+            share = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            for name, largest_H in self._listener.largest.items():
+                for weight, factor_B in factors(self._paths[name], gamma(largest_H, self.threshold)).items():
+                    for part in weight.parts:
+                        if id(part.param) in share:
+                            scale(part, factor_B)
+
+    def _reduce(self) -> None:
+        """The largest over all ranks, once a step."""
+        if not self._groups or self._reduced or not self._listener.largest:
+            return
+        device = next(iter(self._listener.largest.values())).device
+        nothing = {n: torch.full((paths[0].heads,), -torch.inf, device=device) for n, paths in self._paths.items()}
+        heard = nothing | self._listener.largest
+        self._listener.largest = dict(zip(heard, largest(list(heard.values()), self._groups), strict=True))
+        self._reduced = True
+
+    def _warn(self) -> None:
+        """Once, of modules that should have been heard and were not."""
+        unheard = sorted(self._paths.keys() - self._listener.largest.keys())
         if unheard and not self._warned:
             self._warned = True
-            warnings.warn(f"QK clip saw no logits of {', '.join(unheard)}, so they are not clipped", stacklevel=4)
-        self._clipped.add(optimizer)
-        share = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for name, largest_H in self._largest.items():
-            for weight, factor_B in factors(self._paths[name], gamma(largest_H, self.threshold)).items():
-                for part in weight.parts:
-                    if id(part.param) in share:
-                        scale(part, factor_B)
+            warnings.warn(f"QK clip saw no logits of {', '.join(unheard)}, so they are not clipped", stacklevel=5)
 
     def max_logits(self) -> dict[str, Tensor]:
-        """For each attention module the (heads,) largest logits since the last step."""
-        return dict(self._largest)
+        """For each attention module the (heads,) largest logits since the last step; after a step, those before it."""
+        return dict(self._listener.largest)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: between steps there is nothing to remember."""
@@ -117,6 +142,8 @@ class QKClip:
 
     def remove(self) -> None:
         """Take the hooks off."""
+        _attached.discard(self)
+        self._listener.remove()
         for hook in self._hooks:
             hook.remove()
 
@@ -125,14 +152,6 @@ class QKClip:
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
-
-
-def by_module(paths: Iterable[Path]) -> dict[str, list[Path]]:
-    """The paths of each attention module; a path's weights are named after it."""
-    found: dict[str, list[Path]] = {}
-    for path in paths:
-        found.setdefault(path.weights[0].name.rpartition(".")[0], []).append(path)
-    return found
 
 
 def gamma(largest_H: Tensor, threshold: float) -> Tensor:

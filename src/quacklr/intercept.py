@@ -1,114 +1,87 @@
 """Catch the attention of a model while it runs: for every softmax over keys, the logits that go into it.
 
-Two ways of attending are caught: `scaled_dot_product_attention`, whose logits are made again from its queries and keys,
-and a softmax over the last dimension of a (batch, heads, queries, keys) tensor, whose input they are. What belongs to
-whom is told by the module that was running: the innermost one whose forward had begun.
-
-Shapes: B batch, H head, I query, J key, D size of a head.
+Caught are `scaled_dot_product_attention` and flex attention, whose logits are made again from queries and keys, and a
+softmax over the last dimension of something made of products, whose input they are. What belongs to whom is told by
+the module that was running: the innermost one whose forward had begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
+from quacklr.calls import MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened
+from quacklr.flex import is_flex, of_flex, run_flex
+from quacklr.logits import Logits, Made, Written, arranged
 from quacklr.modules import named_modules
+from quacklr.trail import Trail
 
-SDPA: Any = F.scaled_dot_product_attention
-SOFTMAX: tuple[Any, ...] = (F.softmax, torch.softmax, Tensor.softmax)
-MULTIHEAD: Any = F.multi_head_attention_forward
-CHUNK = 2**24  # logits made at a time: 64 MB
-
-# torch's own code of it but for its first check: a function mode is told of it as a whole, and then sees nothing inside
-multihead_opened: Any = FunctionType(
-    MULTIHEAD.__code__,
-    {**MULTIHEAD.__globals__, "has_torch_function": lambda _: False},
-    MULTIHEAD.__name__,
-    MULTIHEAD.__defaults__,
-)
-multihead_opened.__kwdefaults__ = MULTIHEAD.__kwdefaults__
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Logits:
-    """The logits of one attention, made in chunks of queries, so that a long context never has them all at once."""
-
-    q_BHID: Tensor
-    k_BHJD: Tensor | None  # None: q_BHID holds the logits themselves
-    scale: float
-    causal: bool
-    mask: Tensor | None
-
-    @property
-    def heads(self) -> int:
-        """How many heads attend."""
-        return self.q_BHID.shape[1]
-
-    @property
-    def queries(self) -> int:
-        """How many positions ask."""
-        return self.q_BHID.shape[2]
-
-    @property
-    def keys(self) -> int:
-        """How many positions are asked."""
-        return self.q_BHID.shape[3] if self.k_BHJD is None else self.k_BHJD.shape[2]
-
-    def rows(self, picked: slice | Tensor) -> Tensor:
-        """(B, H, picked queries, J) in float32; -inf where a query may not look."""
-        q_BHID = self.q_BHID[:, :, picked].float()
-        if self.k_BHJD is None:  # eager attention masks with the least number of a dtype rather than with -inf
-            return q_BHID.masked_fill(q_BHID <= torch.finfo(self.q_BHID.dtype).min / 2, -torch.inf)
-        logit_BHIJ = (q_BHID * self.scale) @ self.k_BHJD.float().mT
-        if self.mask is not None:
-            mask = self.mask if self.mask.shape[-2] == 1 else self.mask[..., picked, :]
-            if mask.dtype == torch.bool:
-                return logit_BHIJ.masked_fill_(~mask, -torch.inf)
-            logit_BHIJ += mask
-            return logit_BHIJ.masked_fill_(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
-        if self.causal:
-            place = torch.arange(self.queries, device=logit_BHIJ.device)[picked]
-            future_IJ = torch.arange(self.keys, device=logit_BHIJ.device) > place[:, None]
-            return logit_BHIJ.masked_fill_(future_IJ, -torch.inf)
-        return logit_BHIJ
-
-    def chunks(self) -> Iterator[Tensor]:
-        """All rows in order, as many at a time as CHUNK allows."""
-        step = max(1, CHUNK // (self.q_BHID.shape[0] * self.heads * self.keys))
-        for start in range(0, self.queries, step):
-            yield self.rows(slice(start, start + step))
+Heads = Callable[[], int | None]
 
 
 class Catch(TorchFunctionMode):
     """While entered, hands the logits of every attention to a listener. The forward itself is untouched.
 
-    Sees nothing inside torch.compile: there, run the module that was compiled, uncompiled.
+    `heads` tells how many heads the attention has that runs now, if that is known. Sees nothing inside torch.compile.
     """
 
-    def __init__(self, listener: Callable[[Logits], None]) -> None:
+    def __init__(self, listener: Callable[[Logits], None], heads: Heads = lambda: None) -> None:
         super().__init__()
-        self.listener = listener
+        self.listener, self.heads, self.trail = listener, heads, Trail()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function as it is, and tell the listener if it was an attention."""
         kwargs = kwargs or {}
         if func is MULTIHEAD:
+            return self._opened(args, kwargs)
+        if func is SDPA:
+            self._tell(sdpa, *args, **kwargs)
+        elif func in SOFTMAX:
+            self._tell(self._softmax, *bound(args, kwargs, "input", "dim"))
+        elif is_flex(func):
+            self._tell(of_flex, *args, **kwargs)
+            return func(*args, **kwargs) if torch.is_grad_enabled() else run_flex(*args, **kwargs)
+        output = func(*args, **kwargs)
+        with torch.no_grad():
+            self.trail.follow(func, args, kwargs, output)
+        return output
+
+    def _opened(self, args: Any, kwargs: Any) -> Any:
+        """torch's own attention, which says how many heads it has."""
+        heads = bound(args, kwargs, "query", "key", "value", "embed_dim_to_check", "num_heads")[4]
+        before, self.heads = self.heads, lambda: heads
+        try:
             with self:
                 return multihead_opened(*args, **kwargs)
-        caught = sdpa(*args, **kwargs) if func is SDPA else softmax(*args, **kwargs) if func in SOFTMAX else None
-        if caught is not None:
-            with torch.no_grad(), torch.autocast(caught.q_BHID.device.type, enabled=False):
-                self.listener(caught)
-        return func(*args, **kwargs)
+        finally:
+            self.heads = before
+
+    def _softmax(self, heads: int | None, logits: Tensor, dim: int | None) -> Logits | None:
+        mark = self.trail.mark_of(logits)
+        if mark is None or logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
+            return None
+        heads_are_third = logits.ndim == 4 and heads and logits.shape[1] != heads == logits.shape[2]
+
+        def heads_second(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach().expand_as(logits)
+            return tensor.transpose(1, 2) if heads_are_third else arranged(tensor, heads)
+
+        hidden, taken = (None if tensor is None else heads_second(tensor) for tensor in (mark.hidden, mark.taken))
+        return Written(heads_second(logits), hidden, taken, logits.shape[-1] - mark.keys, mark.factors)
+
+    def _tell(self, made: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:
+        with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
+            logits = made(self.heads(), *args, **kwargs)
+            if logits is not None:
+                self.listener(logits)
 
 
 @dataclass(slots=True)
@@ -129,13 +102,14 @@ class Running:
 
 
 @contextmanager
-def running(model: nn.Module) -> Iterator[Running]:
-    """While entered, tells which of the model's modules are running."""
+def running(model: nn.Module, among: Container[str] | None = None) -> Iterator[Running]:
+    """While entered, tells which of the model's modules are running; of some of them, if told which."""
     now = Running()
     hooks: list[Any] = []
     for name, module in named_modules(model):
-        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: now.begin(name)))
-        hooks.append(module.register_forward_hook(lambda *_: now.end(), always_call=True))
+        if among is None or name in among:
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: now.begin(name)))
+            hooks.append(module.register_forward_hook(lambda *_: now.end(), always_call=True))
     try:
         yield now
     finally:
@@ -144,13 +118,25 @@ def running(model: nn.Module) -> Iterator[Running]:
 
 
 @contextmanager
-def intercept(model: nn.Module, listener: Callable[[str, Logits], None]) -> Iterator[None]:
-    """While entered, every attention of the model's forwards is told to the listener, with its module's name."""
-    with running(model) as now, Catch(lambda logits: listener(now.modules[-1], logits)):
+def intercept(
+    model: nn.Module, listener: Callable[[str, Logits], None], heads: Mapping[str, int] | None = None
+) -> Iterator[None]:
+    """While entered, every attention of the model's forwards is told to the listener, with its module's name.
+
+    `heads`: of modules of which it is known, how many. What was compiled is run as it was written.
+    """
+    known = heads or {}
+    stance: Any = torch.compiler.set_stance
+
+    def heads_now() -> int | None:
+        return next((known[name] for name in reversed(now.modules) if name in known), None)
+
+    with running(model) as now, stance("force_eager"), Catch(lambda lg: listener(now.modules[-1], lg), heads_now):
         yield
 
 
 def sdpa(
+    heads: int | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,  # noqa: ARG001
@@ -159,18 +145,15 @@ def sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Logits | None:
+) -> Logits:
     """The logits of a call of scaled_dot_product_attention, with its signature."""
-    if query.ndim != 4:
-        return None
-    key = key.detach()
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return Logits(query.detach(), key, scale or query.shape[-1] ** -0.5, is_causal, attn_mask)
-
-
-def softmax(input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Logits | None:  # noqa: A002
-    """The logits of a softmax, if it is over the last of four dimensions."""
-    if input.ndim != 4 or dim not in (-1, 3):
-        return None
-    return Logits(input.detach(), None, 1.0, causal=False, mask=None)
+    lead, sizes = query.shape[:-2], (query.shape[-2], key.shape[-2])
+    offset = 0 if is_causal else None
+    if isinstance(attn_mask, CausalBias):
+        offset = sizes[1] - sizes[0] if attn_mask.variant == CausalVariant.LOWER_RIGHT else 0
+        attn_mask = None
+    if attn_mask is not None:
+        attn_mask = arranged(attn_mask.expand(*lead, *sizes), heads)
+    k = key.flatten(0, -4) if enable_gqa else arranged(key.expand(*lead, *key.shape[-2:]), heads)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    return Made(arranged(query, heads).detach(), k.detach(), factor, offset, attn_mask)

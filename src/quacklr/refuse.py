@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from quacklr.ranks import is_sharded
 from quacklr.rule import Rule
 from quacklr.weight import Weight
 
@@ -42,8 +43,8 @@ def refuse_unstepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer])
                 )
 
 
-def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight]) -> None:
-    """Two QuacKs that scale the same optimizer's step of one parameter would multiply their rates."""
+def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight], who: str = "QuacK") -> None:
+    """Two that scale the same optimizer's step of one parameter would do it twice."""
     others: dict[int, str] = {}
     for other in taken:
         for part in other.parts:
@@ -52,9 +53,16 @@ def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight]) -> None:
         for part in weight.parts:
             if id(part.param) in others:
                 raise ValueError(
-                    f"{part.name}: another QuacK is attached to its parameter (as {others[id(part.param)]}); "
+                    f"{part.name}: another {who} is attached to its parameter (as {others[id(part.param)]}); "
                     "call remove() on that one first"
                 )
+
+
+def refuse_sharded(weights: Iterable[Weight], who: str) -> None:
+    """A shard does not hold whole heads."""
+    for weight in weights:
+        if is_sharded(weight.param):
+            raise ValueError(f"{weight.name}: its parameter is sharded, and {who} cannot scale shards yet; use DDP")
 
 
 def refuse_unusable(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) -> None:

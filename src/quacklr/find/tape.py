@@ -13,7 +13,7 @@ or a norm's epsilon, must not hide anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,15 +22,23 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from quacklr.calls import (
+    ADD,
+    ADDED_MATMUL,
+    CONCATENATE,
+    CONVOLUTION,
+    MATMUL,
+    MULTIHEAD,
+    SDPA,
+    SOFTMAX,
+    bound,
+    multihead_opened,
+    tensors_in,
+)
 from quacklr.find.labels import Labels, labels_of_einsum, labels_of_matmul
 from quacklr.find.records import Attention, Product, Projection, Side, leaves_of
-from quacklr.intercept import MULTIHEAD, SDPA, SOFTMAX, Running, multihead_opened
+from quacklr.intercept import Running
 
-MATMUL: set[Any] = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
-ADDED: set[Any] = {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm, Tensor.addbmm, torch.addbmm}
-CONVOLUTION: set[Any] = {F.conv1d, F.conv2d, F.conv3d}
-ADD: set[Any] = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__}
-CONCATENATE: set[Any] = {torch.cat, torch.concat, torch.stack}
 CLAMP: set[Any] = {torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip, Tensor.clip_}
 BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias")
 LIKE: set[Any] = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as}  # of an activation
@@ -114,7 +122,7 @@ class Tape(TorchFunctionMode):
         if func in MATMUL:
             left, right = bound(args, kwargs, "input", "other")
             return self._multiply(output, left, right, None, labels_of_matmul(left.ndim, right.ndim))
-        if func in ADDED:
+        if func in ADDED_MATMUL:
             added, left, right = bound(args, kwargs, "input", "mat1", "mat2")
             left, right = kwargs.get("batch1", left), kwargs.get("batch2", right)
             return self._multiply(output, left, right, added, labels_of_matmul(left.ndim, right.ndim))
@@ -218,22 +226,6 @@ class Tape(TorchFunctionMode):
         return torch.randn(
             output.shape, generator=generator, dtype=output.dtype, device=output.device, requires_grad=True
         )
-
-
-def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors among some arguments, and in lists and tuples of them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
-
-
-def bound(args: Sequence[Any], kwargs: dict[str, Any], *names: str) -> list[Any]:
-    """The arguments of these names, given by place or by name."""
-    return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
 
 
 def _same(tensor: Tensor) -> Tensor:

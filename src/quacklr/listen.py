@@ -1,0 +1,124 @@
+"""Listen to some attention modules while a model trains, for the largest logit of each head.
+
+Their forwards are wrapped, so the rest of the model does not notice. What is compiled runs uncompiled inside of them,
+since a compiled graph shows nobody its logits; all but flex attention on CUDA, whose kernel tells the maxima.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quacklr.flex import holders, telling
+from quacklr.intercept import Catch
+from quacklr.logits import Logits
+from quacklr.modules import named_modules
+
+stance: Any = torch.compiler.set_stance
+eager: Any = torch.compiler.disable
+
+
+class Listener:
+    """The (heads,) largest logits of attention modules over all their forwards in training mode with gradients.
+
+    `heads`: how many each has; an attention inside of one with another number is not the one that is meant. `begin` is
+    called before anything is heard. `largest` is for the owner to clear.
+    """
+
+    def __init__(self, model: nn.Module, heads: Mapping[str, int], begin: Callable[[], None]) -> None:
+        self.heads, self.begin = heads, begin
+        self.largest: dict[str, Tensor] = {}
+        self._running: list[str] = []
+        self._flex = holders(model)
+        self._heard = [Heard(self, name, module) for name, module in named_modules(model) if name in heads]
+
+    @contextmanager
+    def listening(self, name: str) -> Iterator[None]:
+        """While entered, what is heard is this module's."""
+        self._running.append(name)
+        try:
+            with self._catching() if len(self._running) == 1 else nullcontext():
+                yield
+        finally:
+            self._running.pop()
+
+    @contextmanager
+    def _catching(self) -> Iterator[None]:
+        catch: Any = Catch(self._hear, lambda: self.heads[self._running[-1]])
+
+        @contextmanager
+        def pause() -> Iterator[None]:
+            catch.__exit__(None, None, None)
+            with stance("default"):
+                yield
+            catch.__enter__()
+
+        with stance("force_eager"), telling(self._flex, self._note, pause), catch:
+            yield
+
+    def _hear(self, logits: Logits) -> None:
+        if logits.heads == self.heads[self._running[-1]]:
+            self._note(logits.largest())
+
+    def _note(self, largest_H: Tensor) -> None:
+        self.begin()
+        name = self._running[-1]
+        before_H = self.largest.get(name)
+        self.largest[name] = largest_H if before_H is None else torch.maximum(before_H, largest_H)
+
+    def remove(self) -> None:
+        """Unwrap the forwards."""
+        for heard in self._heard:
+            heard.remove()
+
+
+class Heard:
+    """The forward of a module that is listened to. A copy of the module, or one that was saved, has its own again."""
+
+    def __init__(self, listener: Listener, name: str, module: nn.Module) -> None:
+        self.listener: Listener | None = listener
+        self.name, self.module = name, module
+        self.before = vars(module).get("forward")
+        self.__wrapped__ = module.forward  # where inspect.signature looks
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, listened to in training."""
+        return uncompiled(self, args, kwargs)
+
+    def remove(self) -> None:
+        """Give the module its own back."""
+        if vars(self.module).get("forward") is not self:
+            self.listener = None  # somebody has wrapped it again: from here on it only passes on
+        elif self.before is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return forward_of(memo[id(self.module)], copy.deepcopy(self.before, memo))
+
+    def __reduce__(self) -> Any:
+        return forward_of, (self.module, self.before)
+
+
+def forward_of(module: nn.Module, before: Any) -> Any:
+    """A module's forward as if nobody had listened."""
+    return MethodType(type(module).forward, module) if before is None else before
+
+
+def _uncompiled(heard: Heard, args: Any, kwargs: Any) -> Any:
+    """A forward that is listened to in training."""
+    if heard.listener is None or not (heard.module.training and torch.is_grad_enabled()):
+        return heard.__wrapped__(*args, **kwargs)
+    with heard.listener.listening(heard.name):
+        return heard.__wrapped__(*args, **kwargs)
+
+
+uncompiled = eager(_uncompiled)

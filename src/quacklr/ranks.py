@@ -1,0 +1,71 @@
+"""The processes that train one model together, each on data of its own: what they measure is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+Groups = Sequence[Any]
+
+
+def ranks_beside() -> bool:
+    """Whether this process is one of several."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether this process has only a part of a parameter."""
+    if not ranks_beside():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(param, DTensor)
+
+
+def groups_of(model: nn.Module) -> Groups:
+    """The process groups over which a model is replicated or sharded: DistributedDataParallel's, or FSDP2's mesh."""
+    if not ranks_beside():
+        return []
+    if isinstance(model, DistributedDataParallel):
+        return [model.process_group]
+    sharded: Any = next((param for param in model.parameters() if is_sharded(param)), None)
+    return [] if sharded is None else list(sharded.device_mesh.get_all_groups())
+
+
+def largest(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """The largest over all ranks, entry by entry."""
+    return _reduced(tensors, groups, dist.ReduceOp.MAX) if groups else list(tensors)
+
+
+def total(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """The sum over all ranks, entry by entry."""
+    return _reduced(tensors, groups, dist.ReduceOp.SUM) if groups else list(tensors)
+
+
+def _reduced(tensors: Sequence[Tensor], groups: Groups, how: Any) -> list[Tensor]:
+    """All in one piece: a single collective for each group, however many layers there are."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    for group in groups:
+        dist.all_reduce(flat, how, group=group)
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """Afterwards FSDP2 has only shards of its parameters: without a backward it would keep what a step makes stale."""
+    try:
+        yield
+    finally:
+        if groups_of(model):
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()

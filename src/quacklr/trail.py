@@ -1,0 +1,225 @@
+"""Follow products of two activations through a forward, to tell of a softmax's input whether it is made of logits.
+
+A softmax over experts or words looks like one over keys. What tells them apart is that an attention's comes from a
+product of queries with keys, by way of scaling, capping, biases, masks and changes of shape. On the way is noted what
+the numbers alone do not tell in the end: which were masked, how they were scaled, what was taken off or put beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from quacklr.calls import (
+    ADD,
+    ADDED_MATMUL,
+    CONCATENATE,
+    CONVOLUTION,
+    DIVIDE,
+    MATMUL,
+    MULTIPLY,
+    SDPA,
+    SOFTMAX,
+    SUBTRACT,
+    bound,
+    tensors_in,
+)
+from quacklr.logits import FAR
+
+STOP: set[Any] = {SDPA, F.linear, F.layer_norm, F.rms_norm, *SOFTMAX, *CONVOLUTION}
+FILL: set[Any] = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
+MATRIX_T: Any = vars(torch._C.TensorBase)["mT"].__get__
+LAYOUT: set[Any] = {
+    *(Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.permute, Tensor.flatten, Tensor.unflatten, Tensor.movedim),
+    *(Tensor.unsqueeze, Tensor.squeeze, Tensor.swapaxes, Tensor.__getitem__, MATRIX_T),
+    *(torch.reshape, torch.transpose, torch.permute, torch.flatten, torch.unflatten, torch.movedim, torch.unsqueeze),
+    *(torch.squeeze, torch.swapaxes),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """What is known of a tensor that is made of products.
+
+    `keys`: how many of its columns are. `hidden`: which entries were masked, in a shape that broadcasts to it.
+    `factors`: what the products were multiplied by. `taken`: numbers that were taken off since, one for each row.
+    """
+
+    keys: int
+    hidden: Tensor | None = None
+    factors: tuple[float | Tensor, ...] = ()
+    taken: Tensor | None = None
+
+    def hiding(self, more: Tensor) -> Mark:
+        """With these masked too."""
+        return replace(self, hidden=more if self.hidden is None else self.hidden | more)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call of a function that was given a marked tensor."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    marked: Tensor
+    others: list[Tensor]  # marked as well
+
+    def bound(self, *names: str) -> list[Any]:
+        """Arguments by name."""
+        return bound(self.args, self.kwargs, *names)
+
+    def other(self) -> Any:
+        """The second of two operands."""
+        left, right = self.bound("input", "other")
+        return right if left is self.marked else left
+
+    def has(self, tensor: Any) -> bool:
+        """Whether something is a marked tensor too."""
+        return any(tensor is each for each in self.others)
+
+
+class Trail:
+    """The marks of the tensors of a forward, as long as they live."""
+
+    def __init__(self) -> None:
+        self.marks: Any = WeakTensorKeyDictionary()
+        self.sizes: set[tuple[int, ...]] = set()  # of all products
+
+    def mark_of(self, tensor: Tensor) -> Mark | None:
+        """The mark of what goes into a softmax; None if it is not made of products.
+
+        Of the size of a product is enough: some mix the logits of their heads with a weight.
+        """
+        mark: Mark | None = self.marks.get(tensor)
+        if mark is None and tuple(sorted(tensor.shape)) in self.sizes:
+            return Mark(tensor.shape[-1])
+        return mark
+
+    def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        """Mark what a function put out, if it is a product or made of something marked."""
+        if func in MATMUL or func in ADDED_MATMUL or func is torch.einsum:
+            self._multiplied(func, args, kwargs, output)
+        elif self.marks and func not in STOP:
+            given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor in self.marks]
+            if given:
+                self._passed(Call(func, args, kwargs, given[0], given[1:]), output)
+
+    def _multiplied(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> None:
+        added, *factors = (None, *args, *kwargs.values()) if func in MATMUL else (*args, *kwargs.values())
+        operands = tensors_in(factors)[:2]
+        if output.ndim < 3 or len(operands) < 2 or any(map(is_weight, operands)):
+            return
+        hidden = added <= FAR if func in ADDED_MATMUL and isinstance(added, Tensor) else None
+        self.marks[output] = Mark(output.shape[-1], hidden, (float(kwargs.get("alpha", 1.0)),))
+        self.sizes.add(tuple(sorted(output.shape)))
+
+    def _passed(self, call: Call, output: Any) -> None:
+        before: Mark = self.marks[call.marked]
+        if call.func is Tensor.__setitem__:
+            self.marks[call.marked] = overwritten(before, call)
+            return
+        change = next((change for functions, change in CHANGES if call.func in functions), None)
+        after = change(before, call) if change else before
+        for tensor in tensors_in([output]):
+            self.marks[tensor] = reshaped(after, call, tensor)
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether it is a parameter, or a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def is_far(value: Any, like: Tensor) -> Tensor:
+    """Whether what is put in a logit's place masks it."""
+    return torch.as_tensor(value, device=like.device) <= FAR
+
+
+def scaled(mark: Mark, call: Call) -> Mark:
+    """Times a number or a tensor."""
+    other = call.other()
+    return mark if call.has(other) else replace(mark, factors=(*mark.factors, other))
+
+
+def divided(mark: Mark, call: Call) -> Mark:
+    """Over a number or a tensor."""
+    other = call.other()
+    return mark if call.has(other) else replace(mark, factors=(*mark.factors, 1 / other))
+
+
+def added(mark: Mark, call: Call) -> Mark:
+    """Plus a bias or a mask."""
+    other = call.other()
+    return mark.hiding(other <= FAR) if isinstance(other, Tensor) and not call.has(other) else mark
+
+
+def subtracted(mark: Mark, call: Call) -> Mark:
+    """Less a mask; or less the largest of the row, which no softmax sees, but we would."""
+    other = call.other()
+    if not isinstance(other, Tensor):
+        return mark
+    if call.has(other) and other.shape[-1] == 1 < call.marked.shape[-1]:
+        return replace(mark, taken=other if mark.taken is None else mark.taken + other)
+    return mark if call.has(other) else mark.hiding(other >= -FAR)
+
+
+def filled(mark: Mark, call: Call) -> Mark:
+    """With a number in some places."""
+    _, mask, value = call.bound("input", "mask", "value")
+    return mark.hiding(mask & is_far(value, mask))
+
+
+def chosen(mark: Mark, call: Call) -> Mark:
+    """Where a condition holds, or where it does not; something else in the other places."""
+    condition, first, second = call.bound("condition", "input", "other")
+    if call.func is Tensor.where:  # x.where(condition, other)
+        condition, first = first, condition
+    if first is call.marked:
+        return mark.hiding(~condition & is_far(second, condition))
+    return mark.hiding(condition & is_far(first, condition))
+
+
+def overwritten(mark: Mark, call: Call) -> Mark:
+    """logits[index] = value"""
+    _, index, value = call.bound("input", "index", "value")
+    hidden = torch.zeros_like(call.marked, dtype=torch.bool)
+    hidden[index] = is_far(value, hidden)
+    return mark.hiding(hidden)
+
+
+def beside(mark: Mark, call: Call) -> Mark:
+    """With columns after it that are no products."""
+    tensors, dim = call.bound("tensors", "dim")
+    if mark.hidden is None or tensors[0] is not call.marked or dim not in (-1, call.marked.ndim - 1):
+        return replace(mark, hidden=None)
+    more = sum(each.shape[-1] for each in tensors[1:])
+    return replace(mark, hidden=F.pad(mark.hidden.expand(call.marked.shape), (0, more)))
+
+
+def reshaped(mark: Mark, call: Call, output: Tensor) -> Mark:
+    """The mark of what a function put out, whose shape may be another one."""
+    if output.shape[-1:] != call.marked.shape[-1:] and call.func not in CONCATENATE:
+        mark = replace(mark, keys=output.shape[-1] if output.ndim else 1)
+    if call.func not in LAYOUT:
+        return mark
+    return replace(mark, hidden=along(mark.hidden, call, output), taken=None)
+
+
+def along(hidden: Tensor | None, call: Call, output: Tensor) -> Tensor | None:
+    """What is hidden, after the same change of shape."""
+    if hidden is None:
+        return None
+    hidden = call.func(hidden.expand(call.marked.shape), *call.args[1:], **call.kwargs)
+    return hidden if hidden.shape == output.shape else None
+
+
+CHANGES: tuple[tuple[set[Any], Callable[[Mark, Call], Mark]], ...] = (
+    *((MULTIPLY, scaled), (DIVIDE, divided), (ADD, added), (SUBTRACT, subtracted)),
+    *((FILL, filled), ({torch.where, Tensor.where}, chosen), (CONCATENATE, beside)),
+)
