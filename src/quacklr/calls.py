@@ -13,6 +13,7 @@ from torch import Tensor
 SDPA: Any = F.scaled_dot_product_attention
 MULTIHEAD: Any = F.multi_head_attention_forward
 SOFTMAX: set[Any] = {F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax}
+LOGSUMEXP: set[Any] = {torch.logsumexp, Tensor.logsumexp}  # a softmax in two steps
 MATMUL: set[Any] = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 ADDED_MATMUL: set[Any] = {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm, Tensor.addbmm, torch.addbmm}
 CONVOLUTION: set[Any] = {F.conv1d, F.conv2d, F.conv3d}

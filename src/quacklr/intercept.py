@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
-from quacklr.calls import MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened
+from quacklr.calls import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened
 from quacklr.flex import is_flex, of_flex, run_flex
-from quacklr.logits import Logits, Made, Written, arranged
+from quacklr.logits import Logits, Made, Written, arranged, headless
 from quacklr.modules import named_modules
 from quacklr.trail import Trail
 
@@ -44,7 +44,7 @@ class Catch(TorchFunctionMode):
             return self._opened(args, kwargs)
         if func is SDPA:
             self._tell(sdpa, *args, **kwargs)
-        elif func in SOFTMAX:
+        elif func in SOFTMAX or func in LOGSUMEXP:
             self._tell(self._softmax, *bound(args, kwargs, "input", "dim"))
         elif is_flex(func):
             self._tell(of_flex, *args, **kwargs)
@@ -68,14 +68,13 @@ class Catch(TorchFunctionMode):
         mark = self.trail.mark_of(logits)
         if mark is None or logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
             return None
-        heads_are_third = logits.ndim == 4 and heads and logits.shape[1] != heads == logits.shape[2]
-
-        def heads_second(tensor: Tensor) -> Tensor:
-            tensor = tensor.detach().expand_as(logits)
-            return tensor.transpose(1, 2) if heads_are_third else arranged(tensor, heads)
-
-        hidden, taken = (None if tensor is None else heads_second(tensor) for tensor in (mark.hidden, mark.taken))
-        return Written(heads_second(logits), hidden, taken, logits.shape[-1] - mark.keys, mark.factors)
+        hidden, taken = mark.hidden, mark.taken
+        if logits.ndim == 4 and heads and logits.shape[1] != heads == logits.shape[2]:  # (B, I, H, J)
+            hidden, taken = (None if t is None else t.expand_as(logits).transpose(1, 2) for t in (hidden, taken))
+            logits = logits.transpose(1, 2)
+        hidden, taken = (None if t is None else headless(t, logits.shape[:-2], heads) for t in (hidden, taken))
+        extra = logits.shape[-1] - mark.keys
+        return Written(arranged(logits.detach(), heads), hidden, taken, extra, mark.factors)
 
     def _tell(self, made: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:
         with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
@@ -153,7 +152,7 @@ def sdpa(
         offset = sizes[1] - sizes[0] if attn_mask.variant == CausalVariant.LOWER_RIGHT else 0
         attn_mask = None
     if attn_mask is not None:
-        attn_mask = arranged(attn_mask.expand(*lead, *sizes), heads)
+        attn_mask = headless(attn_mask, lead, heads)
     k = key.flatten(0, -4) if enable_gqa else arranged(key.expand(*lead, *key.shape[-2:]), heads)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     return Made(arranged(query, heads).detach(), k.detach(), factor, offset, attn_mask)

@@ -3,7 +3,8 @@
     Made       again, from queries and keys: a fused kernel had them and showed nobody
     Written    by the model itself, which then took their softmax
 
-Shapes: B batch, H head, G key head (that a group of heads reads), I query, J key, D size of a head.
+Shapes: B batch, H head, G key head (that a group of heads reads), I query, J key, D size of a head. Masks have one
+head if they are the same for all: they are then cheap beside the logits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 2**20  # logits made at a time: 4 MB, which a core's cache holds
+CHUNK = 2**18  # logits made at a time: 1 MB, which a core's cache holds
 FAR = -9e3  # what is added to a logit or put in its place, this low, is a mask and no bias
 
 Modify = Callable[[Tensor, int, int], Tensor]  # logits of some sequences and queries, from the first of each
@@ -49,8 +50,12 @@ class Logits(ABC):
         Columns are all keys and what is extra, or without the last keys if none of these queries may look there.
         """
 
+    @abstractmethod
+    def seen(self, sequences: slice, queries: slice, part_BHIJ: Tensor) -> Tensor:
+        """Where a query may look in such a part; broadcasts to it."""
+
     def rows(self, queries: slice) -> Tensor:
-        """The same for all sequences and all columns."""
+        """The part of all sequences, with all columns."""
         start, stop, _ = queries.indices(self.queries)
         logit_BHIJ = self.part(slice(0, self.batch), slice(start, stop))
         return F.pad(logit_BHIJ, (0, self.keys + self.extra - logit_BHIJ.shape[-1]), value=-torch.inf)
@@ -87,16 +92,15 @@ class Made(Logits):
     modify: Modify | None = None
 
     def __post_init__(self) -> None:
-        sizes = {"batch": 0, "heads": 1, "queries": 2}
-        for name, axis in sizes.items():
-            object.__setattr__(self, name, self.q_BHID.shape[axis])
+        for name, size in zip(("batch", "heads", "queries"), self.q_BHID.shape, strict=False):
+            object.__setattr__(self, name, size)
         object.__setattr__(self, "keys", self.k_BGJD.shape[2])
         object.__setattr__(self, "k_BGJD", self.k_BGJD.float())
 
     @property
     def scale(self) -> float:
         """As the kernel was told."""
-        return self.factor
+        return abs(self.factor)
 
     @property
     def device(self) -> torch.device:
@@ -105,27 +109,37 @@ class Made(Logits):
 
     def part(self, sequences: slice, queries: slice) -> Tensor:
         """Made now."""
-        seen = self.keys if self.offset is None else min(self.keys, max(1, queries.stop + self.offset))
+        width = self.keys if self.offset is None else min(self.keys, max(1, queries.stop + self.offset))
         q_BHID = self.q_BHID[sequences, :, queries].float() * self.factor
-        k_BGJD = self.k_BGJD[sequences, :, :seen]
+        k_BGJD = self.k_BGJD[sequences, :, :width]
         batch, groups = k_BGJD.shape[:2]
         q_BGID = q_BHID.reshape(batch, groups, -1, q_BHID.shape[-1])  # all queries that read the same key, in a row
-        logit_BHIJ = (q_BGID @ k_BGJD.mT).view(batch, self.heads, -1, seen)
+        logit_BHIJ = (q_BGID @ k_BGJD.mT).view(batch, self.heads, -1, width)
         if self.modify is not None:
             logit_BHIJ = self.modify(logit_BHIJ, sequences.start, queries.start)
         if self.mask_BHIJ is not None:
-            logit_BHIJ = masked(logit_BHIJ, self.mask_BHIJ[sequences, :, queries, :seen])
+            logit_BHIJ += to_add(cut(self.mask_BHIJ, sequences, queries, width))
         if self.offset is not None:
             hide_future(logit_BHIJ, queries.start + self.offset)
         return logit_BHIJ
+
+    def seen(self, sequences: slice, queries: slice, part_BHIJ: Tensor) -> Tensor:
+        """From the masks; what flex attention hides is found in the logits."""
+        if self.modify is not None:
+            return part_BHIJ > -torch.inf
+        open_BHIJ = torch.zeros(1, 1, *part_BHIJ.shape[2:], device=self.device)
+        if self.mask_BHIJ is not None:
+            open_BHIJ = open_BHIJ + to_add(cut(self.mask_BHIJ, sequences, queries, part_BHIJ.shape[-1]))
+        if self.offset is not None:
+            hide_future(open_BHIJ, queries.start + self.offset)
+        return open_BHIJ > -torch.inf
 
 
 @dataclass(frozen=True, eq=False)
 class Written(Logits):
     """As the model wrote them.
 
-    `hidden_BHIJ` is True where it masked one, unless with the least number there is, which shows. `taken_BHIJ` is what
-    it took off before the softmax.
+    `hidden_BHIJ` is True where it is known to have masked one. `taken_BHIJ` is what it took off before the softmax.
     """
 
     logit_BHIJ: Tensor
@@ -138,6 +152,17 @@ class Written(Logits):
         for name, size in zip(("batch", "heads", "queries"), self.logit_BHIJ.shape, strict=False):
             object.__setattr__(self, name, size)
         object.__setattr__(self, "keys", self.logit_BHIJ.shape[3] - self.extra)
+        if self.hidden_BHIJ is not None and not self._is_all_hidden(self.hidden_BHIJ):
+            object.__setattr__(self, "hidden_BHIJ", self.hidden_BHIJ | self._least(self.logit_BHIJ))
+
+    def _least(self, logit_BHIJ: Tensor) -> Tensor:
+        """Where logits are the least number there is, or nearly so: these are masked, however it was done."""
+        return logit_BHIJ <= torch.finfo(self.logit_BHIJ.dtype).min / 2
+
+    def _is_all_hidden(self, hidden_BHIJ: Tensor) -> bool:
+        """Whether what is known to be masked is all, judged by the first head."""
+        least_BHIJ = self._least(self.logit_BHIJ[:, :1])
+        return hidden_BHIJ.shape[1] == 1 and bool((hidden_BHIJ | ~least_BHIJ).all())
 
     @property
     def scale(self) -> float:
@@ -151,21 +176,33 @@ class Written(Logits):
 
     def part(self, sequences: slice, queries: slice) -> Tensor:
         """A copy."""
-        logit_BHIJ = self.logit_BHIJ[sequences, :, queries]
-        hidden_BHIJ = logit_BHIJ <= torch.finfo(logit_BHIJ.dtype).min / 2
-        if self.hidden_BHIJ is not None:
-            hidden_BHIJ |= self.hidden_BHIJ[sequences, :, queries]
-        logit_BHIJ = logit_BHIJ.float()
+        logit_BHIJ = self.logit_BHIJ[sequences, :, queries].float()
         if self.taken_BHIJ is not None:
-            logit_BHIJ = logit_BHIJ + self.taken_BHIJ[sequences, :, queries]
-        return logit_BHIJ.masked_fill(hidden_BHIJ, -torch.inf)
+            logit_BHIJ = logit_BHIJ + cut(self.taken_BHIJ, sequences, queries, self.keys + self.extra)
+        if self.hidden_BHIJ is not None:
+            return logit_BHIJ + to_add(~cut(self.hidden_BHIJ, sequences, queries, self.keys + self.extra))
+        least_BHIJ = self._least(logit_BHIJ)
+        return logit_BHIJ.masked_fill(least_BHIJ, -torch.inf) if least_BHIJ.any() else logit_BHIJ.clone()
+
+    def seen(self, sequences: slice, queries: slice, part_BHIJ: Tensor) -> Tensor:
+        """From what is known to be hidden; otherwise from the logits."""
+        if self.hidden_BHIJ is None:
+            return part_BHIJ > -torch.inf
+        return ~cut(self.hidden_BHIJ, sequences, queries, self.keys + self.extra)
 
 
-def masked(logit_BHIJ: Tensor, mask: Tensor) -> Tensor:
-    """Logits with a kernel's mask: True where a query may look, or numbers to add."""
+def to_add(mask: Tensor) -> Tensor:
+    """What a mask adds to a logit: 0 or -inf where it says whether a query may look, itself where it is a bias."""
     if mask.dtype == torch.bool:
-        return logit_BHIJ.masked_fill_(~mask, -torch.inf)
-    return logit_BHIJ.add_(mask).masked_fill_(mask <= FAR, -torch.inf)
+        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return mask.float().masked_fill(mask <= FAR, -torch.inf)
+
+
+def cut(mask_BHIJ: Tensor, sequences: slice, queries: slice, columns: int) -> Tensor:
+    """The part of something that broadcasts to all logits."""
+    wanted = (sequences, slice(None), queries, slice(columns))
+    whole = slice(None)
+    return mask_BHIJ[tuple(whole if size == 1 else one for size, one in zip(mask_BHIJ.shape, wanted, strict=True))]
 
 
 def hide_future(logit_BHIJ: Tensor, last: int) -> None:
@@ -174,7 +211,14 @@ def hide_future(logit_BHIJ: Tensor, last: int) -> None:
     corner_BHIJ = logit_BHIJ[..., first:]
     if corner_BHIJ.numel():
         ones = torch.ones(corner_BHIJ.shape[-2:], dtype=torch.bool, device=logit_BHIJ.device)
-        corner_BHIJ.masked_fill_(ones.triu(last + 1 - first), -torch.inf)
+        corner_BHIJ += to_add(~ones.triu(last + 1 - first))
+
+
+def headless(mask: Tensor, lead: Sequence[int], heads: int | None) -> Tensor:
+    """A mask that broadcasts to (*lead, I, J), as one that broadcasts to (B, H, I, J)."""
+    if len(lead) == 2 and (lead[0] == 1 or heads != lead[0] * lead[1]):
+        return mask[(None,) * (4 - mask.ndim)]
+    return arranged(mask.expand(*lead, *mask.shape[-2:]), heads)
 
 
 def arranged(tensor: Tensor, heads: int | None) -> Tensor:
@@ -188,4 +232,6 @@ def arranged(tensor: Tensor, heads: int | None) -> Tensor:
             return tensor.flatten(start, -3).flatten(0, start - 1) if start else tensor.flatten(0, -3)[None]
     if heads and len(lead) == 1 and lead[0] % heads == 0:
         return tensor.unflatten(0, (-1, heads))
+    if len(lead) > 2 and heads in lead:
+        return tensor.movedim(lead.index(heads), -3).flatten(0, -4)
     return tensor.flatten(0, -4) if len(lead) > 1 else tensor.reshape(1, *tensor.shape[-3:])

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from quacklr.find.survey import found_by_rule
 from quacklr.intercept import intercept
 from quacklr.logits import Logits
-from quacklr.modules import own_buffers, run, undisturbed, unwrapped
+from quacklr.modules import named_modules, own_buffers, run, undisturbed, unwrapped
 from quacklr.ranks import Groups, groups_of, largest, resharded, total
 from quacklr.tally import Tally
 
+HEADS = ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads")
 UNSEEN = (
     "no attention was seen in a forward of {}: seen are scaled_dot_product_attention, flex attention, "
     "torch.nn.MultiheadAttention, and a softmax over the last dimension of products of queries and keys; not a kernel "
@@ -57,8 +58,7 @@ class LogitMonitor:
 
     def __init__(self, model: nn.Module, probe: Any) -> None:
         self.model, self.probe = model, probe
-        found = found_by_rule(model)
-        self._heads = {name: finding.paths[0].heads for name, finding in found.items() if finding.paths}
+        self._heads = heads_of(model)
         self._last: dict[str, Tensor] = {}
 
     def measure(self, keep: bool = True) -> dict[str, LogitStats]:
@@ -87,6 +87,17 @@ class LogitMonitor:
         """Continue from a `state_dict()`."""
         device = next(self.model.parameters()).device
         self._last = {name: kept.to(device) for name, kept in state_dict.items()}
+
+
+def heads_of(model: nn.Module) -> dict[str, int]:
+    """How many heads each attention module has, if a rule knows it, or the module says it."""
+    said = {
+        name: value
+        for name, module in named_modules(model)
+        for value in (getattr(module, word, None) for word in HEADS)
+        if isinstance(value, int)
+    }
+    return said | {name: found.paths[0].heads for name, found in found_by_rule(model).items() if found.paths}
 
 
 def stats_of(tallies: Iterable[Tally], groups: Groups) -> list[LogitStats]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from quacklr.logits import Logits
 
 KEPT = 2**20  # logits of one attention that are kept for the next time: 4 MB
+HIDDEN = -1e38  # stands for what may not be looked at
 LEAST = -1e4  # a logit so far below the largest has no share: its exponential is 0 in float32
 
 
@@ -26,54 +27,58 @@ class Tally:
         batch, heads, device = logits.batch, logits.heads, logits.device
         self.keys = logits.keys
         self.largest_H = torch.full((heads,), -torch.inf, device=device)
-        self.entropy_H, self.looking_H, self.choosing_H = torch.zeros(3, heads, device=device)
+        self.compared_H, self.entropy_H, self.looking_H, self.choosing_H = torch.zeros(4, heads, device=device)
         self.first_BH = torch.full((batch, heads), self.keys, device=device)
         self.sink_BH = torch.zeros(batch, heads, device=device)
         self.picked = evenly_spaced(logits)
-        self.kept_BHIJ = torch.full(
-            (batch, heads, len(self.picked), self.keys + logits.extra), -torch.inf, device=device
-        )
+        self.kept_BHIJ = torch.full((batch, heads, len(self.picked), self.keys), HIDDEN, device=device)
+        comparable = before_BHIJ is not None and before_BHIJ.shape == self.kept_BHIJ.shape
+        self.before_BHIJ = before_BHIJ if comparable else None
+        self.moved_H = torch.full((heads,), 0.0 if comparable else torch.nan, device=device)
         for sequences, queries, logit_BHIJ in logits.chunks():
-            self._keep(sequences, queries, logit_BHIJ)
-            self._add(sequences, logit_BHIJ)
-        self.moved_H, self.compared_H = change(self.kept_BHIJ[..., : self.keys], before_BHIJ)
+            seen_BHIJ = logits.seen(sequences, queries, logit_BHIJ)
+            self._keep(sequences, queries, logit_BHIJ, seen_BHIJ)
+            self._add(sequences, logit_BHIJ, seen_BHIJ)
+        del self.before_BHIJ
 
     def sums(self) -> Tensor:
         """(6, heads): of |changes| and how many, of entropies and how many, of sink shares and how many."""
         sink_H = self.sink_BH.sum(0)
         return torch.stack([self.moved_H, self.compared_H, self.entropy_H, self.looking_H, sink_H, self.choosing_H])
 
-    def _keep(self, sequences: slice, queries: slice, logit_BHIJ: Tensor) -> None:
-        """Of these queries the picked ones."""
+    def _keep(self, sequences: slice, queries: slice, logit_BHIJ: Tensor, seen_BHIJ: Tensor) -> None:
+        """Of these queries the picked ones. What may not be looked at is the same number every time."""
         start, stop = (bisect_left(self.picked, edge) for edge in (queries.start, queries.stop))
         rows = [query - queries.start for query in self.picked[start:stop]]
-        if rows:
-            everything = len(rows) == logit_BHIJ.shape[2]
-            picked_BHIJ = logit_BHIJ if everything else logit_BHIJ[:, :, rows]
-            self.kept_BHIJ[sequences, :, start:stop, : logit_BHIJ.shape[-1]] = picked_BHIJ
+        if len(rows) < logit_BHIJ.shape[2]:
+            logit_BHIJ, seen_BHIJ = logit_BHIJ[:, :, rows], seen_BHIJ[:, :, rows]
+        batch, heads = logit_BHIJ.shape[:2]
+        self.compared_H += seen_BHIJ[..., : self.keys].sum((2, 3)).expand(batch, heads).sum(0)
+        place_BHIJ = self.kept_BHIJ[sequences, :, start:stop]
+        width = min(self.keys, logit_BHIJ.shape[-1])
+        place_BHIJ[..., :width] = logit_BHIJ[..., :width].clamp(min=HIDDEN)
+        if self.before_BHIJ is not None:
+            self.moved_H += (place_BHIJ - self.before_BHIJ[sequences, :, start:stop]).abs_().sum((0, 2, 3))
 
-    def _add(self, sequences: slice, logit_BHIJ: Tensor) -> None:
+    def _add(self, sequences: slice, logit_BHIJ: Tensor, seen_BHIJ: Tensor) -> None:
         """A chunk. Its numbers are used up."""
-        of_keys_BHIJ = logit_BHIJ[..., : self.keys]
-        top_BHI = of_keys_BHIJ.amax(-1)
+        top_BHI = logit_BHIJ[..., : self.keys].amax(-1)
         self.largest_H = torch.maximum(self.largest_H, top_BHI.amax((0, 2)))
-        seen_BHIJ = of_keys_BHIJ > -torch.inf
-        count_BHI = seen_BHIJ.sum(-1)
+        count_BHI = seen_BHIJ[..., : self.keys].sum(-1).expand_as(top_BHI)
         looking_BHI, choosing_BHI = count_BHI > 0, count_BHI > 1
-        first_BH = self._first(sequences, seen_BHIJ)
+        first_BH = self._first(sequences, seen_BHIJ[..., : self.keys])
 
         top_BHI = top_BHI if logit_BHIJ.shape[-1] <= self.keys else logit_BHIJ.amax(-1)
-        below_BHIJ = logit_BHIJ.sub_(top_BHI.clamp(min=-1e38)[..., None]).clamp_(min=LEAST)
-        weight_BHIJ = below_BHIJ.exp()
-        whole_BHI = weight_BHIJ.sum(-1)
-        entropy_BHI = whole_BHI.log() - below_BHIJ.mul_(weight_BHIJ).sum(-1) / whole_BHI
-        index_BHI1 = first_BH.clamp(max=weight_BHIJ.shape[-1] - 1)[..., None, None].expand(*whole_BHI.shape, 1)
-        sink_BHI = weight_BHIJ.gather(-1, index_BHI1)[..., 0] + weight_BHIJ[..., self.keys :].sum(-1)
+        below_BHIJ = logit_BHIJ.sub_(top_BHI.clamp(min=HIDDEN)[..., None]).clamp_(min=LEAST)
+        share_BHIJ = below_BHIJ.softmax(-1)
+        entropy_BHI = -share_BHIJ.amax(-1).log() - torch.linalg.vecdot(share_BHIJ, below_BHIJ)
+        index_BHI1 = first_BH.clamp(max=share_BHIJ.shape[-1] - 1)[..., None, None].expand(*top_BHI.shape, 1)
+        sink_BHI = share_BHIJ.gather(-1, index_BHI1)[..., 0] + share_BHIJ[..., self.keys :].sum(-1)
 
-        self.looking_H = self.looking_H + looking_BHI.sum((0, 2))
-        self.choosing_H = self.choosing_H + choosing_BHI.sum((0, 2))
-        self.entropy_H = self.entropy_H + entropy_BHI.where(looking_BHI, 0).sum((0, 2))
-        self.sink_BH[sequences] += (sink_BHI / whole_BHI).where(choosing_BHI, 0).sum(2)
+        self.looking_H += looking_BHI.sum((0, 2))
+        self.choosing_H += choosing_BHI.sum((0, 2))
+        self.entropy_H += entropy_BHI.where(looking_BHI, 0).sum((0, 2))
+        self.sink_BH[sequences] += sink_BHI.where(choosing_BHI, 0).sum(2)
 
     def _first(self, sequences: slice, seen_BHIJ: Tensor) -> Tensor:
         """The first key of each sequence that any query so far may look at.
@@ -90,16 +95,6 @@ class Tally:
 
 def evenly_spaced(logits: Logits) -> list[int]:
     """Queries enough to keep, spread over the sequence; all of them if they fit."""
-    room = KEPT // (logits.batch * logits.heads * (logits.keys + logits.extra))
+    room = KEPT // (logits.batch * logits.heads * logits.keys)
     count = max(1, min(logits.queries, room))
     return [(i + 1) * logits.queries // count - 1 for i in range(count)]
-
-
-def change(now_BHIJ: Tensor, before_BHIJ: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sum of |change| of each head's logits, and how many there are; NaN if there is nothing to compare with."""
-    seen_BHIJ = now_BHIJ > -torch.inf
-    count_H = seen_BHIJ.sum((0, 2, 3)).float()
-    if before_BHIJ is None or before_BHIJ.shape[:3] != now_BHIJ.shape[:3]:
-        return torch.full_like(count_H, torch.nan), count_H
-    moved_BHIJ = torch.where(seen_BHIJ, now_BHIJ - before_BHIJ[..., : now_BHIJ.shape[-1]], 0).abs()
-    return moved_BHIJ.sum((0, 2, 3)), count_H

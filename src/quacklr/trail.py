@@ -58,7 +58,9 @@ class Mark:
 
     def hiding(self, more: Tensor) -> Mark:
         """With these masked too."""
-        return replace(self, hidden=more if self.hidden is None else self.hidden | more)
+        if self.hidden is not None and (fits(self.hidden, more) or fits(more, self.hidden)):
+            more = self.hidden | more
+        return replace(self, hidden=more)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,7 +199,7 @@ def beside(mark: Mark, call: Call) -> Mark:
     """With columns after it that are no products."""
     tensors, dim = call.bound("tensors", "dim")
     if mark.hidden is None or tensors[0] is not call.marked or dim not in (-1, call.marked.ndim - 1):
-        return replace(mark, hidden=None)
+        return replace(mark, hidden=None, taken=None)
     more = sum(each.shape[-1] for each in tensors[1:])
     return replace(mark, hidden=F.pad(mark.hidden.expand(call.marked.shape), (0, more)))
 
@@ -206,17 +208,24 @@ def reshaped(mark: Mark, call: Call, output: Tensor) -> Mark:
     """The mark of what a function put out, whose shape may be another one."""
     if output.shape[-1:] != call.marked.shape[-1:] and call.func not in CONCATENATE:
         mark = replace(mark, keys=output.shape[-1] if output.ndim else 1)
-    if call.func not in LAYOUT:
-        return mark
-    return replace(mark, hidden=along(mark.hidden, call, output), taken=None)
+    if call.func in LAYOUT:
+        mark = replace(mark, hidden=along(mark.hidden, call), taken=along(mark.taken, call))
+    hidden, taken = (t if t is not None and fits(t, output) else None for t in (mark.hidden, mark.taken))
+    return replace(mark, hidden=hidden, taken=taken)
 
 
-def along(hidden: Tensor | None, call: Call, output: Tensor) -> Tensor | None:
-    """What is hidden, after the same change of shape."""
-    if hidden is None:
+def along(beside: Tensor | None, call: Call) -> Tensor | None:
+    """What belongs to a tensor, entry by entry, after the same change of shape."""
+    if beside is None or not fits(beside, call.marked):
         return None
-    hidden = call.func(hidden.expand(call.marked.shape), *call.args[1:], **call.kwargs)
-    return hidden if hidden.shape == output.shape else None
+    changed: Tensor = call.func(beside.expand_as(call.marked).contiguous(), *call.args[1:], **call.kwargs)
+    return changed
+
+
+def fits(tensor: Tensor, other: Tensor) -> bool:
+    """Whether it can be broadcast to the other's shape."""
+    sizes = zip(reversed(tensor.shape), reversed(other.shape), strict=False)
+    return tensor.ndim <= other.ndim and all(size in (1, wanted) for size, wanted in sizes)
 
 
 CHANGES: tuple[tuple[set[Any], Callable[[Mark, Call], Mark]], ...] = (

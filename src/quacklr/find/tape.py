@@ -27,6 +27,7 @@ from quacklr.calls import (
     ADDED_MATMUL,
     CONCATENATE,
     CONVOLUTION,
+    LOGSUMEXP,
     MATMUL,
     MULTIHEAD,
     SDPA,
@@ -42,7 +43,6 @@ from quacklr.intercept import Running
 CLAMP: set[Any] = {torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip, Tensor.clip_}
 BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias")
 LIKE: set[Any] = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as}  # of an activation
-LOGSUMEXP: set[Any] = {torch.logsumexp, Tensor.logsumexp}  # a softmax in two steps
 
 
 class Tape(TorchFunctionMode):
