@@ -108,7 +108,6 @@ def test_differences_are_told_as_options() -> None:
         ("--schedule wsd --decay 290", "--decay 290"),
         ("--method muon-split --optimizer adamw", "--method muon-split is a way to use Muon"),
         ("--method quack --literal", "--literal is about norms on latents, so it needs --attention mla --latent-norm"),
-        ("--method qk-clip --compile", "--method qk-clip has to see the logits, which --compile hides"),
         ("--tau 2", "--tau means nothing with --method default; it goes with --method quack or --method constant-tau"),
         ("--kv-heads=2 --attention mla", "--kv-heads means nothing with --attention mla; it goes with --attention mha"),
         ("--momentum 0.9 --optimizer adamw", "--momentum means nothing with --optimizer adamw"),

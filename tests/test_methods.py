@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path as File
 from typing import Any
@@ -14,7 +15,17 @@ from torch import Tensor
 from lab_runs import ATTENTIONS, METHODS, block, make_corpus, small
 from quacklr import QKClip, QuacK
 from quacklr.lab.data import Corpus, open_corpus
-from quacklr.lab.methods import ConstantTau, Method, MuonSplit, QKNorm, Quack, SigmaReparametrised, SoftCap, rates
+from quacklr.lab.methods import (
+    ConstantTau,
+    Method,
+    MuonSplit,
+    QKClipping,
+    QKNorm,
+    Quack,
+    SigmaReparametrised,
+    SoftCap,
+    rates,
+)
 from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.lab.model.sigma import reparametrise
 from quacklr.lab.train.session import Session
@@ -70,6 +81,20 @@ def test_qk_clip_is_the_librarys(corpus: Corpus) -> None:
     clipped = session(corpus, METHODS["qk-clip"])
     assert isinstance(clipped.attached, QKClip)
     assert clipped.attached.threshold == 100.0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch's own
+def test_qk_clip_clips_compiled_runs(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    config = small(corpus.where, QKClipping(threshold=1e-4), ATTENTIONS["mla"])
+    machines = [replace(config.machine, compile=each) for each in (True, False)]
+    runs = [Session(replace(config, machine=machine), corpus) for machine in machines]
+    runs.append(session(corpus, METHODS["default"], "mla"))
+    for run in runs:
+        list(islice(run.rows(), 4))
+    compiled, plain, default = (block(run.model).attention.uq.weight.detach() for run in runs)
+    torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-6)
+    assert compiled.norm() < 0.5 * default.norm()
 
 
 def test_constant_tau_of_one_is_bitwise_the_default(corpus: Corpus) -> None:

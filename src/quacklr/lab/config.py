@@ -137,8 +137,6 @@ def refuse_contradictions(config: Config) -> None:
         raise UserError("--method muon-split is a way to use Muon, so it needs --optimizer muon")
     if getattr(config.method, "literal", False) and not getattr(config.attention, "latent_norm", False):
         raise UserError("--literal is about norms on latents, so it needs --attention mla --latent-norm")
-    if isinstance(config.method, methods.QKClipping) and config.machine.compile:
-        raise UserError("--method qk-clip has to see the logits, which --compile hides; leave one of them out")
 
 
 def kind_of(field: str, value: object) -> str:
