@@ -7,7 +7,7 @@ the module that was running: the innermost one whose forward had begun.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from quacklr.calls import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened
+from quacklr.calls import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened, tensors_in
 from quacklr.flex import is_flex, of_flex, run_flex
 from quacklr.logits import Logits, Made, Written, arranged, headless
 from quacklr.modules import named_modules
@@ -36,6 +37,7 @@ class Catch(TorchFunctionMode):
     def __init__(self, listener: Callable[[Logits], None], heads: Heads = lambda: None) -> None:
         super().__init__()
         self.listener, self.heads, self.trail = listener, heads, Trail()
+        self.told: Any = WeakTensorKeyDictionary()  # some take a softmax of the same logits in two ways
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function as it is, and tell the listener if it was an attention."""
@@ -66,8 +68,9 @@ class Catch(TorchFunctionMode):
 
     def _softmax(self, heads: int | None, logits: Tensor, dim: int | None) -> Logits | None:
         mark = self.trail.mark_of(logits)
-        if mark is None or logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
+        if mark is None or logits.ndim < 3 or dim not in (-1, logits.ndim - 1) or logits in self.told:
             return None
+        self.told[logits] = None
         hidden, taken = mark.hidden, mark.taken
         if logits.ndim == 4 and heads and logits.shape[1] != heads == logits.shape[2]:  # (B, I, H, J)
             hidden, taken = (None if t is None else t.expand_as(logits).transpose(1, 2) for t in (hidden, taken))
@@ -77,7 +80,8 @@ class Catch(TorchFunctionMode):
         return Written(arranged(logits.detach(), heads), hidden, taken, extra, mark.factors)
 
     def _tell(self, made: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:
-        with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
+        device = tensors_in([*args, *kwargs.values()])[0].device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
             logits = made(self.heads(), *args, **kwargs)
             if logits is not None:
                 self.listener(logits)
@@ -101,12 +105,12 @@ class Running:
 
 
 @contextmanager
-def running(model: nn.Module, among: Container[str] | None = None) -> Iterator[Running]:
-    """While entered, tells which of the model's modules are running; of some of them, if told which."""
+def running(model: nn.Module) -> Iterator[Running]:
+    """While entered, tells which of the model's modules are running, but for a softmax that is a module."""
     now = Running()
     hooks: list[Any] = []
     for name, module in named_modules(model):
-        if among is None or name in among:
+        if not isinstance(module, nn.Softmax):
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: now.begin(name)))
             hooks.append(module.register_forward_hook(lambda *_: now.end(), always_call=True))
     try:

@@ -30,8 +30,9 @@ class Tally:
         self.compared_H, self.entropy_H, self.looking_H, self.choosing_H = torch.zeros(4, heads, device=device)
         self.first_BH = torch.full((batch, heads), self.keys, device=device)
         self.sink_BH = torch.zeros(batch, heads, device=device)
-        self.picked = evenly_spaced(logits)
-        self.kept_BHIJ = torch.full((batch, heads, len(self.picked), self.keys), HIDDEN, device=device)
+        self.picked, self.every = evenly_spaced(logits)
+        kept = (batch, heads, len(self.picked), -(-self.keys // self.every))
+        self.kept_BHIJ = torch.full(kept, HIDDEN, device=device)
         comparable = before_BHIJ is not None and before_BHIJ.shape == self.kept_BHIJ.shape
         self.before_BHIJ = before_BHIJ if comparable else None
         self.moved_H = torch.full((heads,), 0.0 if comparable else torch.nan, device=device)
@@ -52,11 +53,11 @@ class Tally:
         rows = [query - queries.start for query in self.picked[start:stop]]
         if len(rows) < logit_BHIJ.shape[2]:
             logit_BHIJ, seen_BHIJ = logit_BHIJ[:, :, rows], seen_BHIJ[:, :, rows]
-        batch, heads = logit_BHIJ.shape[:2]
-        self.compared_H += seen_BHIJ[..., : self.keys].sum((2, 3)).expand(batch, heads).sum(0)
+        logit_BHIJ, seen_BHIJ = (each[..., : self.keys : self.every] for each in (logit_BHIJ, seen_BHIJ))
+        batch, heads, _, width = logit_BHIJ.shape
+        self.compared_H += seen_BHIJ.sum((2, 3)).expand(batch, heads).sum(0)
         place_BHIJ = self.kept_BHIJ[sequences, :, start:stop]
-        width = min(self.keys, logit_BHIJ.shape[-1])
-        place_BHIJ[..., :width] = logit_BHIJ[..., :width].clamp(min=HIDDEN)
+        place_BHIJ[..., :width] = logit_BHIJ.clamp(min=HIDDEN)
         if self.before_BHIJ is not None:
             self.moved_H += (place_BHIJ - self.before_BHIJ[sequences, :, start:stop]).abs_().sum((0, 2, 3))
 
@@ -93,8 +94,8 @@ class Tally:
         return self.first_BH[sequences]
 
 
-def evenly_spaced(logits: Logits) -> list[int]:
-    """Queries enough to keep, spread over the sequence; all of them if they fit."""
-    room = KEPT // (logits.batch * logits.heads * logits.keys)
-    count = max(1, min(logits.queries, room))
-    return [(i + 1) * logits.queries // count - 1 for i in range(count)]
+def evenly_spaced(logits: Logits) -> tuple[list[int], int]:
+    """Queries to keep, spread over the sequence, and every how many of their keys: all and every one if they fit."""
+    row = logits.batch * logits.heads * logits.keys
+    count = max(1, min(logits.queries, KEPT // row))
+    return [(i + 1) * logits.queries // count - 1 for i in range(count)], -(-row // KEPT)

@@ -33,6 +33,7 @@ from quacklr.calls import (
 from quacklr.logits import FAR
 
 STOP: set[Any] = {SDPA, F.linear, F.layer_norm, F.rms_norm, *SOFTMAX, *CONVOLUTION}
+SET: Any = Tensor.__setitem__
 FILL: set[Any] = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
 MATRIX_T: Any = vars(torch._C.TensorBase)["mT"].__get__
 LAYOUT: set[Any] = {
@@ -92,6 +93,7 @@ class Trail:
 
     def __init__(self) -> None:
         self.marks: Any = WeakTensorKeyDictionary()
+        self.learned: Any = WeakTensorKeyDictionary()  # made of weights alone
         self.sizes: set[tuple[int, ...]] = set()  # of all products
 
     def mark_of(self, tensor: Tensor) -> Mark | None:
@@ -106,36 +108,45 @@ class Trail:
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Mark what a function put out, if it is a product or made of something marked."""
-        if func in MATMUL or func in ADDED_MATMUL or func is torch.einsum:
-            self._multiplied(func, args, kwargs, output)
+        tensors = tensors_in([*args, *kwargs.values()])
+        if tensors and all(map(self._is_weight, tensors)):
+            self.learned.update(dict.fromkeys(tensors_in([output])))
+        elif func in MATMUL or func in ADDED_MATMUL or func is torch.einsum:
+            self._multiplied(func, tensors, kwargs, output)
         elif self.marks and func not in STOP:
-            given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor in self.marks]
+            given = [tensor for tensor in tensors if tensor in self.marks]
             if given:
                 self._passed(Call(func, args, kwargs, given[0], given[1:]), output)
 
-    def _multiplied(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> None:
-        added, *factors = (None, *args, *kwargs.values()) if func in MATMUL else (*args, *kwargs.values())
-        operands = tensors_in(factors)[:2]
-        if output.ndim < 3 or len(operands) < 2 or any(map(is_weight, operands)):
+    def _multiplied(self, func: Any, tensors: list[Tensor], kwargs: dict[str, Any], output: Tensor) -> None:
+        factors = tensors[1:] if func in ADDED_MATMUL else tensors
+        if output.ndim < 3 or len(factors) < 2 or any(map(self._is_weight, factors)):
             return
-        hidden = added <= FAR if func in ADDED_MATMUL and isinstance(added, Tensor) else None
+        beta = kwargs.get("beta", 1)  # at 0 what is added may be anything
+        hidden = beta * tensors[0] <= FAR if func in ADDED_MATMUL and beta else None
         self.marks[output] = Mark(output.shape[-1], hidden, (float(kwargs.get("alpha", 1.0)),))
         self.sizes.add(tuple(sorted(output.shape)))
 
+    def _is_weight(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter, a view of one, or made of such alone."""
+        return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor in self.learned
+
     def _passed(self, call: Call, output: Any) -> None:
         before: Mark = self.marks[call.marked]
-        if call.func is Tensor.__setitem__:
-            self.marks[call.marked] = overwritten(before, call)
-            return
         change = next((change for functions, change in CHANGES if call.func in functions), None)
         after = change(before, call) if change else before
-        for tensor in tensors_in([output]):
+        for tensor in tensors_in([call.marked if call.func is SET else output]):
             self.marks[tensor] = reshaped(after, call, tensor)
+            base = tensor._base
+            if tensor is call.marked and after.hidden is not None and base is not None and base in self.marks:
+                self.marks[base] = self.marks[base].hiding(behind(tensor, base, after.hidden))
 
 
-def is_weight(tensor: Tensor) -> bool:
-    """Whether it is a parameter, or a view of one."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+def behind(view: Tensor, base: Tensor, hidden: Tensor) -> Tensor:
+    """What is hidden of the tensor that a view shows a part of."""
+    of_base = torch.zeros_like(base, dtype=torch.bool)
+    of_base.as_strided(view.shape, view.stride(), view.storage_offset()).copy_(hidden)
+    return of_base
 
 
 def is_far(value: Any, like: Tensor) -> Tensor:
@@ -158,7 +169,9 @@ def divided(mark: Mark, call: Call) -> Mark:
 def added(mark: Mark, call: Call) -> Mark:
     """Plus a bias or a mask."""
     other = call.other()
-    return mark.hiding(other <= FAR) if isinstance(other, Tensor) and not call.has(other) else mark
+    if not isinstance(other, Tensor) or call.has(other):
+        return mark
+    return mark.hiding(other * call.kwargs.get("alpha", 1) <= FAR)
 
 
 def subtracted(mark: Mark, call: Call) -> Mark:
@@ -168,7 +181,7 @@ def subtracted(mark: Mark, call: Call) -> Mark:
         return mark
     if call.has(other) and other.shape[-1] == 1 < call.marked.shape[-1]:
         return replace(mark, taken=other if mark.taken is None else mark.taken + other)
-    return mark if call.has(other) else mark.hiding(other >= -FAR)
+    return mark if call.has(other) else mark.hiding(other * call.kwargs.get("alpha", 1) >= -FAR)
 
 
 def filled(mark: Mark, call: Call) -> Mark:
@@ -230,5 +243,5 @@ def fits(tensor: Tensor, other: Tensor) -> bool:
 
 CHANGES: tuple[tuple[set[Any], Callable[[Mark, Call], Mark]], ...] = (
     *((MULTIPLY, scaled), (DIVIDE, divided), (ADD, added), (SUBTRACT, subtracted)),
-    *((FILL, filled), ({torch.where, Tensor.where}, chosen), (CONCATENATE, beside)),
+    *((FILL, filled), ({torch.where, Tensor.where}, chosen), ({SET}, overwritten), (CONCATENATE, beside)),
 )
