@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from matplotlib.colors import to_hex
 
+from quacklr.integrations.figures import RC
 from quacklr.lab.methods import Default, Quack
 from quacklr.lab.report.command import draw
 from quacklr.lab.report.figures import FIGURES, critical_rate, heatmaps, interventions, logits, norms, sensitivity
-from quacklr.lab.report.style import COLOURS, RC
+from quacklr.lab.report.style import COLOURS
 from quacklr.lab.studies.names import NAMES
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS
 from quacklr.lab.studies.results import NotRun, Results

@@ -35,7 +35,12 @@ def test_the_core_imports_torch_and_the_standard_library_only() -> None:
             continue
         roots = {name.split(".")[0] for name in imported(file)}
         assert roots <= {"torch", "quacklr", *sys.stdlib_module_names}, file
-        assert not any(name.startswith("quacklr.lab") for name in imported(file)), file
+
+
+def test_nothing_but_the_lab_itself_imports_the_lab() -> None:
+    for file in (ROOT / "src/quacklr").rglob("*.py"):
+        if "lab" not in file.parts:
+            assert not any(name.startswith("quacklr.lab") for name in imported(file)), file
 
 
 @pytest.mark.parametrize("file", CODE, ids=lambda file: str(file.relative_to(ROOT)))

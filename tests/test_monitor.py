@@ -182,3 +182,21 @@ def test_the_logits_of_torchs_own_attention_are_seen() -> None:
     q_BHID, k_BHID = ((x @ w.T).unflatten(2, (4, 4)).transpose(1, 2) for w in (q, k))
     largest = (q_BHID @ k_BHID.mT / 2).amax((0, 2, 3))
     torch.testing.assert_close(LogitMonitor(layer, x).measure()["self_attn"].max, largest.detach())
+
+
+def test_learned_queries_attend_too() -> None:
+    """A pooling head asks with a parameter: projected, it is a query like any other."""
+
+    class Pooling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ask, self.q, self.k = nn.Parameter(torch.randn(1, 3, 8)), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in (self.q(self.ask.float()), self.k(x)))
+            return (q @ k.mT).softmax(-1) @ k
+
+    torch.manual_seed(0)
+    model, x = Pooling(), torch.randn(2, 5, 8)
+    q, k = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in (model.q(model.ask), model.k(x)))
+    torch.testing.assert_close(LogitMonitor(model, x).measure()[""].max, (q @ k.mT).amax((0, 2, 3)).detach())

@@ -90,7 +90,7 @@ def test_logit_statistics_have_a_number_for_every_layer_and_head(config: Config,
     rows = {row["step"]: row for row in Session(config, corpus).rows()}
     probed = [step for step, row in rows.items() if "logits" in row]
     assert probed == [0, 5, 10, 15, 20, 25, 30, 35, 36]
-    for key in ("max", "entropy", "change", "step_change"):
+    for key in ("max", "entropy", "sink", "change", "step_change"):
         table = rows[10]["logits"][key]
         assert [len(heads) for heads in table] == [2, 2]
         assert all(value is not None and (value > 0 or key == "max") for heads in table for value in heads)
@@ -111,7 +111,9 @@ def test_the_change_of_a_step_is_that_of_the_logits_around_it(config: Config, co
     assert fifth["logits"]["change"] != fifth["logits"]["step_change"]
 
 
-def test_the_change_is_that_since_the_measurement_before(config: Config, corpus: Corpus) -> None:
+def test_the_change_is_that_since_the_measurement_before_and_the_rest_is_after_the_step(
+    config: Config, corpus: Corpus
+) -> None:
     """Around step 10 it is between the weights after 4 and after 9 steps; a monitor of our own looks at both."""
     session = Session(config, corpus)
     rows, monitor = session.rows(), LogitMonitor(session.model, session.probe.monitor.probe)
@@ -119,9 +121,12 @@ def test_the_change_is_that_since_the_measurement_before(config: Config, corpus:
     monitor.measure()
     list(islice(rows, 5))
     changed = monitor.measure().values()
-    tenth = next(rows)["logits"]["change"]
-    for heads, stats in zip(tenth, changed, strict=True):
+    tenth, after = next(rows)["logits"], monitor.measure().values()
+    for heads, stats in zip(tenth["change"], changed, strict=True):
         assert heads == pytest.approx(stats.mean_change.tolist(), rel=1e-5)
+    for name in ("max", "entropy", "sink", "step_change"):  # these are after the step
+        for heads, stats in zip(tenth[name], after, strict=True):
+            assert heads == pytest.approx(getattr(stats, name.replace("step", "mean")).tolist(), rel=1e-5)
 
 
 def test_trackers_get_the_largest_logit_of_a_layer_and_means_of_the_rest() -> None:
@@ -131,9 +136,9 @@ def test_trackers_get_the_largest_logit_of_a_layer_and_means_of_the_rest() -> No
         "train/loss": 2.5,
         "validation/loss": 2.0,
         "validation/bpb": 3.0,
-        "logits max/layer 0": 5.0,
-        "logits max/layer 1": -2.0,
-        "logits entropy/layer 0": 2.0,
+        "logits_max/layers.0": 5.0,
+        "logits_max/layers.1": -2.0,
+        "logits_entropy/layers.0": 2.0,
     }
 
 
@@ -217,8 +222,8 @@ def test_tensorboard_shows_the_numbers_of_the_rows(config: Config, tmp_path: Fil
     for row in read_rows(tmp_path / "run"):
         for name, value in scalars(row):
             wanted.setdefault(name, []).append((row["step"], value))
-    assert {"train/loss", "validation/loss", "logits max/layer 1"} <= wanted.keys() <= set(shown.Tags()["scalars"])
-    for name in ("train/loss", "validation/bpb", "logits max/layer 1"):
+    assert {"train/loss", "validation/loss", "logits_max/layers.1"} <= wanted.keys() <= set(shown.Tags()["scalars"])
+    for name in ("train/loss", "validation/bpb", "logits_max/layers.1"):
         got = [(event.step, event.value) for event in shown.Scalars(name)]
         assert [step for step, _ in got] == [step for step, _ in wanted[name]]
         assert [value for _, value in got] == pytest.approx([value for _, value in wanted[name]], rel=1e-6)

@@ -14,6 +14,7 @@ from lab_runs import ATTENTIONS, environment, make_corpus, quacklr, read_rows, s
 from quacklr.lab.files import locked
 from quacklr.lab.methods import Quack
 from quacklr.lab.train.command import main
+from quacklr.lab.train.picture import draw_logits
 from quacklr.lab.train.runner import run
 
 SIZES = {"d-model": 16, "layers": 1, "d-ff": 24, "context": 16, "heads": 2, "kv-heads": 2, "head-dim": 8}
@@ -29,6 +30,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> File:
 def finished(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> File:
     out = tmp_path_factory.mktemp("finished") / "run"
     run(small(corpus, Quack(), ATTENTIONS["mha"], steps=12), out)
+    draw_logits(out)
     return out
 
 

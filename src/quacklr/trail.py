@@ -93,7 +93,7 @@ class Trail:
 
     def __init__(self) -> None:
         self.marks: Any = WeakTensorKeyDictionary()
-        self.learned: Any = WeakTensorKeyDictionary()  # made of weights alone
+        self.learned: Any = WeakTensorKeyDictionary()  # casts and the like of weights, but not their products
         self.sizes: set[tuple[int, ...]] = set()  # of all products
 
     def mark_of(self, tensor: Tensor) -> Mark | None:
@@ -109,7 +109,7 @@ class Trail:
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Mark what a function put out, if it is a product or made of something marked."""
         tensors = tensors_in([*args, *kwargs.values()])
-        if tensors and all(map(self._is_weight, tensors)):
+        if func not in STOP and func not in MATMUL and tensors and all(map(self._is_weight, tensors)):
             self.learned.update(dict.fromkeys(tensors_in([output])))
         elif func in MATMUL or func in ADDED_MATMUL or func is torch.einsum:
             self._multiplied(func, tensors, kwargs, output)
@@ -128,7 +128,7 @@ class Trail:
         self.sizes.add(tuple(sorted(output.shape)))
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        """Whether it is a parameter, a view of one, or made of such alone."""
+        """Whether it is a parameter, a view of one, or a cast and the like."""
         return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor in self.learned
 
     def _passed(self, call: Call, output: Any) -> None:

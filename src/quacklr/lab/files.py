@@ -1,49 +1,29 @@
-"""Files that are whole or not there: written beside their place, flushed to disk, then renamed into it."""
+"""The lab's files: whole or not there, locked while a run is at work beside them, and told about in sentences."""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from quacklr.integrations import files
 from quacklr.lab.errors import UserError
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to that takes its name only when all of it is on the disk; on any error it is removed.
+    """A file that takes its name only when all of it is on the disk.
 
-    A process killed in between leaves `.<name>.part`, which nothing reads and the next write replaces. What the system
-    says about a full disk or a forbidden directory becomes a UserError.
+    What the system says about a full disk or a forbidden directory becomes a UserError.
     """
-    part = path.with_name(f".{path.name}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
+        with files.whole(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        _flush_folder(path.parent)
-    except BaseException as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-        raise
-
-
-def _flush_folder(folder: Path) -> None:
-    """A rename lives in the folder: it survives a power cut only when that is on the disk too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Annotated
 import matplotlib as mpl
 import tyro
 
+from quacklr.integrations.figures import FORMATS, RC, drawn
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.files import whole
 from quacklr.lab.report import markdown
 from quacklr.lab.report.figures import FIGURES, Draw
 from quacklr.lab.report.page import Figure, page
-from quacklr.lab.report.style import RC
 from quacklr.lab.studies.claims import CLAIMS
 from quacklr.lab.studies.finding import Finding
 from quacklr.lab.studies.own import OWN
@@ -25,13 +24,7 @@ from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.studies.verdicts import check
 from quacklr.lab.sweep.ledger import Ledger
 
-FORMATS = ("pdf", "png", "svg")
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-SAME_FILE = {  # what would make two files of the same figure differ
-    "pdf": {"CreationDate": None, "ModDate": None, "Producer": None},
-    "png": {"Software": None},
-    "svg": {"Date": None},
-}
 
 
 @dataclass(frozen=True)
@@ -54,22 +47,20 @@ def findings_of(results: Results) -> list[Finding]:
 
 def draw(figures: dict[str, Draw], results: Results, folder: Path) -> list[Figure]:
     """Write every figure that can be drawn in every format, and return them for the page."""
-    drawn = []
+    shown = []
     for name, function in figures.items():
         with mpl.rc_context(RC):
             try:
                 figure = function(results)
             except NotRun:
                 continue
-            files = {kind: io.BytesIO() for kind in FORMATS}
-            for kind, file in files.items():
-                figure.savefig(file, format=kind, dpi=150, metadata=SAME_FILE[kind])
-        for kind, file in files.items():
+        files = {kind: drawn(figure, kind) for kind in FORMATS}
+        for kind, content in files.items():
             with whole(folder / f"{name}.{kind}") as out:
-                out.write(file.getvalue())
+                out.write(content)
         title, _, caption = (function.__doc__ or "").partition("\n\n")
-        drawn.append(Figure(name, title, " ".join(caption.split()), files["svg"].getvalue().decode()))
-    return drawn
+        shown.append(Figure(name, title, " ".join(caption.split()), files["svg"].decode()))
+    return shown
 
 
 def write(path: Path, text: str) -> Path:

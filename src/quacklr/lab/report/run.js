@@ -8,6 +8,7 @@ const LABELS = {
   "logits.step_change": "mean change of the logits by one step",
   "logits.change": "mean change of the logits since the measurement before",
   "logits.entropy": "entropy of the attention",
+  "logits.sink": "share of the attention on the first key",
 };
 const GROUPS = { norm: (role) => `norm of ${role}`, rate: (role) => `learning rate of ${role}, relative to the base` };
 let opened = null; // the run that is shown

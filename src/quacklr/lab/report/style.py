@@ -22,16 +22,6 @@ COLOURS: dict[str, str] = dict(
     )
 )
 """By method; distinct for most kinds of colour blindness (after Okabe and Ito)."""
-RC: Any = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": "medium",
-    "font.size": 9,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "svg.hashsalt": "quacklr",  # the same figure is the same file
-    "pdf.fonttype": 42,
-}
 Points = dict[int, float]
 
 

@@ -21,7 +21,9 @@ from quacklr.lab.config import KINDS, Config, fingerprint, kind_of, values_of
 from quacklr.lab.errors import UserError
 from quacklr.lab.presets import ATTENTIONS, PRESETS, with_kinds
 from quacklr.lab.train.folder import Folder
+from quacklr.lab.train.picture import draw_logits
 from quacklr.lab.train.runner import Stopped, run
+from quacklr.lab.train.session import Row
 
 ABOUT = """\
 Train one model and write everything about it to a folder.
@@ -130,6 +132,7 @@ def main(argv: Sequence[str]) -> int:
         if place.resume and place.out:
             raise UserError("--resume says the folder of the run, so leave --out away")
         result = run(config, path, resume=place.resume is not None, wandb=place.wandb)
+        picture = draw_logits(path)
     except SystemExit as stop:  # tyro exits by itself after --help and mistakes
         return int(stop.code or 0)
     except BrokenPipeError:  # somebody reads the first lines of --help only
@@ -144,11 +147,18 @@ def main(argv: Sequence[str]) -> int:
         )
         return 128 + stopped.signum
     with suppress(BrokenPipeError):
-        if result["status"] == "diverged":
-            print(f"The run diverged: {result['reason']}. It is recorded in {path}.")
-        else:
-            print(f"Done: validation loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits a byte. {path}")
+        tell_end(result, path, picture)
     return 0
+
+
+def tell_end(result: Row, path: Path, picture: Path | None) -> None:
+    """How it ended, and where to look."""
+    if result["status"] == "diverged":
+        print(f"The run diverged: {result['reason']}. It is recorded in {path}.")
+    else:
+        print(f"Done: validation loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits a byte. {path}")
+    if picture:
+        print(f"The logits of every head, step by step: {picture}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A run's folder: what was asked for, on what machine, every row that came out, how it ended, and its checkpoints.
 
-    config.json  environment.json  metrics.jsonl  result.json  checkpoints/  tensorboard/
+    config.json  environment.json  metrics.jsonl  result.json  checkpoints/  tensorboard/  logits.png
 
 `metrics.jsonl` is the truth about the run, a row a line; everything else that shows numbers is made from it.
 `result.json` is there once the run has ended.

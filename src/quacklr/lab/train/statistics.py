@@ -6,11 +6,13 @@ Shapes: B block of a weight (a head, a group of heads, or all of them).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from quacklr import LogitMonitor, LogitStats
+from quacklr.integrations.writers import STATISTICS, Heads
 from quacklr.lab.methods import Attached, rates
 from quacklr.lab.model import Decoder
 from quacklr.modules import undisturbed
@@ -21,15 +23,12 @@ Table = list[list[float | None]]  # layers x heads
 def logit_row(before: dict[str, LogitStats], after: dict[str, LogitStats] | None) -> dict[str, Table]:
     """The logits around one step, layer by layer, head by head.
 
-    `max` and `entropy` are after it, `change` is since the measurement before this one, `step_change` is what this
-    step did. Without a step, as at the start, the last is missing.
+    `change` is since the measurement before this one, `step_change` is what this step did, and the others are after
+    it. Without a step, as at the start, `step_change` is missing.
     """
-    now = after or before
-    row = {
-        "max": table([stats.max for stats in now.values()]),
-        "entropy": table([stats.entropy for stats in now.values()]),
-        "change": table([stats.mean_change for stats in before.values()]),
-    }
+    now = (after or before).values()
+    row = {name: table([getattr(stats, name) for stats in now]) for name in STATISTICS if name != "mean_change"}
+    row["change"] = table([stats.mean_change for stats in before.values()])
     if after:
         row["step_change"] = table([stats.mean_change for stats in after.values()])
     return row
@@ -60,6 +59,14 @@ def table(rows: list[Tensor]) -> Table:
 def number(value: float) -> float | None:
     """Six digits of a number, or None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def by_layer(row: Mapping[str, Any]) -> dict[str, dict[str, Heads]]:
+    """The logits of a row by statistic and layer, as writers and heatmaps want them; nothing if none were measured."""
+    return {
+        name: {f"layers.{layer}": heads for layer, heads in enumerate(layers)}
+        for name, layers in row.get("logits", {}).items()
+    }
 
 
 def largest(logits: dict[str, Any]) -> float | None:

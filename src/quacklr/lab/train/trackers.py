@@ -10,9 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from quacklr.integrations import writers
 from quacklr.lab.config import Config, to_json
 from quacklr.lab.errors import UserError
 from quacklr.lab.train.session import Row
+from quacklr.lab.train.statistics import by_layer
 
 
 class Tracker(Protocol):
@@ -36,18 +38,14 @@ def trackers(folder: Path, config: Config, first_step: int, project: str | None)
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
-    """The numbers of a row under names that group well; of the logits, for each layer the extreme or the mean."""
+    """The numbers of a row under names that group well; of the logits what `quacklr.integrations.writers` writes."""
     for key, value in row.items():
         if isinstance(value, float) and key not in ("val_loss", "val_bpb"):
             yield f"train/{key}", value
     for key in ("val_loss", "val_bpb"):
         if row.get(key) is not None:
             yield f"validation/{key.removeprefix('val_')}", row[key]
-    for key, table in row.get("logits", {}).items():
-        for layer, heads in enumerate(table):
-            seen = [value for value in heads if value is not None]
-            if seen:
-                yield f"logits {key}/layer {layer}", max(seen) if key == "max" else sum(seen) / len(seen)
+    yield from writers.scalars(by_layer(row))
 
 
 class TensorBoard:
