@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quacklr.quack import QuacK
     from quacklr.rule import sensitivity
     from quacklr.weight import Weight, packed
+    from quacklr.wiring import check
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "QKClip",
     "QuacK",
     "Weight",
+    "check",
     "frobenius",
     "logit_paths",
     "mha",
@@ -43,6 +45,7 @@ _HOME = {
     "QKClip": "clip",
     "QuacK": "quack",
     "Weight": "weight",
+    "check": "wiring",
     "frobenius": "norms",
     "logit_paths": "find",
     "mha": "path",

@@ -17,6 +17,10 @@ COMMANDS = {  # the module whose main(argv) it is, and what it does
         "quacklr.inspect.command",
         "the attention of a model, as quacklr sees it: layout, heads, paths, what is left alone and why",
     ),
+    "check": (
+        "quacklr.wiring.command",
+        "is QuacK wired right into a model? Real steps and nudges on a copy; a table, a picture, an exit code",
+    ),
     "train": ("quacklr.lab.train.command", "train one model with any of the methods, and write everything to a folder"),
     "sweep": ("quacklr.lab.sweep.command", "run the grids of the studies, several runs at once, resumable"),
     "report": ("quacklr.lab.report.command", "make figures, a table of claims and one page from a sweep's ledger"),

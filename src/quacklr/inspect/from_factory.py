@@ -18,13 +18,14 @@ from quacklr.inspect.target import BadTargetError, Target, told
 
 
 def target(name: str) -> Target:
-    """What the factory returns: a model, or a model and a batch for it."""
+    """What the factory returns: a model, a model and a batch for it, or its optimizer (or several) between them."""
     place, _, factory = name.rpartition(":")
-    model = _made(name, _found(_imported(place), place, factory))
-    model, sample = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
+    made = _made(name, _found(_imported(place), place, factory))
+    model, *optimizers, sample = made if isinstance(made, tuple) and len(made) in (2, 3) else (made, None)
     if not isinstance(model, nn.Module):
         raise BadTargetError(f"{name}: must return an nn.Module, or (model, batch), not {type(model).__name__}")
-    return Target(model, lambda: (model, _batch(name, model) if sample is None else sample))
+    optimizer = optimizers[0] if optimizers else None
+    return Target(model, lambda: (model, _batch(name, model) if sample is None else sample), optimizers=optimizer)
 
 
 def _imported(place: str) -> ModuleType:

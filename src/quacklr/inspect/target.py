@@ -27,12 +27,13 @@ class BadTargetError(Exception):
 class Target:
     """A model to look at, perhaps on the meta device; and how to get one that runs, with a batch for it.
 
-    `measured_on` says what that one is, if it is not the model itself.
+    `measured_on` says what that one is, if it is not the model itself; `optimizers` train it, if it came with any.
     """
 
     model: nn.Module
     runnable: Callable[[], tuple[nn.Module, Any]]
     measured_on: str = ""
+    optimizers: Any = None
 
 
 def resolve(name: str) -> Target:

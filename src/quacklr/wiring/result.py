@@ -1,0 +1,79 @@
+"""What was found, as a table to read: a line a layer, what is wrong, and a sentence to end with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path as File
+
+import torch
+from torch import Tensor
+
+from quacklr.wiring.faults import Fault, listed
+from quacklr.wiring.steps import Change
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """One attention: what steps do to its heads at the start, and grown, without QuacK and with it; and its faults.
+
+    `silent` says why nothing is known of it, if that is so.
+    """
+
+    module: str
+    heads: int
+    silent: str
+    start: Change
+    plain: Change
+    quack: Change
+    nudged: list[Fault]
+
+    @property
+    def faults(self) -> list[Fault]:
+        """All that is wrong."""
+        if self.silent:
+            return self.nudged
+        beyond = [(self.start, "at the start"), (self.plain, "grown, without QuacK"), (self.quack, "grown, with QuacK")]
+        return [*self.nudged, *(fault for change, when in beyond for fault in _beyond(change, when))]
+
+    @property
+    def wrong(self) -> Tensor:
+        """(H,): the heads that something is wrong with."""
+        wrong = torch.zeros(self.heads, dtype=torch.bool)
+        wrong[[head for fault in self.faults for head in fault.heads]] = True
+        return wrong
+
+
+def _beyond(change: Change, when: str) -> list[Fault]:
+    heads = change.beyond.nonzero().flatten().tolist()
+    if not heads:
+        return []
+    by, allowed = (f"{float(of[heads[0]]):.3g}" for of in (change.measured, change.bound))
+    text = f"{when} a logit of head {listed(heads)} moves by {by} in a step, and the steps of its rows allow {allowed}"
+    return [Fault(tuple(heads), text)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wiring:
+    """The proof of a model's wiring, or what is wrong with it: `ok`, a table when printed, a picture when saved."""
+
+    layers: tuple[Checked, ...]
+    growth: float
+    steps: int
+    left_alone: Mapping[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether something is known, and nothing is wrong."""
+        return any(not layer.silent for layer in self.layers) and not any(layer.faults for layer in self.layers)
+
+    def save(self, file: str | File) -> None:
+        """Draw it: for each layer and head the changes and the bound. Needs matplotlib (quacklr[lab])."""
+        from quacklr.wiring.picture import draw
+
+        draw(self, file)
+
+    def __str__(self) -> str:
+        from quacklr.wiring.show import show
+
+        return show(self)

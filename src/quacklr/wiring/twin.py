@@ -1,0 +1,124 @@
+"""A copy of a model with its optimizers, to take real steps with; the original never notices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quacklr.find import logit_paths
+from quacklr.modules import own_buffers, run, undisturbed, unwrapped
+from quacklr.path import Path
+from quacklr.wiring.claims import Claims
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Twin:
+    """A model, its optimizers without hooks or schedulers, its paths, and a batch with a loss to step on."""
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    paths: list[Path]
+    batch: Any
+    loss: Loss
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, optimizers: list[Optimizer], paths: Iterable[Path] | None, batch: Any, loss: Loss | None
+    ) -> Twin:
+        """Copies that belong together; the paths are found in the copy unless they are given.
+
+        Runs the batch once: some models put other modules in place when they first see what they are given.
+        """
+        given = paths if paths is None or isinstance(paths, list) else list(paths)
+        twin, own, found = _copied((unwrapped(model), optimizers, given))
+        found = logit_paths(twin) if found is None else found
+        with undisturbed(twin), own_buffers(twin):
+            run(twin, batch)
+        return cls(twin, own, found, batch, loss or default_loss)
+
+    def again(self) -> Twin:
+        """A copy of the copy."""
+        return Twin(*_copied((self.model, self.optimizers, self.paths)), self.batch, self.loss)
+
+    def claims(self) -> Claims:
+        """What its paths say."""
+        return Claims(self.paths, self.model)
+
+    def step(self) -> None:
+        """One real step of all optimizers, in the mode that the model was given in; buffers stay what they are."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        torch.clear_autocast_cache()
+        with torch.enable_grad(), own_buffers(self.model):
+            self.loss(self.model, self.batch).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@contextmanager
+def aside(params: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Parameters and copies of them; without gradients, and afterwards they are again what they were."""
+    pairs = [(param, param.detach().clone()) for param in params]
+    with torch.no_grad():
+        try:
+            yield pairs
+        finally:
+            for param, was in pairs:
+                param.copy_(was)
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that the model returns; of other outputs the mean squared distance to fixed random numbers.
+
+    Any real gradient will do. The mean square alone would have none where a norm comes last.
+    """
+    returned = _called(model, batch)
+    loss = getattr(returned, "loss", None)
+    loss = returned if loss is None else loss
+    if isinstance(loss, Tensor) and loss.ndim == 0:
+        return loss
+    outputs = [each for each in _tensors(returned) if each.requires_grad and each.is_floating_point()]
+    if not outputs:
+        raise ValueError(f"{type(model).__name__} gives nothing with a gradient; pass loss=, a function (model, batch)")
+    noise = torch.Generator().manual_seed(0)
+    return torch.stack(
+        [(x.float() - torch.randn(x.shape, generator=noise).to(x.device)).square().mean() for x in outputs]
+    ).sum()
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def _tensors(returned: Any) -> Iterator[Tensor]:
+    if isinstance(returned, Tensor):
+        yield returned
+    elif isinstance(returned, Mapping | tuple | list):
+        for each in returned.values() if isinstance(returned, Mapping) else returned:
+            yield from _tensors(each)
+
+
+def _copied(together: tuple[nn.Module, list[Optimizer], Any]) -> tuple[nn.Module, list[Optimizer], Any]:
+    """Copied in one go, so that they share parameters as the originals do."""
+    memo: dict[int, Any] = {}
+    try:
+        copies = copy.deepcopy(together, memo)
+        for before, after in zip(together[1], copies[1], strict=True):
+            for name, value in vars(before).items():  # an optimizer copies nothing that is not torch's own
+                if name not in vars(after) and not callable(value):
+                    setattr(after, name, copy.deepcopy(value, memo))
+    except Exception as error:
+        kind = type(together[0]).__name__
+        raise ValueError(f"{kind} cannot be copied, and only a copy is ever stepped: {error}") from error
+    return copies
