@@ -7,7 +7,9 @@
 measure   time of LogitMonitor.measure() / time of a forward of the same probe with eager attention; transformers' Llama
           with eager attention and with scaled_dot_product_attention; 1.3 or less is wanted
 a step    time of a training step (forward, backward, fused AdamW; 2048 tokens) with a method / without; the lab's
-          decoder of width 256, 4 layers, 4 heads. A cycle takes one step of each; medians over the cycles
+          decoder of width 256, 4 layers, 4 heads
+
+Every time is held against that of the other just before and after it; medians over the cycles.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from quacklr.lab.methods import Default, Method, QKClipping, QKNorm, Quack, alte
 from quacklr.lab.model import MHA, MLA, Shape, build
 
 PROBES = [(256, 4, 8, 128, 16), (512, 4, 8, 512, 4), (512, 4, 8, 2048, 1)]  # width, layers, heads, context, sequences
-METHODS: dict[str, Method] = {"default": Default(), "QuacK": Quack(), "QK norm": QKNorm(), "QK clip": QKClipping()}
+METHODS: dict[str, Method] = {"QuacK": Quack(), "QK norm": QKNorm(), "QK clip": QKClipping()}
 ATTENTIONS: dict[str, MHA | MLA] = {
     "MHA": MHA(heads=4, kv_heads=4, head_dim=64),
     "GQA": MHA(heads=4, kv_heads=2, head_dim=64),
@@ -42,16 +44,21 @@ CONTEXTS = (128, 512, 2048)
 TOKENS = 2048
 
 
-def medians(functions: dict[str, Callable[[], Any]], cycles: int) -> dict[str, float]:
-    """Median time of each function, taken in turn."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for cycle in range(cycles + 1):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if cycle:  # the first is to warm up
-                times[name].append(time.perf_counter() - start)
-    return {name: median(taken) for name, taken in times.items()}
+def ratios(base: Callable[[], Any], others: list[Callable[[], Any]], cycles: int) -> list[str]:
+    """Time of each function over that of the base, which is run before and after it; medians over the cycles."""
+    found: list[list[float]] = [[] for _ in others]
+    seconds(base)
+    for _ in range(cycles + 1):
+        for function, of in zip(others, found, strict=True):
+            before, taken, after = seconds(base), seconds(function), seconds(base)
+            of.append(2 * taken / (before + after))
+    return [f"{median(of[1:]):.2f}" for of in found]  # the first is to warm up
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 def llama(width: int, layers: int, heads: int, context: int, implementation: str) -> Any:
@@ -78,16 +85,9 @@ def measuring(cycles: int) -> Iterator[list[str]]:
             with torch.no_grad():
                 eager(**probe)
 
-        taken = medians(
-            {
-                "forward": forward,
-                "eager": LogitMonitor(eager, probe).measure,
-                "sdpa": LogitMonitor(fused, probe).measure,
-            },
-            cycles,
-        )
+        monitors = [LogitMonitor(model, probe).measure for model in (eager, fused)]
         model = f"d {width}, {layers} layers, {heads} heads, {sequences} x {context} tokens"
-        yield [model, f"{taken['eager'] / taken['forward']:.2f}", f"{taken['sdpa'] / taken['forward']:.2f}"]
+        yield [model, *ratios(forward, list(monitors), cycles)]
 
 
 def stepper(attention: MHA | MLA, method: Method, context: int) -> Callable[[], None]:
@@ -112,10 +112,8 @@ def stepping(cycles: int) -> Iterator[list[str]]:
     """A row for each attention and context."""
     for name, attention in ATTENTIONS.items():
         for context in CONTEXTS:
-            steps = {each: stepper(attention, method, context) for each, method in METHODS.items()}
-            taken = medians(steps, cycles)
-            ratios = [f"{taken[each] / taken['default']:.2f}" for each in METHODS if each != "default"]
-            yield [name, str(context), *ratios]
+            plain, *others = (stepper(attention, method, context) for method in (Default(), *METHODS.values()))
+            yield [name, str(context), *ratios(plain, others, cycles)]
 
 
 def table(head: list[str], rows: Iterator[list[str]]) -> list[str]:
@@ -134,7 +132,7 @@ def main() -> None:
     given = parser.parse_args()
     watching = table(["probe", "eager", "sdpa"], measuring(given.cycles))
     print()
-    clipping = table(["attention", "context", "QuacK", "QK norm", "QK clip"], stepping(given.cycles))
+    clipping = table(["attention", "context", *METHODS], stepping(given.cycles))
     if given.out:
         about = f"`python benchmarks/watching.py --cycles {given.cycles}`, on the CPU; medians of interleaved runs."
         parts = [

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from quacklr import Path, Weight, check, mha, packed
+from quacklr.blocks import Rows
 from quacklr.wiring.inputs import Inputs
 from quacklr.wiring.steps import spectral
 
@@ -102,8 +103,18 @@ def test_a_logit_that_moves_further_than_its_rows_steps_allow_is_wrong() -> None
     model = Attention(gain=20.0)
     told = str(check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1))
     assert "at the start a logit of head 0-1 moves by" in told
-    assert "in a step, and the steps of its rows allow" in told
+    assert "in a step, and the rates of its rows allow" in told
     assert "wired wrong: 2 heads in 1 of 1 layer;" in told
+
+
+def test_rows_that_step_further_than_their_rates_say_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the hooks were lost on the way: the weights are grown, so the rates are not 1, but nothing is scaled."""
+    model = Attention()
+    assert check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1).ok
+    monkeypatch.setattr(Rows, "move", lambda *_: None)
+    told = str(check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1))
+    assert "grown, with QuacK rows of head 0-1 take a larger step than their rates allow" in told
+    assert "at the start" not in told.partition("wrong:")[2]
 
 
 def test_the_spectral_norm_is_exact() -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 2**18  # logits made at a time: 1 MB, which a core's cache holds
+CHUNK = 2**20  # logits made at a time: 4 MB, which caches hold
+HIDDEN = -1e38  # less than any logit
 FAR = -9e3  # what is added to a logit or put in its place, this low, is a mask and no bias
 
 Modify = Callable[[Tensor, int, int], Tensor]  # logits of some sequences and queries, from the first of each
@@ -45,7 +46,7 @@ class Logits(ABC):
 
     @abstractmethod
     def part(self, sequences: slice, queries: slice) -> Tensor:
-        """(B, H, I, columns) in float32, a tensor of its own; -inf where a query may not look.
+        """(B, H, I, columns) in float32, to be read only; less than HIDDEN where a query may not look.
 
         Columns are all keys and what is extra, or without the last keys if none of these queries may look there.
         """
@@ -55,9 +56,10 @@ class Logits(ABC):
         """Where a query may look in such a part; broadcasts to it."""
 
     def rows(self, queries: slice) -> Tensor:
-        """The part of all sequences, with all columns."""
+        """The part of all sequences, with all columns; -inf where a query may not look."""
         start, stop, _ = queries.indices(self.queries)
         logit_BHIJ = self.part(slice(0, self.batch), slice(start, stop))
+        logit_BHIJ = logit_BHIJ.masked_fill(logit_BHIJ < HIDDEN, -torch.inf)
         return F.pad(logit_BHIJ, (0, self.keys + self.extra - logit_BHIJ.shape[-1]), value=-torch.inf)
 
     def chunks(self) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -147,22 +149,29 @@ class Written(Logits):
     taken_BHIJ: Tensor | None = None
     extra: int = 0
     factors: Sequence[float | Tensor] = ()
+    shows: bool = field(init=False)
 
     def __post_init__(self) -> None:
         for name, size in zip(("batch", "heads", "queries"), self.logit_BHIJ.shape, strict=False):
             object.__setattr__(self, name, size)
         object.__setattr__(self, "keys", self.logit_BHIJ.shape[3] - self.extra)
-        if self.hidden_BHIJ is not None and not self._is_all_hidden(self.hidden_BHIJ):
-            object.__setattr__(self, "hidden_BHIJ", self.hidden_BHIJ | self._least(self.logit_BHIJ))
+        hidden, shows = self._hidden()
+        object.__setattr__(self, "hidden_BHIJ", hidden)
+        object.__setattr__(self, "shows", shows)
 
-    def _least(self, logit_BHIJ: Tensor) -> Tensor:
-        """Where logits are the least number there is, or nearly so: these are masked, however it was done."""
-        return logit_BHIJ <= torch.finfo(self.logit_BHIJ.dtype).min / 2
+    def _hidden(self) -> tuple[Tensor | None, bool]:
+        """All that is masked, None if nothing is; and whether the numbers show it, being the least there are.
 
-    def _is_all_hidden(self, hidden_BHIJ: Tensor) -> bool:
-        """Whether what is known to be masked is all, judged by the first head."""
-        least_BHIJ = self._least(self.logit_BHIJ[:, :1])
-        return hidden_BHIJ.shape[1] == 1 and bool((hidden_BHIJ | ~least_BHIJ).all())
+        What shows in the first head is held against what is known; if that is not all of it, all heads are looked at.
+        """
+        least = torch.finfo(self.logit_BHIJ.dtype).min / 2
+        first_BHIJ, known = self.logit_BHIJ[:, :1] <= least, self.hidden_BHIJ
+        if known is None and not first_BHIJ.any():
+            return None, True
+        if known is not None and known.shape[1] == 1 and bool((known | ~first_BHIJ).all()):
+            return known, least < HIDDEN and bool((first_BHIJ | ~known).all())
+        shown_BHIJ = self.logit_BHIJ <= least
+        return (shown_BHIJ, least < HIDDEN) if known is None else (shown_BHIJ | known, False)
 
     @property
     def scale(self) -> float:
@@ -175,19 +184,18 @@ class Written(Logits):
         return self.logit_BHIJ.device
 
     def part(self, sequences: slice, queries: slice) -> Tensor:
-        """A copy."""
+        """As they are, if they show what is masked."""
         logit_BHIJ = self.logit_BHIJ[sequences, :, queries].float()
         if self.taken_BHIJ is not None:
             logit_BHIJ = logit_BHIJ + cut(self.taken_BHIJ, sequences, queries, self.keys + self.extra)
-        if self.hidden_BHIJ is not None:
-            return logit_BHIJ + to_add(~cut(self.hidden_BHIJ, sequences, queries, self.keys + self.extra))
-        least_BHIJ = self._least(logit_BHIJ)
-        return logit_BHIJ.masked_fill(least_BHIJ, -torch.inf) if least_BHIJ.any() else logit_BHIJ.clone()
+        if self.hidden_BHIJ is None or self.shows:
+            return logit_BHIJ
+        return logit_BHIJ + to_add(~cut(self.hidden_BHIJ, sequences, queries, self.keys + self.extra))
 
     def seen(self, sequences: slice, queries: slice, part_BHIJ: Tensor) -> Tensor:
-        """From what is known to be hidden; otherwise from the logits."""
+        """All that is not hidden."""
         if self.hidden_BHIJ is None:
-            return part_BHIJ > -torch.inf
+            return torch.ones(1, 1, *part_BHIJ.shape[2:], dtype=torch.bool, device=self.device)
         return ~cut(self.hidden_BHIJ, sequences, queries, self.keys + self.extra)
 
 

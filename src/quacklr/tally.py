@@ -10,10 +10,9 @@ from bisect import bisect_left
 import torch
 from torch import Tensor
 
-from quacklr.logits import Logits
+from quacklr.logits import HIDDEN, Logits
 
 KEPT = 2**20  # logits of one attention that are kept for the next time: 4 MB
-HIDDEN = -1e38  # stands for what may not be looked at
 LEAST = -1e4  # a logit so far below the largest has no share: its exponential is 0 in float32
 
 
@@ -62,7 +61,7 @@ class Tally:
             self.moved_H += (place_BHIJ - self.before_BHIJ[sequences, :, start:stop]).abs_().sum((0, 2, 3))
 
     def _add(self, sequences: slice, logit_BHIJ: Tensor, seen_BHIJ: Tensor) -> None:
-        """A chunk. Its numbers are used up."""
+        """A chunk."""
         top_BHI = logit_BHIJ[..., : self.keys].amax(-1)
         self.largest_H = torch.maximum(self.largest_H, top_BHI.amax((0, 2)))
         count_BHI = seen_BHIJ[..., : self.keys].sum(-1).expand_as(top_BHI)
@@ -70,7 +69,7 @@ class Tally:
         first_BH = self._first(sequences, seen_BHIJ[..., : self.keys])
 
         top_BHI = top_BHI if logit_BHIJ.shape[-1] <= self.keys else logit_BHIJ.amax(-1)
-        below_BHIJ = logit_BHIJ.sub_(top_BHI.clamp(min=HIDDEN)[..., None]).clamp_(min=LEAST)
+        below_BHIJ = (logit_BHIJ - top_BHI.clamp(min=HIDDEN)[..., None]).clamp_(min=LEAST)
         share_BHIJ = below_BHIJ.softmax(-1)
         entropy_BHI = -share_BHIJ.amax(-1).log() - torch.linalg.vecdot(share_BHIJ, below_BHIJ)
         index_BHI1 = first_BH.clamp(max=share_BHIJ.shape[-1] - 1)[..., None, None].expand(*top_BHI.shape, 1)

@@ -15,7 +15,7 @@ from quacklr.path import Path
 from quacklr.quack import QuacK
 from quacklr.wiring.judge import Judge
 from quacklr.wiring.result import Checked, Wiring
-from quacklr.wiring.steps import Change, changes
+from quacklr.wiring.steps import Change, Stepper, changes
 from quacklr.wiring.twin import Loss, Twin
 
 
@@ -67,11 +67,12 @@ def _run(twin: Twin, steps: int, growth: float, settings: dict[str, Any] | None)
     """A few steps from weights that have grown since QuacK was attached; without it, if there are no settings."""
     torch.manual_seed(0)
     claims = twin.claims()
+    stepper = Stepper(twin, claims)
     quack = None if settings is None else QuacK(twin.paths, twin.optimizers, **settings)
     with torch.no_grad():
         for rows in claims.rows:
             rows.part.param.mul_(rows.spread(torch.where(rows.claimed, growth, 1.0)))
-    found = changes(twin, claims, steps)
+    found = changes(stepper, steps, quack)
     if quack is not None:
         quack.remove()
     return found

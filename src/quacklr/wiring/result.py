@@ -45,12 +45,17 @@ class Checked:
 
 
 def _beyond(change: Change, when: str) -> list[Fault]:
-    heads = change.beyond.nonzero().flatten().tolist()
-    if not heads:
-        return []
-    by, allowed = (f"{float(of[heads[0]]):.3g}" for of in (change.measured, change.bound))
-    text = f"{when} a logit of head {listed(heads)} moves by {by} in a step, and the steps of its rows allow {allowed}"
-    return [Fault(tuple(heads), text)]
+    found = []
+    if heads := change.beyond.nonzero().flatten().tolist():
+        by, allowed = (f"{float(of[heads[0]]):.3g}" for of in (change.measured, change.bound))
+        text = (
+            f"{when} a logit of head {listed(heads)} moves by {by} in a step, and the rates of its rows allow {allowed}"
+        )
+        found.append(Fault(tuple(heads), text))
+    if heads := change.overstepped.nonzero().flatten().tolist():
+        text = f"{when} rows of head {listed(heads)} take a larger step than their rates allow"
+        found.append(Fault(tuple(heads), text))
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,52 +1,104 @@
 """Real steps, and what they do to each head's logits: the largest change, beside what the theorem allows.
 
-    bound[h] = |scale| max ||x|| max ||y|| * sum over paths of (prod (||v|| + ||dv||) - prod ||v||)
+    bound[h] = |scale| max ||x|| max ||y|| * sum over paths of (prod (||v|| + rate ||u||) - prod ||v||)
 
-with spectral norms of the blocks that head h reads, the tightest for which it is proved (docs/theory.md). What stands
-between the weights of a path (rotations) is taken to keep lengths.
+with spectral norms of the blocks that head h reads, the tightest for which it is proved (docs/theory.md), and u the
+step that the optimizer would have taken by itself. What stands between the weights of a path (rotations) is taken to
+keep lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from quacklr.quack import QuacK
 from quacklr.wiring.claims import Claims, Layer
 from quacklr.wiring.hearing import Hearing
 from quacklr.wiring.twin import Twin, aside
 
 ROUNDING = 1e-4  # of a bound
+RATE = 1e-3  # of a step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """(H,) each: the largest |change| of a logit in a step, the bound on it, and whether a step went beyond."""
+    """(H,) each: the largest |change| of a logit in a step, the bound on it, and whether a step went beyond.
+
+    `overstepped`: whether rows that the head reads took a larger step than their rates allow.
+    """
 
     measured: Tensor
     bound: Tensor
     beyond: Tensor
+    overstepped: Tensor
 
 
-def changes(twin: Twin, claims: Claims, steps: int) -> list[Change]:
+class Stepper:
+    """Takes steps, knowing what the optimizers alone would have done: it must be made before QuacK is attached."""
+
+    def __init__(self, twin: Twin, claims: Claims) -> None:
+        self.twin, self.claims = twin, claims
+        self._alone: dict[Tensor, Tensor] = {}
+        for optimizer in twin.optimizers:
+            optimizer.register_step_post_hook(self._note)
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        own = [param for param in self.claims.params.values() if id(param) in stepped]
+        for param in own:  # the first time: a step that calls its parent's has hooks called twice
+            self._alone.setdefault(param, param.detach().clone())
+
+    def step(self, rates: Mapping[str, Tensor]) -> Steps:
+        """One step of every claimed block."""
+        before = self._blocks()
+        rate = torch.ones(self.claims.rule.blocks.total, dtype=torch.float64)
+        for weight in self.claims.rule.weights:
+            if weight.name in rates:
+                rate[self.claims.rule.blocks.place[weight]] = rates[weight.name].cpu().double()
+        self._alone.clear()
+        self.twin.step()
+        after = self._blocks()
+        with aside(self._alone):
+            for param, alone in self._alone.items():
+                param.copy_(alone)
+            u = norms(self._blocks(), before)
+        v, dv = norms(before), norms(after, before)
+        eps = torch.cat([torch.full((len(block),), torch.finfo(block.dtype).eps) for block in before])
+        return Steps(v, rate * u, dv > (1 + RATE) * rate * u + 4 * eps * v)
+
+    def _blocks(self) -> list[Tensor]:
+        return [piece.copy() for piece in self.claims.rule.blocks.pieces]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Steps:
+    """Of each flat block its norm, the step that its rate allows, and whether it took a larger one."""
+
+    v: Tensor
+    allowed: Tensor
+    over: Tensor
+
+
+def changes(stepper: Stepper, steps: int, quack: QuacK | None) -> list[Change]:
     """For each layer what some steps do, the largest of them."""
-    taken = [_step(twin, claims) for _ in range(steps)]
-    return [_worst([step[number] for step in taken]) for number in range(len(claims.layers))]
+    taken = [_step(stepper, {} if quack is None else quack.rates()) for _ in range(steps)]
+    return [_worst([step[number] for step in taken]) for number in range(len(stepper.claims.layers))]
 
 
-def _step(twin: Twin, claims: Claims) -> list[Change]:
+def _step(stepper: Stepper, rates: Mapping[str, Tensor]) -> list[Change]:
     """One step, and the change of every layer that its claimed rows alone make of it."""
+    twin, claims = stepper.twin, stepper.claims
     hearing = Hearing(twin.model, claims.layers, twin.batch)
-    pieces = claims.rule.blocks.pieces
     every = dict.fromkeys([*twin.model.parameters(), *claims.params.values()])
     old = [(param, param.detach().clone()) for param in every]
-    blocks = [piece.copy() for piece in pieces]
-    twin.step()
-    v = torch.cat([spectral(block) for block in blocks])
-    dv = torch.cat([spectral(piece.copy() - block) for piece, block in zip(pieces, blocks, strict=True)])
+    taken = stepper.step(rates)
     with aside(every) as new:
         for param, was in old:
             param.copy_(was)
@@ -55,25 +107,33 @@ def _step(twin: Twin, claims: Claims) -> list[Change]:
             param = rows.part.param
             param.copy_(torch.where(rows.spread(rows.claimed), stepped[param], param))
         measured = hearing.change()
-    return _beside(hearing, measured, v, dv)
+    return _beside(hearing, measured, taken)
 
 
-def _beside(hearing: Hearing, measured: Sequence[Tensor], v: Tensor, dv: Tensor) -> list[Change]:
+def _beside(hearing: Hearing, measured: Sequence[Tensor], taken: Steps) -> list[Change]:
     found = []
     for number, layer in enumerate(hearing.layers):
-        bound_H = hearing.scales[number] * _allowed(layer, hearing, v, dv)
+        bound_H = hearing.scales[number] * _allowed(layer, hearing, taken)
         slack = ROUNDING * bound_H + hearing.rounding[number]
-        found.append(Change(measured[number], bound_H, measured[number] > bound_H + slack))
+        beyond_H = measured[number] > bound_H + slack
+        found.append(Change(measured[number], bound_H, beyond_H, layer.readers(taken.over)))
     return found
 
 
-def _allowed(layer: Layer, hearing: Hearing, v: Tensor, dv: Tensor) -> Tensor:
+def _allowed(layer: Layer, hearing: Hearing, taken: Steps) -> Tensor:
     """(H,): the bound but for the scale."""
     total_H = torch.zeros(layer.heads, dtype=torch.float64)
     for term in layer.terms:
         lengths = prod(hearing.lengths.of(weight) for weight in term.ends)
-        total_H += lengths * ((v + dv)[term.reads_WH].prod(0) - v[term.reads_WH].prod(0))
+        both_WH = (taken.v + taken.allowed)[term.reads_WH]
+        total_H += lengths * (both_WH.prod(0) - taken.v[term.reads_WH].prod(0))
     return total_H
+
+
+def norms(blocks: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> Tensor:
+    """The spectral norms of all blocks, or of how far they are from others, in one vector."""
+    pairs = zip(blocks, others or [torch.zeros(())] * len(blocks), strict=True)
+    return torch.cat([spectral(block - other.to(block)) for block, other in pairs])
 
 
 def spectral(blocks_BRC: Tensor) -> Tensor:
@@ -85,7 +145,7 @@ def spectral(blocks_BRC: Tensor) -> Tensor:
 
 
 def _worst(steps: Sequence[Change]) -> Change:
-    measured, bound, beyond = (
-        torch.stack([getattr(step, name) for step in steps]) for name in ("measured", "bound", "beyond")
+    measured, bound, beyond, overstepped = (
+        torch.stack([getattr(step, field.name) for step in steps]) for field in fields(Change)
     )
-    return Change(measured.amax(0), bound.amax(0), beyond.any(0))
+    return Change(measured.amax(0), bound.amax(0), beyond.any(0), overstepped.any(0))
