@@ -2,10 +2,13 @@
 
 A small causal transformer learns to repeat what it saw four tokens ago. The loss says that it does; the picture says
 that the heads of the first layer do the work, and that their logits grow far beyond those of all others.
+
+    python examples/watch_logits.py FOLDER      keeps the picture, and what TensorBoard shows
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path as File
 from tempfile import TemporaryDirectory
 
@@ -63,5 +66,8 @@ def main(folder: File, steps: int = 80) -> None:
 
 
 if __name__ == "__main__":
-    with TemporaryDirectory() as temporary:
-        main(File(temporary))
+    if len(sys.argv) > 1:  # python examples/watch_logits.py FOLDER keeps what it makes
+        main(File(sys.argv[1]))
+    else:
+        with TemporaryDirectory() as temporary:
+            main(File(temporary))

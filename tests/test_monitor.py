@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 import quacklr.logits
 import quacklr.tally
@@ -184,7 +185,8 @@ def test_the_logits_of_torchs_own_attention_are_seen() -> None:
     torch.testing.assert_close(LogitMonitor(layer, x).measure()["self_attn"].max, largest.detach())
 
 
-def test_learned_queries_attend_too() -> None:
+@pytest.mark.parametrize("by_hand", [False, True], ids=["linear", "matmul"])
+def test_learned_queries_attend_too(by_hand: bool) -> None:
     """A pooling head asks with a parameter: projected, it is a query like any other."""
 
     class Pooling(nn.Module):
@@ -193,10 +195,47 @@ def test_learned_queries_attend_too() -> None:
             self.ask, self.q, self.k = nn.Parameter(torch.randn(1, 3, 8)), nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in (self.q(self.ask.float()), self.k(x)))
+            asked = self.ask.float() @ self.q.weight.T if by_hand else self.q(self.ask.float()) - self.q.bias
+            q, k = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in (asked, self.k(x)))
             return (q @ k.mT).softmax(-1) @ k
 
     torch.manual_seed(0)
     model, x = Pooling(), torch.randn(2, 5, 8)
-    q, k = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in (model.q(model.ask), model.k(x)))
+    q, k = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in (model.ask @ model.q.weight.T, model.k(x)))
     torch.testing.assert_close(LogitMonitor(model, x).measure()[""].max, (q @ k.mT).amax((0, 2, 3)).detach())
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    """(H,): the mean over queries."""
+    share = logits.softmax(-1)
+    return -torch.special.xlogy(share, share).sum(-1).mean((0, 2))
+
+
+def test_a_mask_is_remembered_through_changes_of_shape() -> None:
+    class Reshaping(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            logits = (q.flatten(0, 1) @ q.flatten(0, 1).mT).masked_fill(~torch.ones(5, 5).tril().bool(), -1e4)
+            return logits.view(2, 3, 5, 5).transpose(1, 2).contiguous().transpose(1, 2).softmax(-1)
+
+    q = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
+    monitor = LogitMonitor(Reshaping(), q)
+    monitor.measure()
+    monitor.probe = q + 0.1
+    stats = monitor.measure()[""]
+    seen = torch.ones(5, 5).tril().bool()
+    before, now = (each @ each.mT for each in (q, q + 0.1))
+    torch.testing.assert_close(stats.mean_change, (now - before)[..., seen].abs().mean((0, 2)))
+    torch.testing.assert_close(stats.entropy, entropy_of(now.masked_fill(~seen, -torch.inf)))
+
+
+def test_torchs_own_causal_masks_are_respected() -> None:
+    class Aligned(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            mask = causal_lower_right(3, 5)
+            return nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+
+    q, k = (torch.randn(2, 2, size, 4, generator=torch.Generator().manual_seed(size)) for size in (3, 5))
+    logits = (q @ k.mT / 2).masked_fill(~torch.ones(3, 5).tril(2).bool(), -torch.inf)
+    stats = LogitMonitor(Aligned(), (q, k)).measure()[""]
+    torch.testing.assert_close(stats.max, logits.amax((0, 2, 3)))
+    torch.testing.assert_close(stats.entropy, entropy_of(logits))

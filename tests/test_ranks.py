@@ -74,12 +74,32 @@ def refuse_drift() -> None:
         QKClip(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
 
 
+class Sometimes(nn.Module):
+    """Two decoders, of which the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = build(SHAPE, GQA, seed=0), build(SHAPE, GQA, seed=1)
+
+    def forward(self, tokens: Tensor, both: bool) -> Tensor:
+        logits: Tensor = self.first(tokens)
+        return logits + self.second(tokens) if both else logits
+
+
+def refuse_to_wait(rank: int) -> None:
+    """Ranks that hear different attentions all say so; they would wait for each other for ever."""
+    monitor = LogitMonitor(DistributedDataParallel(Sometimes()), (batch(0), rank == 0))
+    with pytest.raises(ValueError, match="the ranks heard different attentions"):
+        monitor.measure()
+
+
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     result = {"ddp": monitored("ddp", [rank]), "fsdp": monitored("fsdp", [rank]), "clip": clipped("ddp", [rank])}
     torch.save(result, f"{folder}/{rank}")
     refuse_drift()
+    refuse_to_wait(rank)
     dist.destroy_process_group()
 
 

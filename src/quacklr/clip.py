@@ -13,7 +13,7 @@ each query takes the rest, so that no head shrinks by more than its own gamma.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -28,7 +28,7 @@ from quacklr.optimizers import as_optimizers, is_idle
 from quacklr.path import Path, as_paths
 from quacklr.ranks import groups_of, largest, ranks_beside
 from quacklr.refuse import refuse_sharded, refuse_taken, refuse_unstepped
-from quacklr.weight import Weight
+from quacklr.weight import Weight, distinct
 
 _attached: WeakSet[QKClip] = WeakSet()
 
@@ -41,6 +41,11 @@ ALONE = (
     "QK clip was given a model that is not DistributedDataParallel, though there are several ranks: it would take this "
     "rank's largest logits for all, and replicas would drift apart; wrap the model first, then pass it"
 )
+SPENT = (
+    "QK clip heard no training forward since the last step, so it does not clip: is the model in eval mode, or was "
+    "optimizer.step() called twice?"
+)
+STUCK = "QK clip cannot scale all that makes the logits of {}: weights of a path are frozen, as under LoRA"
 
 
 class QKClip:
@@ -51,8 +56,9 @@ class QKClip:
     The largest logit of each head is taken over all training forwards since the last step (all micro-batches, all ranks
     of DistributedDataParallel), which means that all logits are computed a second time, but for flex attention on CUDA,
     whose kernel tells them: that is the price of a clip on top of any attention. Heads whose largest logit is not above
-    the threshold, negative ones included, are left bitwise as they were. Waits for no device. Forwards in eval mode or
-    without gradients are not counted. Where a model is compiled, its attention modules run uncompiled.
+    the threshold, negative ones included, are left bitwise as they were. Forwards in eval mode or without gradients are
+    not counted. Where a model is compiled, its attention modules run uncompiled. Frozen weights are left alone. Waits
+    for no device, but where a model writes its logits out.
 
     `clip=False` only watches: `max_logits()` tells what would have been clipped. For a model that is not known by
     itself, pass the `paths` that `logit_paths(model, batch)` measures.
@@ -67,8 +73,10 @@ class QKClip:
         clip: bool = True,
         paths: Iterable[Path] | None = None,
     ) -> None:
-        if not 0 < threshold < float("inf"):
+        if not 0 < float(threshold) < float("inf"):
             raise ValueError(f"threshold={threshold!r}: the largest logit allowed must be a positive number")
+        if isinstance(model, nn.DataParallel):
+            raise ValueError("QK clip cannot listen to the replicas of DataParallel; use DistributedDataParallel")
         self.threshold, self.clip = threshold, clip
         self.optimizers = as_optimizers(optimizer)
         found = logit_paths(model) if paths is None else paths
@@ -76,62 +84,78 @@ class QKClip:
         refuse_sharded(weights, "QK clip")
         refuse_unstepped(weights, self.optimizers)
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
-        refuse_taken(weights, [weight for other in here for weight in other._weights], "QKClip")
-        self._weights: list[Weight] = weights
+        refuse_taken(weights, [weight for other in here for weight in other._stands_for], "QKClip")
+        self._stands_for: dict[Weight, Weight] = distinct(weights)
         self._paths, self._groups = by_module(found), groups_of(model)
+        self._device = weights[0].param.device
         if not self._groups and ranks_beside():
             warnings.warn(ALONE, stacklevel=2)
+        if stuck := [name for name, paths in self._paths.items() if not all(map(own_of, paths))]:
+            warnings.warn(STUCK.format(", ".join(name or "the model" for name in stuck)), stacklevel=2)
+        self._largest: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepped: set[Optimizer] = set()
-        self._warned = self._reduced = False
-        self._listener = Listener(model, {name: paths[0].heads for name, paths in self._paths.items()}, self._begin)
+        self._warned = False
+        self._listener = Listener(model, {name: paths[0].heads for name, paths in self._paths.items()}, self._hear)
         eager: Any = torch.compiler.disable
         self._hooks = [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
         _attached.add(self)
 
-    def _begin(self) -> None:
-        """A forward after a step: what was heard before it is spent."""
-        if self._stepped:
-            self._stepped.clear()
-            self._listener.largest.clear()
-            self._reduced = False
+    def _hear(self, name: str, largest_H: Tensor) -> None:
+        """Kept for each optimizer until it has stepped. What is not a number does not drown what is."""
+        largest_H = largest_H.masked_fill(largest_H == torch.inf, torch.nan)
+        for optimizer, heard in self._largest.items():
+            if optimizer in self._stepped:
+                self._stepped.remove(optimizer)
+                heard.clear()
+            heard[name] = torch.fmax(heard[name], largest_H) if name in heard else largest_H
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer in self._stepped:  # it steps again without a forward in between: these maxima are spent
+            self._largest[optimizer].clear()
+            warnings.warn(SPENT, stacklevel=4)
             return
-        if not self._listener.largest and not is_idle(optimizer):
+        heard = self._reduced(self._largest[optimizer])
+        if not heard and not is_idle(optimizer):
             raise RuntimeError(UNSEEN)
         self._stepped.add(optimizer)
-        self._warn()
-        self._reduce()
+        self._largest[optimizer] = heard
+        self._warn(heard)
         if self.clip:
             share = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            for name, largest_H in self._listener.largest.items():
-                for weight, factor_B in factors(self._paths[name], gamma(largest_H, self.threshold)).items():
-                    for part in weight.parts:
-                        if id(part.param) in share:
-                            scale(part, factor_B)
+            for weight, factor_B in self._factors(heard).items():
+                for part in weight.parts:
+                    if id(part.param) in share and part.param.requires_grad:
+                        scale(part, factor_B)
 
-    def _reduce(self) -> None:
-        """The largest over all ranks, once a step."""
-        if not self._groups or self._reduced or not self._listener.largest:
-            return
-        device = next(iter(self._listener.largest.values())).device
-        nothing = {n: torch.full((paths[0].heads,), -torch.inf, device=device) for n, paths in self._paths.items()}
-        heard = nothing | self._listener.largest
-        self._listener.largest = dict(zip(heard, largest(list(heard.values()), self._groups), strict=True))
-        self._reduced = True
+    def _factors(self, heard: Mapping[str, Tensor]) -> dict[Weight, Tensor]:
+        """For each weight to scale, the (blocks,) factors; of one that several modules share, what the worst needs."""
+        found: dict[Weight, Tensor] = {}
+        for name, largest_H in heard.items():
+            for weight, factor_B in factors(self._paths[name], gamma(largest_H, self.threshold)).items():
+                first = self._stands_for[weight]
+                found[first] = torch.minimum(found[first], factor_B) if first in found else factor_B
+        return found
 
-    def _warn(self) -> None:
+    def _reduced(self, heard: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The largest of all ranks; a rank that heard nothing takes part, for the others wait for it."""
+        if not self._groups:
+            return heard
+        nothing = {n: torch.full((p[0].heads,), -torch.inf, device=self._device) for n, p in self._paths.items()}
+        both = {name: of.nan_to_num(nan=-torch.inf, posinf=torch.inf) for name, of in (nothing | heard).items()}
+        found = dict(zip(both, largest(list(both.values()), self._groups), strict=True))
+        return {name: of for name, of in found.items() if name in heard or bool((of > -torch.inf).any())}
+
+    def _warn(self, heard: Mapping[str, Tensor]) -> None:
         """Once, of modules that should have been heard and were not."""
-        unheard = sorted(self._paths.keys() - self._listener.largest.keys())
+        unheard = sorted(self._paths.keys() - heard.keys())
         if unheard and not self._warned:
             self._warned = True
             warnings.warn(f"QK clip saw no logits of {', '.join(unheard)}, so they are not clipped", stacklevel=5)
 
     def max_logits(self) -> dict[str, Tensor]:
         """For each attention module the (heads,) largest logits since the last step; after a step, those before it."""
-        return dict(self._listener.largest)
+        return dict(self._largest[self.optimizers[0]])
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: between steps there is nothing to remember."""
@@ -161,25 +185,36 @@ def gamma(largest_H: Tensor, threshold: float) -> Tensor:
 
 def factors(paths: list[Path], gamma_H: Tensor) -> dict[Weight, Tensor]:
     """For each weight to scale, the (blocks,) factors: those along a path multiply to gamma for every head."""
-    shared = {w for path in paths for w in path.weights if sum(w in other.weights for other in paths) > 1}
     found: dict[Weight, Tensor] = {}
     for path in paths:
-        # of a single head, what is next to the product: the ends of a longer chain make values too
-        inner = path.weights[1:-1] or path.weights
-        the_heads_own = inner if path.heads == 1 else ()
-        own = [
-            (weight, read.to(gamma_H.device))
-            for weight, read in zip(path.weights, path.reads, strict=True)
-            if weight not in shared and (weight.blocks > 1 or weight in the_heads_own)
-        ]
         left_H = gamma_H
-        grouped = sorted(own, key=lambda pair: pair[0].blocks)
-        for taken, (weight, read_H) in enumerate(grouped):
+        rest = []
+        for weight, read_H in own_of(path):
+            if weight in found:  # of another path too, as with LoRA
+                left_H = left_H / found[weight][read_H]
+            else:
+                rest.append((weight, read_H.to(gamma_H.device)))
+        for taken, (weight, read_H) in enumerate(rest):
             common_B = torch.zeros(weight.blocks, device=gamma_H.device)
             common_B = common_B.scatter_reduce(0, read_H, left_H, "amax", include_self=False)
-            found[weight] = common_B ** (1 / (len(grouped) - taken))
+            found[weight] = common_B ** (1 / (len(rest) - taken))
             left_H = left_H / found[weight][read_H]
     return found
+
+
+def own_of(path: Path) -> list[tuple[Weight, Tensor]]:
+    """The weights of a path that are a head's own, or its group's, and train, with the blocks that heads read.
+
+    Of a single head, those next to the product: the ends of a longer chain make values too. Those of a group first.
+    """
+    inner = path.weights[1:-1] or path.weights
+    the_heads_own = inner if path.heads == 1 else ()
+    own = [
+        (weight, read)
+        for weight, read in zip(path.weights, path.reads, strict=True)
+        if (weight.blocks > 1 or weight in the_heads_own) and any(part.param.requires_grad for part in weight.parts)
+    ]
+    return sorted(own, key=lambda pair: pair[0].blocks)
 
 
 def scale(part: Weight, factor_B: Tensor) -> None:

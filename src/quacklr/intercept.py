@@ -71,7 +71,12 @@ class Catch(TorchFunctionMode):
         if mark is None or logits.ndim < 3 or dim not in (-1, logits.ndim - 1) or logits in self.told:
             return None
         self.told[logits] = None
+        if not logits.numel():
+            return None
         hidden, taken = mark.hidden, mark.taken
+        if mark.front:  # keys first, then what else the softmax sees
+            logits = logits.roll(-mark.front, -1)
+            hidden = None if hidden is None else hidden.expand_as(logits).roll(-mark.front, -1)
         if logits.ndim == 4 and heads and logits.shape[1] != heads == logits.shape[2]:  # (B, I, H, J)
             hidden, taken = (None if t is None else t.expand_as(logits).transpose(1, 2) for t in (hidden, taken))
             logits = logits.transpose(1, 2)
@@ -148,15 +153,21 @@ def sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Logits:
-    """The logits of a call of scaled_dot_product_attention, with its signature."""
-    lead, sizes = query.shape[:-2], (query.shape[-2], key.shape[-2])
+) -> Logits | None:
+    """The logits of a call of scaled_dot_product_attention, with its signature; of nested tensors they are not made."""
+    if query.is_nested or not (query.numel() and key.numel()):
+        return None
+    if query.ndim == 2:
+        query, key = query[None], key[None]
+    sizes = (query.shape[-2], key.shape[-2])
+    lead = query.shape[:-2] if enable_gqa else torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    query = query.expand(*lead, *query.shape[-2:])
     offset = 0 if is_causal else None
     if isinstance(attn_mask, CausalBias):
         offset = sizes[1] - sizes[0] if attn_mask.variant == CausalVariant.LOWER_RIGHT else 0
         attn_mask = None
     if attn_mask is not None:
         attn_mask = headless(attn_mask, lead, heads)
-    k = key.flatten(0, -4) if enable_gqa else arranged(key.expand(*lead, *key.shape[-2:]), heads)
+    k = arranged(key, None) if enable_gqa else arranged(key.expand(*lead, *key.shape[-2:]), heads)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     return Made(arranged(query, heads).detach(), k.detach(), factor, offset, attn_mask)

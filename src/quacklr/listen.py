@@ -25,15 +25,14 @@ eager: Any = torch.compiler.disable
 
 
 class Listener:
-    """The (heads,) largest logits of attention modules over all their forwards in training mode with gradients.
+    """Tells the (heads,) largest logits of attention modules in every forward in training mode with gradients.
 
-    `heads`: how many each has; an attention inside of one with another number is not the one that is meant. `begin` is
-    called before anything is heard. `largest` is for the owner to clear.
+    `heads`: how many each has; an attention inside of one with another number is not the one that is meant. `tell` is
+    called with a module's name and its largest logits.
     """
 
-    def __init__(self, model: nn.Module, heads: Mapping[str, int], begin: Callable[[], None]) -> None:
-        self.heads, self.begin = heads, begin
-        self.largest: dict[str, Tensor] = {}
+    def __init__(self, model: nn.Module, heads: Mapping[str, int], tell: Callable[[str, Tensor], None]) -> None:
+        self.heads, self.tell = heads, tell
         self._running: list[str] = []
         self._flex = holders(model)
         self._heard = [Heard(self, name, module) for name, module in named_modules(model) if name in heads]
@@ -55,9 +54,11 @@ class Listener:
         @contextmanager
         def pause() -> Iterator[None]:
             catch.__exit__(None, None, None)
-            with stance("default"):
-                yield
-            catch.__enter__()
+            try:
+                with stance("default"):
+                    yield
+            finally:
+                catch.__enter__()
 
         with stance("force_eager"), telling(self._flex, self._note, pause), catch:
             yield
@@ -67,10 +68,7 @@ class Listener:
             self._note(logits.largest())
 
     def _note(self, largest_H: Tensor) -> None:
-        self.begin()
-        name = self._running[-1]
-        before_H = self.largest.get(name)
-        self.largest[name] = largest_H if before_H is None else torch.maximum(before_H, largest_H)
+        self.tell(self._running[-1], largest_H)
 
     def remove(self) -> None:
         """Unwrap the forwards."""

@@ -164,10 +164,10 @@ class Written(Logits):
 
         What shows in the first head is held against what is known; if that is not all of it, all heads are looked at.
         """
-        least = torch.finfo(self.logit_BHIJ.dtype).min / 2
-        first_BHIJ, known = self.logit_BHIJ[:, :1] <= least, self.hidden_BHIJ
-        if known is None and not first_BHIJ.any():
+        least, known = torch.finfo(self.logit_BHIJ.dtype).min / 2, self.hidden_BHIJ
+        if known is None and not self.logit_BHIJ.amin() <= least:
             return None, True
+        first_BHIJ = self.logit_BHIJ[:, :1] <= least
         if known is not None and known.shape[1] == 1 and bool((known | ~first_BHIJ).all()):
             return known, least < HIDDEN and bool((first_BHIJ | ~known).all())
         shown_BHIJ = self.logit_BHIJ <= least
@@ -196,7 +196,8 @@ class Written(Logits):
         """All that is not hidden."""
         if self.hidden_BHIJ is None:
             return torch.ones(1, 1, *part_BHIJ.shape[2:], dtype=torch.bool, device=self.device)
-        return ~cut(self.hidden_BHIJ, sequences, queries, self.keys + self.extra)
+        hidden_BHIJ = cut(self.hidden_BHIJ, sequences, queries, self.keys + self.extra)
+        return ~hidden_BHIJ.expand(-1, -1, *part_BHIJ.shape[2:])
 
 
 def to_add(mask: Tensor) -> Tensor:

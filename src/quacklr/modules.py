@@ -11,11 +11,18 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
+def wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """The model and what it wraps, if it is DistributedDataParallel or compiled, from the outside in."""
+    yield model
+    while isinstance(model, DistributedDataParallel | DataParallel) or "_orig_mod" in model._modules:
+        model = model.get_submodule("_orig_mod" if "_orig_mod" in model._modules else "module")
+        yield model
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel: names and forwards are its own."""
-    while isinstance(model, DistributedDataParallel | DataParallel):
-        model = model.module
-    return model
+    """The model inside of DistributedDataParallel and torch.compile: names and forwards are its own."""
+    *_, inside = wrappers(model)
+    return inside
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -57,14 +64,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def run(model: nn.Module, probe: Any) -> None:
+def run(model: nn.Module, probe: Any) -> Any:
     """One forward of a batch in the form the model takes it."""
     if isinstance(probe, Mapping):
-        model(**probe)
-    elif isinstance(probe, tuple):
-        model(*probe)
-    else:
-        model(probe)
+        return model(**probe)
+    return model(*probe) if isinstance(probe, tuple) else model(probe)
 
 
 @contextmanager

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from quacklr.find.survey import found_by_rule
 from quacklr.intercept import intercept
 from quacklr.logits import Logits
 from quacklr.modules import named_modules, own_buffers, run, undisturbed, unwrapped
-from quacklr.ranks import Groups, groups_of, largest, resharded, total
+from quacklr.ranks import Groups, agree, groups_of, largest, resharded, total
 from quacklr.tally import Tally
 
 HEADS = ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads")
@@ -25,6 +26,8 @@ UNSEEN = (
     "torch.nn.MultiheadAttention, and a softmax over the last dimension of products of queries and keys; not a kernel "
     "with a name of its own, such as flash attention: switch the model to sdpa or eager for the probe"
 )
+
+DIFFERENT = "the ranks heard different attentions, so their statistics cannot be put together; give all the same probe."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +60,11 @@ class LogitMonitor:
     """
 
     def __init__(self, model: nn.Module, probe: Any) -> None:
+        if probe is None or isinstance(probe, str | DataLoader):
+            raise ValueError(
+                f"a probe is a batch that the model is called with, a tensor, a tuple of arguments or a dict of named "
+                f"ones, not {type(probe).__name__}"
+            )
         self.model, self.probe = model, probe
         self._heads = heads_of(model)
         self._last: dict[str, Tensor] = {}
@@ -73,11 +81,15 @@ class LogitMonitor:
         model = unwrapped(self.model)
         with undisturbed(model), own_buffers(model), resharded(model), intercept(model, listen, self._heads):
             run(model, self.probe)
+        groups = groups_of(self.model)
+        heard = [(name, len(tally.largest_H)) for name, tally in tallies.items()]
+        if groups and not agree(heard, groups, next(model.parameters()).device):
+            raise ValueError(f"{DIFFERENT} This one heard {', '.join(tallies) or 'none'}")
         if not tallies:
             raise ValueError(UNSEEN.format(type(model).__name__))
         if keep:
             self._last = {name: tally.kept_BHIJ for name, tally in tallies.items()}
-        return dict(zip(tallies, stats_of(tallies.values(), groups_of(self.model)), strict=True))
+        return dict(zip(tallies, stats_of(tallies.values(), groups), strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The kept logits, so that a resumed run measures its first change from where it was."""

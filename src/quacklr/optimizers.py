@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -55,3 +56,10 @@ def is_idle(optimizer: Optimizer) -> bool:
         if (isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0:
             return False
     return True
+
+
+def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Any:
+    """Register a hook that runs after a step, before those that are there already: they see what it leaves behind."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from quacklr.blocks import Copies, Memory
 from quacklr.find import logit_paths
 from quacklr.norms import Norm, frobenius
-from quacklr.optimizers import as_optimizers, is_idle
+from quacklr.optimizers import as_optimizers, first_after_step, is_idle
 from quacklr.path import Path, as_paths
 from quacklr.refuse import refuse_settings, refuse_taken, refuse_unstepped, refuse_unusable
 from quacklr.rule import Rule, rates_from
@@ -86,7 +86,7 @@ class QuacK:
         eager: Any = torch.compiler.disable  # under torch.compile(optimizer.step) the hooks run as they are
         return [
             optimizer.register_step_pre_hook(eager(self._before)),
-            optimizer.register_step_post_hook(eager(self._after)),
+            first_after_step(optimizer, eager(self._after)),  # what others do to weights after a step is no step
             optimizer.register_load_state_dict_post_hook(self._optimizer_loaded),
         ]
 

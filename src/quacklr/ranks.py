@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from quacklr.modules import wrappers
 
 Groups = Sequence[Any]
 
@@ -32,8 +35,9 @@ def groups_of(model: nn.Module) -> Groups:
     """The process groups over which a model is replicated or sharded: DistributedDataParallel's, or FSDP2's mesh."""
     if not ranks_beside():
         return []
-    if isinstance(model, DistributedDataParallel):
-        return [model.process_group]
+    for wrapper in wrappers(model):
+        if isinstance(wrapper, DistributedDataParallel):
+            return [wrapper.process_group]
     sharded: Any = next((param for param in model.parameters() if is_sharded(param)), None)
     return [] if sharded is None else list(sharded.device_mesh.get_all_groups())
 
@@ -46,6 +50,13 @@ def largest(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
 def total(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     """The sum over all ranks, entry by entry."""
     return _reduced(tensors, groups, dist.ReduceOp.SUM) if groups else list(tensors)
+
+
+def agree(words: Sequence[object], groups: Groups, device: torch.device) -> bool:
+    """Whether all ranks say the same. Ask before reducing what may differ in size."""
+    said = zlib.crc32(repr(words).encode())
+    most, least = largest([torch.tensor([said, -said], device=device)], groups)[0].tolist()
+    return bool(most == said == -least)
 
 
 def _reduced(tensors: Sequence[Tensor], groups: Groups, how: Any) -> list[Tensor]:

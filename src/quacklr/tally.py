@@ -28,7 +28,7 @@ class Tally:
         self.largest_H = torch.full((heads,), -torch.inf, device=device)
         self.compared_H, self.entropy_H, self.looking_H, self.choosing_H = torch.zeros(4, heads, device=device)
         self.first_BH = torch.full((batch, heads), self.keys, device=device)
-        self.sink_BH = torch.zeros(batch, heads, device=device)
+        self.sink_BH, self.learned_H = torch.zeros(batch, heads, device=device), torch.zeros(heads, device=device)
         self.picked, self.every = evenly_spaced(logits)
         kept = (batch, heads, len(self.picked), -(-self.keys // self.every))
         self.kept_BHIJ = torch.full(kept, HIDDEN, device=device)
@@ -43,7 +43,7 @@ class Tally:
 
     def sums(self) -> Tensor:
         """(6, heads): of |changes| and how many, of entropies and how many, of sink shares and how many."""
-        sink_H = self.sink_BH.sum(0)
+        sink_H = self.sink_BH.sum(0) + self.learned_H
         return torch.stack([self.moved_H, self.compared_H, self.entropy_H, self.looking_H, sink_H, self.choosing_H])
 
     def _keep(self, sequences: slice, queries: slice, logit_BHIJ: Tensor, seen_BHIJ: Tensor) -> None:
@@ -58,7 +58,12 @@ class Tally:
         place_BHIJ = self.kept_BHIJ[sequences, :, start:stop]
         place_BHIJ[..., :width] = logit_BHIJ.clamp(min=HIDDEN)
         if self.before_BHIJ is not None:
-            self.moved_H += (place_BHIJ - self.before_BHIJ[sequences, :, start:stop]).abs_().sum((0, 2, 3))
+            moved_BHIJ = (place_BHIJ - self.before_BHIJ[sequences, :, start:stop]).abs_()
+            if moved_BHIJ.numel() and moved_BHIJ.amax() > -HIDDEN / 2:  # masks that are not the same every time
+                stray_BHIJ = moved_BHIJ > -HIDDEN / 2
+                moved_BHIJ.masked_fill_(stray_BHIJ, 0)
+                self.compared_H -= (stray_BHIJ & (place_BHIJ > HIDDEN)).sum((0, 2, 3))
+            self.moved_H += moved_BHIJ.sum((0, 2, 3))
 
     def _add(self, sequences: slice, logit_BHIJ: Tensor, seen_BHIJ: Tensor) -> None:
         """A chunk."""
@@ -73,12 +78,14 @@ class Tally:
         share_BHIJ = below_BHIJ.softmax(-1)
         entropy_BHI = -share_BHIJ.amax(-1).log() - torch.linalg.vecdot(share_BHIJ, below_BHIJ)
         index_BHI1 = first_BH.clamp(max=share_BHIJ.shape[-1] - 1)[..., None, None].expand(*top_BHI.shape, 1)
-        sink_BHI = share_BHIJ.gather(-1, index_BHI1)[..., 0] + share_BHIJ[..., self.keys :].sum(-1)
+        sink_BHI = share_BHIJ.gather(-1, index_BHI1)[..., 0]
+        learned_BHI = share_BHIJ[..., self.keys :].sum(-1)
 
         self.looking_H += looking_BHI.sum((0, 2))
         self.choosing_H += choosing_BHI.sum((0, 2))
         self.entropy_H += entropy_BHI.where(looking_BHI, 0).sum((0, 2))
         self.sink_BH[sequences] += sink_BHI.where(choosing_BHI, 0).sum(2)
+        self.learned_H += learned_BHI.where(choosing_BHI, 0).sum((0, 2))
 
     def _first(self, sequences: slice, seen_BHIJ: Tensor) -> Tensor:
         """The first key of each sequence that any query so far may look at.

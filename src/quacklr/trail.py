@@ -19,7 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from quacklr.calls import (
     ADD,
     ADDED_MATMUL,
-    CONCATENATE,
     CONVOLUTION,
     DIVIDE,
     MATMUL,
@@ -34,6 +33,7 @@ from quacklr.logits import FAR
 
 STOP: set[Any] = {SDPA, F.linear, F.layer_norm, F.rms_norm, *SOFTMAX, *CONVOLUTION}
 SET: Any = Tensor.__setitem__
+BESIDE: set[Any] = {torch.cat, torch.concat}
 FILL: set[Any] = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
 MATRIX_T: Any = vars(torch._C.TensorBase)["mT"].__get__
 LAYOUT: set[Any] = {
@@ -48,18 +48,20 @@ LAYOUT: set[Any] = {
 class Mark:
     """What is known of a tensor that is made of products.
 
-    `keys`: how many of its columns are. `hidden`: which entries were masked, in a shape that broadcasts to it.
-    `factors`: what the products were multiplied by. `taken`: numbers that were taken off since, one for each row.
+    `keys`: how many of its columns are, after the first `front`. `hidden`: which entries were masked, in a shape that
+    broadcasts to it. `factors`: what the products were multiplied by. `taken`: numbers that were taken off since, one
+    for each row.
     """
 
     keys: int
+    front: int = 0
     hidden: Tensor | None = None
     factors: tuple[float | Tensor, ...] = ()
     taken: Tensor | None = None
 
     def hiding(self, more: Tensor) -> Mark:
         """With these masked too."""
-        if self.hidden is not None and (fits(self.hidden, more) or fits(more, self.hidden)):
+        if self.hidden is not None and alike(self.hidden, more):
             more = self.hidden | more
         return replace(self, hidden=more)
 
@@ -73,6 +75,7 @@ class Call:
     kwargs: dict[str, Any]
     marked: Tensor
     others: list[Tensor]  # marked as well
+    marks: list[Mark]  # of the others
 
     def bound(self, *names: str) -> list[Any]:
         """Arguments by name."""
@@ -116,15 +119,15 @@ class Trail:
         elif self.marks and func not in STOP:
             given = [tensor for tensor in tensors if tensor in self.marks]
             if given:
-                self._passed(Call(func, args, kwargs, given[0], given[1:]), output)
+                marks = [self.marks[tensor] for tensor in given[1:]]
+                self._passed(Call(func, args, kwargs, given[0], given[1:], marks), output)
 
     def _multiplied(self, func: Any, tensors: list[Tensor], kwargs: dict[str, Any], output: Tensor) -> None:
         factors = tensors[1:] if func in ADDED_MATMUL else tensors
         if output.ndim < 3 or len(factors) < 2 or any(map(self._is_weight, factors)):
             return
-        beta = kwargs.get("beta", 1)  # at 0 what is added may be anything
-        hidden = beta * tensors[0] <= FAR if func in ADDED_MATMUL and beta else None
-        self.marks[output] = Mark(output.shape[-1], hidden, (float(kwargs.get("alpha", 1.0)),))
+        hidden = kwargs.get("beta", 1) * tensors[0] <= FAR if func in ADDED_MATMUL else None
+        self.marks[output] = Mark(output.shape[-1], hidden=hidden, factors=(float(kwargs.get("alpha", 1.0)),))
         self.sizes.add(tuple(sorted(output.shape)))
 
     def _is_weight(self, tensor: Tensor) -> bool:
@@ -135,7 +138,9 @@ class Trail:
         before: Mark = self.marks[call.marked]
         change = next((change for functions, change in CHANGES if call.func in functions), None)
         after = change(before, call) if change else before
-        for tensor in tensors_in([call.marked if call.func is SET else output]):
+        for tensor in tensors_in([call.args[0] if call.func is SET else output]):
+            if not tensor.is_floating_point():
+                continue
             self.marks[tensor] = reshaped(after, call, tensor)
             base = tensor._base
             if tensor is call.marked and after.hidden is not None and base is not None and base in self.marks:
@@ -186,8 +191,8 @@ def subtracted(mark: Mark, call: Call) -> Mark:
 
 def filled(mark: Mark, call: Call) -> Mark:
     """With a number in some places."""
-    _, mask, value = call.bound("input", "mask", "value")
-    return mark.hiding(mask & is_far(value, mask))
+    filled, mask, value = call.bound("input", "mask", "value")
+    return mark.hiding(mask & is_far(value, mask)) if filled is call.marked else mark
 
 
 def chosen(mark: Mark, call: Call) -> Mark:
@@ -195,32 +200,48 @@ def chosen(mark: Mark, call: Call) -> Mark:
     condition, first, second = call.bound("condition", "input", "other")
     if call.func is Tensor.where:  # x.where(condition, other)
         condition, first = first, condition
-    if first is call.marked:
+    if first is call.marked and not call.has(second):
         return mark.hiding(~condition & is_far(second, condition))
-    return mark.hiding(condition & is_far(first, condition))
+    return mark.hiding(condition & is_far(first, condition)) if second is call.marked else mark
 
 
 def overwritten(mark: Mark, call: Call) -> Mark:
     """logits[index] = value"""
-    _, index, value = call.bound("input", "index", "value")
+    written, index, value = call.bound("input", "index", "value")
+    if written is not call.marked:  # products, written into something else
+        return Mark(written.shape[-1])
+    if call.has(value):
+        return mark
     hidden = torch.zeros_like(call.marked, dtype=torch.bool)
     hidden[index] = is_far(value, hidden)
     return mark.hiding(hidden)
 
 
 def beside(mark: Mark, call: Call) -> Mark:
-    """With columns after it that are no products."""
+    """With other columns before or after it, products too or not."""
     tensors, dim = call.bound("tensors", "dim")
-    if mark.hidden is None or tensors[0] is not call.marked or dim not in (-1, call.marked.ndim - 1):
+    if dim not in (-1, call.marked.ndim - 1):
         return replace(mark, hidden=None, taken=None)
-    more = sum(each.shape[-1] for each in tensors[1:])
-    return replace(mark, hidden=F.pad(mark.hidden.expand(call.marked.shape), (0, more)))
+    marks = {id(tensor): of for tensor, of in zip((call.marked, *call.others), (mark, *call.marks), strict=True)}
+    widths = [each.shape[-1] for each in tensors]
+    of_products = [id(each) in marks for each in tensors]
+    first, last = of_products.index(True), len(tensors) - of_products[::-1].index(True)
+    if any(each.hidden is not None for each in marks.values()):
+        hidden = torch.cat([_hidden(each, marks.get(id(each))) for each in tensors], dim=-1)
+        mark = replace(mark, hidden=hidden)
+    return replace(mark, front=sum(widths[:first]), keys=sum(widths[first:last]), taken=None)
+
+
+def _hidden(tensor: Tensor, mark: Mark | None) -> Tensor:
+    if mark is None or mark.hidden is None:
+        return torch.zeros_like(tensor, dtype=torch.bool)
+    return mark.hidden.expand(tensor.shape)
 
 
 def reshaped(mark: Mark, call: Call, output: Tensor) -> Mark:
     """The mark of what a function put out, whose shape may be another one."""
-    if output.shape[-1:] != call.marked.shape[-1:] and call.func not in CONCATENATE:
-        mark = replace(mark, keys=output.shape[-1] if output.ndim else 1)
+    if output.shape[-1:] != call.marked.shape[-1:] and call.func not in BESIDE and call.func is not SET:
+        mark = replace(mark, keys=output.shape[-1] if output.ndim else 1, front=0)
     if call.func in LAYOUT:
         mark = replace(mark, hidden=along(mark.hidden, call), taken=along(mark.taken, call))
     hidden, taken = (t if t is not None and fits(t, output) else None for t in (mark.hidden, mark.taken))
@@ -229,10 +250,15 @@ def reshaped(mark: Mark, call: Call, output: Tensor) -> Mark:
 
 def along(beside: Tensor | None, call: Call) -> Tensor | None:
     """What belongs to a tensor, entry by entry, after the same change of shape."""
-    if beside is None or not fits(beside, call.marked):
+    if beside is None or not fits(beside, call.marked) or not call.args or call.args[0] is not call.marked:
         return None
     changed: Tensor = call.func(beside.expand_as(call.marked).contiguous(), *call.args[1:], **call.kwargs)
     return changed
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors can be broadcast to the same shape."""
+    return all(1 in sizes or len(set(sizes)) == 1 for sizes in zip(one.shape[::-1], other.shape[::-1], strict=False))
 
 
 def fits(tensor: Tensor, other: Tensor) -> bool:
@@ -243,5 +269,5 @@ def fits(tensor: Tensor, other: Tensor) -> bool:
 
 CHANGES: tuple[tuple[set[Any], Callable[[Mark, Call], Mark]], ...] = (
     *((MULTIPLY, scaled), (DIVIDE, divided), (ADD, added), (SUBTRACT, subtracted)),
-    *((FILL, filled), ({torch.where, Tensor.where}, chosen), ({SET}, overwritten), (CONCATENATE, beside)),
+    *((FILL, filled), ({torch.where, Tensor.where}, chosen), ({SET}, overwritten), (BESIDE, beside)),
 )

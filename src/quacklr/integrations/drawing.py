@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
 
 import matplotlib as mpl
 import numpy as np
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, StrMethodFormatter
 from torch import Tensor
 
-from quacklr.collapse import pattern, shape
+from quacklr.collapse import described, short
 from quacklr.integrations.figures import RC
 
 CLIP = 100.0  # QK clip's threshold in Kimi K2
@@ -38,6 +38,7 @@ class Look:
     colours: str = "viridis"
     log: bool = False
     threshold: float | None = None
+    top: float | None = None  # of the scale, if it is always the same
 
 
 SINCE = Look("mean |change| of a logit since the last measurement", log=True)
@@ -47,7 +48,7 @@ LOOKS = {
     "change": SINCE,
     "step_change": Look("mean |change| of a logit in one step", log=True),
     "entropy": Look("entropy of the attention (nats)", "cividis_r"),
-    "sink": Look("share of attention on the first key", "cividis"),
+    "sink": Look("share of attention on the first key", "cividis", top=1.0),
 }
 
 
@@ -82,7 +83,7 @@ def panel_height(heads: Mapping[str, int]) -> float:
 def heatmap(axes: Axes, steps: Sequence[int], number_RC: Tensor, look: Look) -> None:
     """One statistic of all heads, with its colours explained beside it."""
     edges, shown_RC = columns(steps, number_RC, look.log)
-    scale = scale_of(shown_RC, look.log)
+    scale = scale_of(shown_RC, look.log) if look.top is None else Scale(0.0, look.top, log=False)
     rows, clamped_RC = range(len(shown_RC) + 1), shown_RC.clamp(min=scale.low).numpy()
     image = axes.pcolormesh(edges, rows, clamped_RC, norm=scale.norm(), cmap=colours(look, scale), rasterized=True)
     ticks = MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]) if len(steps) > 1 else FixedLocator(steps)
@@ -202,22 +203,3 @@ def label_rows(grid: Iterable[Axes], heads: Mapping[str, int], height: float) ->
 
 def _numbers(heads: Mapping[str, int]) -> list[str]:
     return [str(head) for count in heads.values() for head in range(count)]
-
-
-def short(names: Sequence[str]) -> list[str]:
-    """Names without what all of them begin and end with: of model.layers.3.self_attn the 3."""
-    parts = [name.split(".") for name in names]
-    before = _in_common(parts)
-    after = _in_common([each[::-1] for each in parts])
-    found = [".".join(each[before : len(each) - after]) for each in parts]
-    return found if all(found) or len(names) == 1 else [name or "model" for name in names]
-
-
-def _in_common(parts: Iterable[Sequence[str]]) -> int:
-    """How many parts all begin with."""
-    return sum(1 for _ in takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False)))
-
-
-def described(names: Sequence[str]) -> str:
-    """All names in one, such as model.layers.{0-27}.self_attn; or none, if they are of several shapes."""
-    return pattern(names) if len({shape(name) for name in names}) == 1 else ""

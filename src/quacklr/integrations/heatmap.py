@@ -37,6 +37,8 @@ class History:
 
     def add_tables(self, step: int, numbers: Tables) -> None:
         """The same from plain numbers, by statistic and attention, such as a log has them; None is no number."""
+        if not isinstance(step, int):
+            raise ValueError(f"step {step!r}: a step is a whole number; history.add(step, stats)")
         for attentions in numbers.values():
             heads = {name: len(values) for name, values in attentions.items()}
             self._heads = self._heads or heads

@@ -128,5 +128,9 @@ def _grouped(found: Iterable[tuple[str, list[Path]]], model: nn.Module) -> Itera
 
 def _rank(part: Weight) -> Tensor:
     """(rows,): 0, 1, 2, ... within each block."""
-    same_RR = part.block_of_row[:, None] == part.block_of_row
-    return same_RR.tril(-1).sum(1)
+    order = part.block_of_row.argsort(stable=True)
+    sizes = torch.bincount(part.block_of_row + 1)
+    starts = sizes.cumsum(0) - sizes
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order)) - starts.repeat_interleave(sizes)
+    return rank

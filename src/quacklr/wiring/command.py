@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
             wiring.save(asked.out)
     except BrokenPipeError:  # somebody reads the first lines only
         return 1
-    except ValueError as error:  # QuacK refuses it, or no batch can be made
+    except ValueError as error:  # QuacK refuses it, or it does not run
         return fail(str(error), 1)
     except (BadTargetError, ModuleNotFoundError, OSError) as error:
         return fail(str(error), 2)
@@ -93,10 +93,8 @@ def checked(asked: argparse.Namespace) -> Wiring:
     say(f"checking {type(model).__name__} on {target.measured_on or 'its batch'} ...")
     try:
         return check(model, optimizers, batch, tau=asked.tau, steps=asked.steps, growth=asked.growth)
-    except ValueError:
-        raise
-    except Exception as error:  # of the model, on the batch
-        raise BadTargetError(f"{asked.target}: {told(error)}") from error
+    except (RuntimeError, TypeError, AttributeError, IndexError, KeyError, AssertionError) as error:
+        raise ValueError(f"{asked.target}: the model fails on its batch: {told(error)}") from error
 
 
 def muon(model: nn.Module, lr: float) -> list[Optimizer]:

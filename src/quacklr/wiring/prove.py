@@ -42,7 +42,7 @@ def check(
     are nudged, to see that a head moves with its own rows and no others. `tau`, `norm`, `floor` are QuacK's; `paths`
     are found if not given; `loss(model, batch)` is the model's own, or else a distance to random numbers. Neither the
     model nor the optimizers are touched. Takes about 9 forwards and backwards, and 10 forwards for each doubling of
-    layers, heads and head size; holds two copies of the model.
+    layers, heads and head size; holds six copies of the parameters.
     """
     optimizers = as_optimizers(optimizer)
     _refuse(optimizers, steps, growth)
@@ -67,8 +67,8 @@ def _run(twin: Twin, steps: int, growth: float, settings: dict[str, Any] | None)
     """A few steps from weights that have grown since QuacK was attached; without it, if there are no settings."""
     torch.manual_seed(0)
     claims = twin.claims()
-    stepper = Stepper(twin, claims)
     quack = None if settings is None else QuacK(twin.paths, twin.optimizers, **settings)
+    stepper = Stepper(twin, claims)
     with torch.no_grad():
         for rows in claims.rows:
             rows.part.param.mul_(rows.spread(torch.where(rows.claimed, growth, 1.0)))

@@ -69,13 +69,17 @@ class Wiring:
 
     @property
     def ok(self) -> bool:
-        """Whether something is known, and nothing is wrong."""
-        return any(not layer.silent for layer in self.layers) and not any(layer.faults for layer in self.layers)
+        """Whether every layer was shown to be right."""
+        return not any(layer.silent or layer.faults for layer in self.layers)
 
     def save(self, file: str | File) -> None:
         """Draw it: for each layer and head the changes and the bound. Needs matplotlib (quacklr[lab])."""
-        from quacklr.wiring.picture import draw
-
+        try:
+            from quacklr.integrations.proof import draw
+        except ModuleNotFoundError as missing:
+            raise ModuleNotFoundError(
+                f"a picture needs {missing.name}: pip install 'quacklr[lab]'", name=missing.name
+            ) from missing
         draw(self, file)
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ def show(wiring: Wiring) -> str:
 
 def _table(wiring: Wiring) -> list[str]:
     grown = f"grown {wiring.growth:g}x"
-    titles = ("attention", "heads", "at the start", "bound", f"{grown}, plain", f"{grown}, QuacK", "bound", "")
+    titles = ("attention", "heads", "at the start", "bound", f"{grown}, plain", f"{grown}, QuacK", "its bound", "")
     return _columns([titles, *(_row(layer) for layer in _shown(wiring.layers))])
 
 
@@ -58,6 +58,8 @@ def _word(layer: Checked) -> str:
         return f"WRONG: head{'s' * (len(heads) > 1)} {listed(heads)}"
     if not layer.silent and not layer.quack.bound.any():
         return "ok, but its rows took no step: no gradient"
+    if not layer.silent and not layer.plain.measured.any():
+        return "ok, but its steps are too small to see: raise lr"
     return layer.silent or "ok"
 
 
@@ -79,8 +81,8 @@ def verdict(wiring: Wiring) -> str:
         )
     heads = sum(layer.heads for layer in known)
     return (
-        f"wired right: {_counted(len(known))}, {heads} heads; no logit moves by more than the steps of its head's rows "
-        f"allow, and none with rows that are not its head's{_unknown(wiring)}"
+        f"wired right{', as far as shown' * (not wiring.ok)}: {_counted(len(known))}, {heads} heads; no logit moves by "
+        f"more than the rates of its head's rows allow, and none with rows that are not its head's{_unknown(wiring)}"
     )
 
 

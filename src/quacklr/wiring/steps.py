@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from quacklr.optimizers import first_after_step
 from quacklr.quack import QuacK
 from quacklr.wiring.claims import Claims, Layer
 from quacklr.wiring.hearing import Hearing
@@ -41,13 +42,13 @@ class Change:
 
 
 class Stepper:
-    """Takes steps, knowing what the optimizers alone would have done: it must be made before QuacK is attached."""
+    """Takes steps, knowing what the optimizers alone would have done: to be made after QuacK is attached."""
 
     def __init__(self, twin: Twin, claims: Claims) -> None:
         self.twin, self.claims = twin, claims
         self._alone: dict[Tensor, Tensor] = {}
         for optimizer in twin.optimizers:
-            optimizer.register_step_post_hook(self._note)
+            first_after_step(optimizer, self._note)
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -133,7 +134,10 @@ def _allowed(layer: Layer, hearing: Hearing, taken: Steps) -> Tensor:
 def norms(blocks: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> Tensor:
     """The spectral norms of all blocks, or of how far they are from others, in one vector."""
     pairs = zip(blocks, others or [torch.zeros(())] * len(blocks), strict=True)
-    return torch.cat([spectral(block - other.to(block)) for block, other in pairs])
+    differences = [block - other.to(block) for block, other in pairs]
+    if not all(bool(each.isfinite().all()) for each in differences):
+        raise ValueError("a step made weights that are no finite numbers: lower the learning rate, or look at the loss")
+    return torch.cat([spectral(each) for each in differences])
 
 
 def spectral(blocks_BRC: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 
     Any real gradient will do. The mean square alone would have none where a norm comes last.
     """
-    returned = _called(model, batch)
+    returned = run(model, batch)
     loss = getattr(returned, "loss", None)
     loss = returned if loss is None else loss
     if isinstance(loss, Tensor) and loss.ndim == 0:
@@ -93,12 +93,6 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack(
         [(x.float() - torch.randn(x.shape, generator=noise).to(x.device)).square().mean() for x in outputs]
     ).sum()
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
 def _tensors(returned: Any) -> Iterator[Tensor]:
@@ -118,7 +112,7 @@ def _copied(together: tuple[nn.Module, list[Optimizer], Any]) -> tuple[nn.Module
             for name, value in vars(before).items():  # an optimizer copies nothing that is not torch's own
                 if name not in vars(after) and not callable(value):
                     setattr(after, name, copy.deepcopy(value, memo))
-    except Exception as error:
+    except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         kind = type(together[0]).__name__
         raise ValueError(f"{kind} cannot be copied, and only a copy is ever stepped: {error}") from error
     return copies

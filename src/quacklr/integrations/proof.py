@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path as File
 from typing import Any
 
 import torch
+from matplotlib import lines, rc_context, ticker
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from quacklr.collapse import described, short
+from quacklr.integrations.figures import RC, save
 from quacklr.wiring.result import Checked, Wiring
 from quacklr.wiring.show import verdict
 
 START, PLAIN, QUACK, BOUND, WRONG = "#9a9a9a", "#d55e00", "#0b6e4f", "#222222", "#e6007e"
-RC = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9, "legend.frameon": False}
 HOLLOW = {"markeredgewidth": 1}
 INCHES, COLUMN = (6.4, 17.0), 0.16  # least and most width; of a head's column
 
 
 def draw(wiring: Wiring, file: str | File) -> None:
     """Write the picture; its kind is the file name's (png, svg, pdf)."""
-    try:
-        matplotlib = import_module("matplotlib")
-        figures = import_module("matplotlib.figure")
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError("a picture needs matplotlib: pip install 'quacklr[lab]'") from missing
     columns = sum(layer.heads for layer in wiring.layers) + len(wiring.layers)
     width = min(max(INCHES[0], 1.2 + COLUMN * columns), INCHES[1])
-    with matplotlib.rc_context(RC):
-        figure = figures.Figure(figsize=(width, 4.2), layout="constrained")
+    with rc_context(RC):
+        figure = Figure(figsize=(width, 4.2), layout="constrained")
         _fill(figure.subplots(), wiring, size=min(30.0, max(3.0, 2400 * width / 17 / columns)))
-        figure.savefig(file, dpi=160)
+    save(figure, File(file))
 
 
 def _fill(axes: Any, wiring: Wiring, size: float) -> None:
@@ -41,9 +38,9 @@ def _fill(axes: Any, wiring: Wiring, size: float) -> None:
         at += layer.heads + 1
     axes.set(yscale="log", xlim=(-1, at - 1), ylabel="largest |change of a logit| in one step")
     every = max(1, round(len(ticks) / 14))
-    names = [layer.module or "(model)" for layer in wiring.layers]
-    axes.set_xticks(ticks[::every], _short(names)[::every])
-    axes.set_xlabel(f"attention layer, a column for each head{_shared(names)}")
+    names = [layer.module for layer in wiring.layers]
+    axes.set_xticks(ticks[::every], short(names)[::every])
+    axes.set_xlabel(f"attention layers {described(names)}, a column for each head".replace(" ,", ","))
     axes.tick_params(axis="x", length=0)
     axes.set_title(verdict(wiring).split(";")[0], loc="left", fontsize=10, color=BOUND if wiring.ok else WRONG)
     _number(axes)
@@ -71,7 +68,6 @@ def _dots(axes: Any, place: Tensor, values: Tensor, **style: Any) -> None:
 
 def _number(axes: Any) -> None:
     """Plain numbers on the axis: powers of ten, and 2 and 5 between them if there are few."""
-    ticker: Any = import_module("matplotlib.ticker")
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
@@ -79,7 +75,6 @@ def _number(axes: Any) -> None:
 
 
 def _legend(axes: Any, wiring: Wiring) -> None:
-    lines: Any = import_module("matplotlib.lines")
     grown = f"weights grown {wiring.growth:g}x"
     dot: dict[str, Any] = {"linestyle": "", "markeredgewidth": 0, "markersize": 6}
     handles = [
@@ -92,25 +87,3 @@ def _legend(axes: Any, wiring: Wiring) -> None:
         handles.append(lines.Line2D([], [], marker="s", color=WRONG, alpha=0.4, label="wired wrong", **dot))
     narrow = axes.figure.get_size_inches()[0] < 8
     axes.figure.legend(handles=handles, loc="outside lower center", ncols=2 if narrow else len(handles), fontsize=8)
-
-
-def _short(names: list[str]) -> list[str]:
-    """The parts of names that tell them apart."""
-    parts = [name.split(".") for name in names]
-    front = _common(parts)
-    back = _common([part[front:][::-1] for part in parts])
-    return [".".join(part[front : len(part) - back]) or name for part, name in zip(parts, names, strict=True)]
-
-
-def _shared(names: list[str]) -> str:
-    """Of many names what their ticks leave out."""
-    short = _short(names)[0]
-    return f" of {names[0].replace(short, '*', 1)}" if short != names[0] else ""
-
-
-def _common(parts: list[list[str]]) -> int:
-    """How many first parts all have, leaving each at least one."""
-    count = 0
-    while all(len(part) > count + 1 for part in parts) and len({part[count] for part in parts}) == 1:
-        count += 1
-    return count
