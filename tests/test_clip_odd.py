@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -155,6 +157,25 @@ def test_a_model_left_in_eval_mode_is_told_of() -> None:
         optimizer.step()
     assert clip.max_logits() == {}
     assert block(model).attention.q.weight.isfinite().all()
+
+
+class Own(SGD):
+    """Its step calls its parent's, so torch runs the hooks of a step twice."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+def test_an_optimizer_whose_step_calls_its_parents_clips_once() -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    SGD(model.parameters(), lr=1.0)  # from here on torch runs the hooks of its step too
+    optimizer = Own(model.parameters(), lr=1e-12)
+    clip = QKClip(model, optimizer, 0.05)
+    model(X).square().mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.largest(), torch.full((2,), 0.05))
+    assert clip.max_logits()
 
 
 def test_data_parallel_is_refused() -> None:

@@ -93,11 +93,13 @@ class QKClip:
         if stuck := [name for name, paths in self._paths.items() if not all(map(own_of, paths))]:
             warnings.warn(STUCK.format(", ".join(name or "the model" for name in stuck)), stacklevel=2)
         self._largest: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
+        self._stepping: set[Optimizer] = set()
         self._stepped: set[Optimizer] = set()
         self._warned = False
         self._listener = Listener(model, {name: paths[0].heads for name, paths in self._paths.items()}, self._hear)
         eager: Any = torch.compiler.disable
-        self._hooks = [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
+        self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
+        self._hooks += [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
         _attached.add(self)
 
     def _hear(self, name: str, largest_H: Tensor) -> None:
@@ -109,11 +111,18 @@ class QKClip:
                 heard.clear()
             heard[name] = torch.fmax(heard[name], largest_H) if name in heard else largest_H
 
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepping.add(optimizer)
+
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer in self._stepped:  # it steps again without a forward in between: these maxima are spent
+        if optimizer not in self._stepping:  # a step that calls its parent's has hooks called twice
+            return
+        self._stepping.remove(optimizer)
+        if optimizer in self._stepped and not is_idle(optimizer):
             self._largest[optimizer].clear()
             warnings.warn(SPENT, stacklevel=4)
+        if optimizer in self._stepped:  # without a forward in between: these maxima are spent
             return
         heard = self._reduced(self._largest[optimizer])
         if not heard and not is_idle(optimizer):
