@@ -63,14 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> Parser:
     """The options."""
-    options = Parser(
-        prog="quacklr inspect",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="quacklr inspect TARGET [--measure] [--json]",
-    )
-    options.add_argument("target", metavar="TARGET", help="the model, see above")
+    options = of_target("quacklr inspect", "[--measure] [--json]", ABOUT, EXAMPLES)
     options.add_argument(
         "--measure",
         action="store_true",
@@ -78,6 +71,19 @@ def parser() -> Parser:
     )
     options.add_argument("--json", action="store_true", help="one JSON object with every row of every layer")
     return options
+
+
+def of_target(command: str, options: str, about: str, examples: str) -> Parser:
+    """The parser of a command that is about one model."""
+    found = Parser(
+        prog=command,
+        description=about,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"{command} TARGET {options}",
+    )
+    found.add_argument("target", metavar="TARGET", help="the model, see above")
+    return found
 
 
 @contextmanager

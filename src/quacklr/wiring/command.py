@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from quacklr.cli import Parser
-from quacklr.inspect.command import quiet, say
+from quacklr.inspect.command import of_target, quiet, say
 from quacklr.inspect.target import BadTargetError, resolve, told
 from quacklr.wiring.prove import check
 from quacklr.wiring.result import Wiring
@@ -66,14 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> Parser:
     """The options."""
-    options = Parser(
-        prog="quacklr check",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="quacklr check TARGET [options]",
-    )
-    options.add_argument("target", metavar="TARGET", help="the model, see above")
+    options = of_target("quacklr check", "[options]", ABOUT, EXAMPLES)
     options.add_argument("--optimizer", choices=MAKERS, default="adamw", help="if the target brings none (adamw)")
     options.add_argument("--lr", type=positive, default=1e-3, metavar="LR", help="its learning rate (1e-3)")
     options.add_argument("--tau", type=positive, default=1.0, metavar="TAU", help="QuacK's (1)")
