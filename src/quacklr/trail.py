@@ -111,12 +111,14 @@ class Trail:
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Mark what a function put out, if it is a product or made of something marked."""
+        if func in STOP or not tensors_in([output] if func is not SET else args[:1]):
+            return
         tensors = tensors_in([*args, *kwargs.values()])
-        if func not in STOP and func not in MATMUL and tensors and all(map(self._is_weight, tensors)):
-            self.learned.update(dict.fromkeys(tensors_in([output])))
-        elif func in MATMUL or func in ADDED_MATMUL or func is torch.einsum:
+        if func in MATMUL or func in ADDED_MATMUL or func is torch.einsum:
             self._multiplied(func, tensors, kwargs, output)
-        elif self.marks and func not in STOP:
+        elif tensors and all(map(self._is_weight, tensors)):
+            self.learned.update(dict.fromkeys(tensors_in([output])))
+        elif self.marks:
             given = [tensor for tensor in tensors if tensor in self.marks]
             if given:
                 marks = [self.marks[tensor] for tensor in given[1:]]
@@ -132,7 +134,9 @@ class Trail:
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Whether it is a parameter, a view of one, or a cast and the like."""
-        return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor in self.learned
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return True
+        return bool(self.learned) and tensor in self.learned
 
     def _passed(self, call: Call, output: Any) -> None:
         before: Mark = self.marks[call.marked]
