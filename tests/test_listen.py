@@ -138,3 +138,42 @@ def test_an_attention_whose_roles_have_dots_is_found(given: bool) -> None:
     (largest,) = clip.max_logits().values()
     expected = before * (1e-6 / largest).sqrt().repeat_interleave(4)[:, None]
     torch.testing.assert_close(attention.proj[0].get_parameter("weight"), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch's own
+def test_what_is_compiled_inside_of_an_attention_is_heard_too() -> None:
+    class Inside(Dotted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend: Any = torch.compile(self.written, backend="aot_eager")
+
+        @staticmethod
+        def written(q: Tensor, k: Tensor) -> Tensor:
+            return (q @ k.mT).softmax(-1) @ k
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (proj(x).unflatten(-1, (2, 4)).transpose(1, 2) for proj in self.proj)
+            attended: Tensor = self.attend(q, k)
+            return attended
+
+    torch.manual_seed(0)
+    model, x = Inside(), torch.randn(2, 5, 8)
+    clip = QKClip(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(x)
+    q, k = (proj(x).unflatten(-1, (2, 4)).transpose(1, 2) for proj in model.proj)
+    torch.testing.assert_close(clip.max_logits()[""], (q @ k.mT).amax((0, 2, 3)).detach())
+
+
+def test_another_attention_in_the_module_with_other_heads_is_not_the_one_that_is_meant() -> None:
+    class Two(Dotted):
+        def forward(self, x: Tensor) -> Tensor:
+            three = torch.stack([10 * x] * 3, 1)
+            nn.functional.scaled_dot_product_attention(three, three, three)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(2, 5, 8)
+    clip = QKClip(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(x)
+    q, k = (proj(x).unflatten(-1, (2, 4)).transpose(1, 2) for proj in model.proj)
+    torch.testing.assert_close(clip.max_logits()[""], (q @ k.mT).amax((0, 2, 3)).detach() / 2)

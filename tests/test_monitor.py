@@ -239,3 +239,18 @@ def test_torchs_own_causal_masks_are_respected() -> None:
     stats = LogitMonitor(Aligned(), (q, k)).measure()[""]
     torch.testing.assert_close(stats.max, logits.amax((0, 2, 3)))
     torch.testing.assert_close(stats.entropy, entropy_of(logits))
+
+
+def test_what_a_model_counts_in_a_buffer_is_not_counted_up() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, q: Tensor) -> Tensor:
+            self.get_buffer("calls").add_(1)
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    model = Counting()
+    LogitMonitor(model, torch.randn(1, 1, 3, 4)).measure()
+    assert float(model.get_buffer("calls")) == 0
