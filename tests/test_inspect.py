@@ -257,10 +257,7 @@ def test_what_is_frozen_or_zero_is_told(capsys: pytest.CaptureFixture[str], mine
         ("models_to_inspect:missing", "models_to_inspect has no 'missing'"),
         ("models_to_inspect:torch", "is no function that makes a model"),
         ("models_to_inspect:raises", "raised RuntimeError: the disk is full (models_to_inspect.py:"),
-        (
-            "models_to_inspect:returns_text",
-            "must return an nn.Module, (model, batch) or (model, optimizer, batch), not str",
-        ),
+        ("models_to_inspect:returns_text", "must return a model, (model, batch) or (model, optimizer, batch), not"),
         ("models_to_inspect:half_frozen", "return a batch with the model: return model, batch"),
         ("models_to_inspect.py", "a file is a config.json, or Python with a factory: file.py:factory"),
         ("broken.json", "is not JSON that can be read"),

@@ -24,7 +24,7 @@ def target(name: str) -> Target:
     model, *optimizers, sample = made if isinstance(made, tuple) and len(made) in (2, 3) else (made, None)
     if not isinstance(model, nn.Module):
         raise BadTargetError(
-            f"{name}: must return an nn.Module, (model, batch) or (model, optimizer, batch), not {type(model).__name__}"
+            f"{name}: must return a model, (model, batch) or (model, optimizer, batch), not {type(model).__name__}"
         )
     optimizer = optimizers[0] if optimizers else None
     return Target(model, lambda: (model, _batch(name, model) if sample is None else sample), optimizers=optimizer)
