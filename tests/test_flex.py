@@ -15,16 +15,17 @@ import quacklr.logits
 from models import assert_equal
 from quacklr import LogitMonitor, Path, QKClip, mha, packed
 from quacklr.flex import holders
+from quacklr.modules import as_written
 
 BIAS = torch.randn(4, generator=torch.Generator().manual_seed(3))
 attend: Any = flex.flex_attention  # by the name that the model's code calls
 
 
-def capped_and_biased(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001
+def capped_and_biased(score: Tensor, _batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return 2.0 * torch.tanh(score / 2.0) + BIAS[head] * (i - j)
 
 
-def window(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001
+def window(_batch: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (i >= j) & (i - j < 5)
 
 
@@ -89,8 +90,7 @@ def test_what_a_watched_model_puts_out_is_what_it_put_out_before(monkeypatch: py
     torch.manual_seed(0)
     seen: list[Tensor] = []
     attention = Attention()
-    stance: Any = torch.compiler.set_stance
-    with stance("force_eager"):
+    with as_written():
         plain = attention(inputs())
     attention.register_forward_hook(lambda *given: seen.append(given[2]))
     monkeypatch.setattr(quacklr.logits, "CHUNK", 4 * 12 * 5)

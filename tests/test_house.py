@@ -52,7 +52,8 @@ def test_a_file_has_less_than_300_lines_says_what_it_is_for_and_is_ascii(file: F
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_an_example_runs_and_its_assertions_hold(example: File) -> None:
+def test_an_example_runs_and_its_assertions_hold(example: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(example)])  # what pytest was called with is not for it
     runpy.run_path(str(example), run_name="__main__")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -199,7 +200,7 @@ def test_the_layers_of_an_encoder_are_as_by_hand(padded: bool, nested: bool, tra
         model.train(training)
         return by_hand.multihead(model.get_submodule(name), x), pairs
 
-    assert_as_by_hand(model, probe, {name: lambda name=name: hand(name) for name in names})  # type: ignore[misc]
+    assert_as_by_hand(model, probe, {name: partial(hand, name) for name in names})
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -221,7 +222,7 @@ def test_a_decoder_layers_own_and_cross_attention_are_as_by_hand(training: bool)
         return written, pairs
 
     names = ("self_attn", "multihead_attn")
-    assert_as_by_hand(model, probe, {name: lambda name=name: hand(name) for name in names})  # type: ignore[misc]
+    assert_as_by_hand(model, probe, {name: partial(hand, name) for name in names})
 
 
 def test_the_fast_path_is_on_again_after_measuring() -> None:

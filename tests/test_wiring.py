@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from quacklr import Path, QuacK, check, logit_paths, mha
 from quacklr.lab.model import build
 from quacklr.lab.model.spec import MHA, MLA, Shape
 from quacklr.wiring.command import MAKERS
-from test_wiring_mistakes import X_BTD, checked, halves, of_each, stack
 from tiny_models import CAUSAL, TORCH
 from tiny_models import build as tiny
+from wiring_runs import X_BTD, checked, halves, of_each, stack
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lab MHA": lambda: decoder(MHA(4, 4, 8)),
@@ -28,7 +29,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lab MLA": lambda: decoder(MLA(4, 8, 8, 8, 16, 8)),
     "lab MLA, normed latents": lambda: decoder(MLA(4, 8, 8, 8, 16, 8, latent_norm=True)),
     "nn.TransformerEncoder": lambda: tiny("nn.TransformerEncoder", TORCH),
-    **{name: lambda name=name: tiny(name, CAUSAL) for name in ("llama", "gpt2", "gpt_neox", "deepseek_v3")},  # type: ignore[misc]
+    **{name: partial(tiny, name, CAUSAL) for name in ("llama", "gpt2", "gpt_neox", "deepseek_v3")},
 }
 OPTIMIZERS = dict(zip(MODELS, ["adamw", "sgd", "muon"] * 3, strict=True))
 
@@ -78,7 +79,7 @@ def test_under_autocast_too_whose_cache_does_not_notice_that_weights_change() ->
 
 def test_weights_that_start_at_zero_hide_nothing() -> None:
     model = stack(Separate)
-    nn.init.zeros_(model[0].q.weight)  # type: ignore[union-attr, arg-type]
+    nn.init.zeros_(model.get_parameter("0.q.weight"))
     wrong = of_each(model, lambda one: halves(one, torch.arange(16) % 4))
     before = copy.deepcopy(model.state_dict())
     assert checked(model, floor=0.1).ok
@@ -93,7 +94,7 @@ class Own(SGD):
         super().__init__(params, lr)
         self.boost = 2.0
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         assert self.boost == 2.0
         super().step(closure)
 
@@ -142,7 +143,7 @@ def test_nothing_of_the_original_is_touched() -> None:
     model(**batch).logits.square().mean().backward()
     optimizer.step()
     model.train()
-    model.model.layers[0].eval()  # type: ignore[union-attr, index]
+    model.get_submodule("model.layers.0").eval()
     modes = [module.training for module in model.modules()]
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
     before = copy.deepcopy(list(everything(model, optimizer)))
@@ -170,7 +171,7 @@ def test_a_weight_that_two_layers_share_moves_both_and_that_is_right() -> None:
             return [Path(tuple(reversed(super().logit_paths()[0].weights)), 4)]
 
     model = nn.Sequential(stack(Separate), stack(Shared))
-    model[1][0].k = model[0][1].k  # type: ignore[index]
+    model.get_submodule("1.0").k = model.get_submodule("0.1.k")
     wiring = checked(model)
     assert wiring.ok, wiring
     assert len(wiring.layers) == 4
@@ -245,10 +246,10 @@ def test_what_cannot_be_checked_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="is in none of the optimizers given"):
         check(model, SGD(model[0].parameters(), lr=0.1), X_BTD)
     with pytest.raises(ValueError, match="'nowhere' is no module of the model; name a weight after the module"):
-        checked(model, mha(*(replace(w, name=f"nowhere.{w.name}") for w in halves(model[0], torch.arange(16) // 4))))  # type: ignore[arg-type]
+        checked(model, mha(*(replace(w, name=f"nowhere.{w.name}") for w in halves(model[0], torch.arange(16) // 4))))
     with pytest.raises(ValueError, match="gives nothing with a gradient; pass loss="):
         checked(stack(lambda: Mute()))
-    model[0].handle = (None for _ in ())  # type: ignore[assignment]  # a generator cannot be copied
+    vars(model[0])["handle"] = (None for _ in ())  # a generator cannot be copied
     with pytest.raises(ValueError, match="Sequential cannot be copied, and only a copy is ever stepped"):
         checked(model)
 

@@ -166,15 +166,15 @@ def test_a_parametrised_weight_has_no_bound_and_is_judged_all_the_same() -> None
     model = Attention()
     for of in (model.q, model.k):
         nn.utils.parametrize.register_parametrization(of, "weight", Doubled())
-    q, k = (of.parametrizations.weight.original for of in (model.q, model.k))  # type: ignore[union-attr]
+    q, k = (of.get_parameter("parametrizations.weight.original") for of in (model.q, model.k))
     blocks = torch.arange(HEADS * SIZE) // SIZE
-    right = [Path((Weight("q", q, blocks), Weight("k", k, blocks)), HEADS)]  # type: ignore[arg-type]
+    right = [Path((Weight("q", q, blocks), Weight("k", k, blocks)), HEADS)]
     wiring = check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=right, loss=loss)
     assert wiring.ok
     assert wiring.layers[0].start.bound.isnan().all()
     assert " -  " in str(wiring).splitlines()[1]
     assert str(wiring).endswith("; the bound of 1 layer is not known, since a weight's input is not seen")
-    wrong = [Path((Weight("q", q, blocks), Weight("k", k, blocks.flip(0))), HEADS)]  # type: ignore[arg-type]
+    wrong = [Path((Weight("q", q, blocks), Weight("k", k, blocks.flip(0))), HEADS)]
     assert not check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=wrong, loss=loss).ok
 
 

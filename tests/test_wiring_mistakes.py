@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 
-from models import PerHead, Separate, layers
-from quacklr import Path, Weight, check, packed
-from quacklr.wiring.result import Wiring
-
-X_BTD = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-
-
-def stack(attention: Callable[[], nn.Module], count: int = 2) -> nn.Sequential:
-    torch.manual_seed(0)
-    return layers(count, attention)
-
-
-def checked(model: nn.Module, paths: list[Path] | None = None, **options: Any) -> Wiring:
-    return check(model, AdamW(model.parameters(), lr=1e-2), X_BTD, paths=paths, **options)
-
-
-def named(number: int, *weights: Weight) -> tuple[Weight, ...]:
-    return tuple(replace(weight, name=f"{number}.{weight.name}") for weight in weights)
-
-
-def of_each(model: nn.Sequential, weights: Callable[[Any], list[Weight]], read: Tensor | None = None) -> list[Path]:
-    """A path a layer, of weights q and k; heads read blocks of k in equal runs, or as said."""
-    pairs = [named(number, *weights(layer)) for number, layer in enumerate(model)]
-    return [Path(pair, 4, None if read is None else (None, read)) for pair in pairs]
-
-
-def halves(layer: Separate, block_of_row: Tensor) -> list[Weight]:
-    return [Weight("q", layer.q.weight, block_of_row), Weight("k", layer.k.weight, block_of_row)]
+from models import PerHead, Separate
+from quacklr import Path, Weight, packed
+from wiring_runs import checked, halves, named, of_each, stack
 
 
 def test_queries_keys_values_a_head_declared_as_all_queries_all_keys_all_values_are_wrong() -> None:
@@ -117,10 +89,7 @@ def gated(one: Gated, *segments: Any) -> list[Weight]:
 
 def test_the_key_of_another_layer_is_wrong() -> None:
     model = stack(Separate)
-    (q0, k0), (q1, k1) = (
-        named(number, *halves(one, torch.arange(16) // 4))  # type: ignore[arg-type]
-        for number, one in enumerate(model)
-    )
+    (q0, k0), (q1, k1) = (named(number, *halves(one, torch.arange(16) // 4)) for number, one in enumerate(model))
     told = str(checked(model, [Path((q0, k1), 4), Path((q1, k0), 4)]))
     assert "0: heads 0-3 are moved by rows claimed for 1" in told
     assert "1: heads 0-3 are moved by rows claimed for 0" in told
@@ -128,7 +97,7 @@ def test_the_key_of_another_layer_is_wrong() -> None:
 
 def test_two_heads_swapped_in_q_only_are_wrong_and_no_others() -> None:
     model = stack(Separate)
-    pairs = [named(number, *halves(one, torch.arange(16) // 4)) for number, one in enumerate(model)]  # type: ignore[arg-type]
+    pairs = [named(number, *halves(one, torch.arange(16) // 4)) for number, one in enumerate(model)]
     wiring = checked(model, [Path(pairs[0], 4), Path(pairs[1], 4, (torch.tensor([0, 2, 1, 3]), None))])
     assert [layer.wrong.tolist() for layer in wiring.layers] == [[False] * 4, [False, True, True, False]]
 

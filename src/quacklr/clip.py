@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from quacklr.find import logit_paths
 from quacklr.find.survey import by_module
+from quacklr.intercept import SEEN
 from quacklr.listen import Listener
 from quacklr.optimizers import as_optimizers, is_idle
 from quacklr.path import Path, as_paths
@@ -32,11 +33,7 @@ from quacklr.weight import Weight, distinct
 
 _attached: WeakSet[QKClip] = WeakSet()
 
-UNSEEN = (
-    "QK clip saw no attention logits before this step, so it cannot clip: it sees scaled_dot_product_attention, flex "
-    "attention, torch.nn.MultiheadAttention and a softmax over products of queries and keys, in training mode with "
-    "gradients; not a kernel with a name of its own, such as flash attention"
-)
+UNSEEN = f"QK clip saw no attention logits in training mode before this step, so it cannot clip: {SEEN}"
 ALONE = (
     "QK clip was given a model that is not DistributedDataParallel, though there are several ranks: it would take this "
     "rank's largest logits for all, and replicas would drift apart; wrap the model first, then pass it"
@@ -45,7 +42,10 @@ SPENT = (
     "QK clip heard no training forward since the last step, so it does not clip: is the model in eval mode, or was "
     "optimizer.step() called twice?"
 )
-STUCK = "QK clip cannot scale all that makes the logits of {}: weights of a path are frozen, as under LoRA"
+STUCK = (
+    "QK clip cannot scale all that makes the logits of {}: of some of it every weight is frozen, as under LoRA, or "
+    "serves all heads"
+)
 
 
 class QKClip:
@@ -198,11 +198,12 @@ def factors(paths: list[Path], gamma_H: Tensor) -> dict[Weight, Tensor]:
     for path in paths:
         left_H = gamma_H
         rest = []
-        for weight, read_H in own_of(path):
-            if weight in found:  # of another path too, as with LoRA
-                left_H = left_H / found[weight][read_H]
+        for weight, read in own_of(path):
+            read_H = read.to(gamma_H.device)
+            if weight in found:  # of another path too, as with LoRA; no weight shall grow for what it took there
+                left_H = (left_H / found[weight][read_H]).clamp(max=1)
             else:
-                rest.append((weight, read_H.to(gamma_H.device)))
+                rest.append((weight, read_H))
         for taken, (weight, read_H) in enumerate(rest):
             common_B = torch.zeros(weight.blocks, device=gamma_H.device)
             common_B = common_B.scatter_reduce(0, read_H, left_H, "amax", include_self=False)

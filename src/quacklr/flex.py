@@ -31,11 +31,11 @@ def of_flex(
     _: int | None,
     query: Tensor,
     key: Tensor,
-    value: Tensor,  # noqa: ARG001
+    _value: Tensor,
     score_mod: Callable[..., Tensor],
     block_mask: tuple[Any, ...],
     scale: float,
-    kernel_options: Any = None,  # noqa: ARG001
+    _kernel_options: Any = None,
     score_buffers: tuple[Tensor, ...] = (),
     mask_buffers: tuple[Tensor, ...] = (),
 ) -> Made:

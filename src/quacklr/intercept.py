@@ -22,10 +22,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from quacklr.calls import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened, tensors_in
 from quacklr.flex import is_flex, of_flex, run_flex
 from quacklr.logits import Logits, Made, Written, arranged, headless
-from quacklr.modules import named_modules
+from quacklr.modules import as_written, named_modules
 from quacklr.trail import Trail
 
 Heads = Callable[[], int | None]
+SEEN = (
+    "seen are scaled_dot_product_attention, flex attention, torch.nn.MultiheadAttention, and a softmax over the last "
+    "dimension of products of queries and keys; not a kernel with a name of its own, such as flash attention: switch "
+    "the model to sdpa or eager"
+)
 
 
 class Catch(TorchFunctionMode):
@@ -134,12 +139,11 @@ def intercept(
     `heads`: of modules of which it is known, how many. What was compiled is run as it was written.
     """
     known = heads or {}
-    stance: Any = torch.compiler.set_stance
 
     def heads_now() -> int | None:
         return next((known[name] for name in reversed(now.modules) if name in known), None)
 
-    with running(model) as now, stance("force_eager"), Catch(lambda lg: listener(now.modules[-1], lg), heads_now):
+    with running(model) as now, as_written(), Catch(lambda caught: listener(now.modules[-1], caught), heads_now):
         yield
 
 

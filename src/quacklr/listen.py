@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from quacklr.flex import holders, telling
 from quacklr.intercept import Catch
 from quacklr.logits import Logits
-from quacklr.modules import named_modules
+from quacklr.modules import as_written, named_modules
 
-stance: Any = torch.compiler.set_stance
 eager: Any = torch.compiler.disable
 
 
@@ -55,12 +54,12 @@ class Listener:
         def pause() -> Iterator[None]:
             catch.__exit__(None, None, None)
             try:
-                with stance("default"):
+                with torch.compiler.set_stance("default"):
                     yield
             finally:
                 catch.__enter__()
 
-        with stance("force_eager"), telling(self._flex, self._note, pause), catch:
+        with as_written(), telling(self._flex, self._note, pause), catch:
             yield
 
     def _hear(self, logits: Logits) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +29,17 @@ Modify = Callable[[Tensor, int, int], Tensor]  # logits of some sequences and qu
 class Logits(ABC):
     """What goes into the softmax of one attention."""
 
-    batch: int
-    heads: int
-    queries: int
-    keys: int
     extra: int = 0  # columns after the keys that the softmax sees too: learned sinks
+
+    @property
+    @abstractmethod
+    def made_of(self) -> Tensor:
+        """(B, H, I, ...): what they are made of, or they themselves."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> int:
+        """How many positions are asked."""
 
     @property
     @abstractmethod
@@ -40,9 +47,24 @@ class Logits(ABC):
         """How many times the product of a query and a key the logit is, at most; caps and biases aside."""
 
     @property
-    @abstractmethod
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return self.made_of.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """How many heads attend."""
+        return self.made_of.shape[1]
+
+    @property
+    def queries(self) -> int:
+        """How many positions ask."""
+        return self.made_of.shape[2]
+
+    @property
     def device(self) -> torch.device:
         """Where they are made."""
+        return self.made_of.device
 
     @abstractmethod
     def part(self, sequences: slice, queries: slice) -> Tensor:
@@ -93,27 +115,30 @@ class Made(Logits):
     mask_BHIJ: Tensor | None = None
     modify: Modify | None = None
 
-    def __post_init__(self) -> None:
-        for name, size in zip(("batch", "heads", "queries"), self.q_BHID.shape, strict=False):
-            object.__setattr__(self, name, size)
-        object.__setattr__(self, "keys", self.k_BGJD.shape[2])
-        object.__setattr__(self, "k_BGJD", self.k_BGJD.float())
+    @property
+    def made_of(self) -> Tensor:
+        """The queries."""
+        return self.q_BHID
+
+    @property
+    def keys(self) -> int:
+        """How many keys there are."""
+        return self.k_BGJD.shape[2]
 
     @property
     def scale(self) -> float:
         """As the kernel was told."""
         return abs(self.factor)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the queries are."""
-        return self.q_BHID.device
+    @cached_property
+    def _float_keys(self) -> Tensor:
+        return self.k_BGJD.float()
 
     def part(self, sequences: slice, queries: slice) -> Tensor:
         """Made now."""
         width = self.keys if self.offset is None else min(self.keys, max(1, queries.stop + self.offset))
         q_BHID = self.q_BHID[sequences, :, queries].float() * self.factor
-        k_BGJD = self.k_BGJD[sequences, :, :width]
+        k_BGJD = self._float_keys[sequences, :, :width]
         batch, groups = k_BGJD.shape[:2]
         q_BGID = q_BHID.reshape(batch, groups, -1, q_BHID.shape[-1])  # all queries that read the same key, in a row
         logit_BHIJ = (q_BGID @ k_BGJD.mT).view(batch, self.heads, -1, width)
@@ -149,16 +174,23 @@ class Written(Logits):
     taken_BHIJ: Tensor | None = None
     extra: int = 0
     factors: Sequence[float | Tensor] = ()
-    shows: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        for name, size in zip(("batch", "heads", "queries"), self.logit_BHIJ.shape, strict=False):
-            object.__setattr__(self, name, size)
-        object.__setattr__(self, "keys", self.logit_BHIJ.shape[3] - self.extra)
-        hidden, shows = self._hidden()
-        object.__setattr__(self, "hidden_BHIJ", hidden)
-        object.__setattr__(self, "shows", shows)
+    @property
+    def made_of(self) -> Tensor:
+        """They themselves."""
+        return self.logit_BHIJ
 
+    @property
+    def keys(self) -> int:
+        """How many columns are keys."""
+        return self.logit_BHIJ.shape[3] - self.extra
+
+    @property
+    def scale(self) -> float:
+        """The product of all that they were multiplied by."""
+        return math.prod(float(each.abs().max()) if isinstance(each, Tensor) else abs(each) for each in self.factors)
+
+    @cached_property
     def _hidden(self) -> tuple[Tensor | None, bool]:
         """All that is masked, None if nothing is; and whether the numbers show it, being the least there are.
 
@@ -173,30 +205,22 @@ class Written(Logits):
         shown_BHIJ = self.logit_BHIJ <= least
         return (shown_BHIJ, least < HIDDEN) if known is None else (shown_BHIJ | known, False)
 
-    @property
-    def scale(self) -> float:
-        """The product of all that they were multiplied by."""
-        return math.prod(float(each.abs().max()) if isinstance(each, Tensor) else abs(each) for each in self.factors)
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.logit_BHIJ.device
-
     def part(self, sequences: slice, queries: slice) -> Tensor:
         """As they are, if they show what is masked."""
         logit_BHIJ = self.logit_BHIJ[sequences, :, queries].float()
         if self.taken_BHIJ is not None:
             logit_BHIJ = logit_BHIJ + cut(self.taken_BHIJ, sequences, queries, self.keys + self.extra)
-        if self.hidden_BHIJ is None or self.shows:
+        hidden_BHIJ, shows = self._hidden
+        if hidden_BHIJ is None or shows:
             return logit_BHIJ
-        return logit_BHIJ + to_add(~cut(self.hidden_BHIJ, sequences, queries, self.keys + self.extra))
+        return logit_BHIJ + to_add(~cut(hidden_BHIJ, sequences, queries, self.keys + self.extra))
 
     def seen(self, sequences: slice, queries: slice, part_BHIJ: Tensor) -> Tensor:
         """All that is not hidden."""
-        if self.hidden_BHIJ is None:
+        hidden_BHIJ, _ = self._hidden
+        if hidden_BHIJ is None:
             return torch.ones(1, 1, *part_BHIJ.shape[2:], dtype=torch.bool, device=self.device)
-        hidden_BHIJ = cut(self.hidden_BHIJ, sequences, queries, self.keys + self.extra)
+        hidden_BHIJ = cut(hidden_BHIJ, sequences, queries, self.keys + self.extra)
         return ~hidden_BHIJ.expand(-1, -1, *part_BHIJ.shape[2:])
 
 

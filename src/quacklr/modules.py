@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +62,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     kind = next((device.type for device in devices), "cuda")
     with torch.random.fork_rng(devices, device_type=kind), torch.no_grad(), evaluating(model):
         yield
+
+
+def as_written() -> AbstractContextManager[Any]:
+    """While entered, what was compiled runs as it was written."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def run(model: nn.Module, probe: Any) -> Any:

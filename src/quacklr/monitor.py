@@ -14,19 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from quacklr.find.survey import found_by_rule
-from quacklr.intercept import intercept
+from quacklr.intercept import SEEN, intercept
 from quacklr.logits import Logits
 from quacklr.modules import named_modules, own_buffers, run, undisturbed, unwrapped
 from quacklr.ranks import Groups, agree, groups_of, largest, resharded, total
 from quacklr.tally import Tally
 
 HEADS = ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads")
-UNSEEN = (
-    "no attention was seen in a forward of {}: seen are scaled_dot_product_attention, flex attention, "
-    "torch.nn.MultiheadAttention, and a softmax over the last dimension of products of queries and keys; not a kernel "
-    "with a name of its own, such as flash attention: switch the model to sdpa or eager for the probe"
-)
-
 DIFFERENT = "the ranks heard different attentions, so their statistics cannot be put together; give all the same probe."
 
 
@@ -62,7 +56,7 @@ class LogitMonitor:
     def __init__(self, model: nn.Module, probe: Any) -> None:
         if probe is None or isinstance(probe, str | DataLoader):
             raise ValueError(
-                f"a probe is a batch that the model is called with, a tensor, a tuple of arguments or a dict of named "
+                "a probe is a batch that the model is called with, a tensor, a tuple of arguments or a dict of named "
                 f"ones, not {type(probe).__name__}"
             )
         self.model, self.probe = model, probe
@@ -86,7 +80,7 @@ class LogitMonitor:
         if groups and not agree(heard, groups, next(model.parameters()).device):
             raise ValueError(f"{DIFFERENT} This one heard {', '.join(tallies) or 'none'}")
         if not tallies:
-            raise ValueError(UNSEEN.format(type(model).__name__))
+            raise ValueError(f"no attention was seen in a forward of {type(model).__name__}: {SEEN}")
         if keep:
             self._last = {name: tally.kept_BHIJ for name, tally in tallies.items()}
         return dict(zip(tallies, stats_of(tallies.values(), groups), strict=True))

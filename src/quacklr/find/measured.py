@@ -20,7 +20,7 @@ from quacklr.find.probe import Probe
 from quacklr.find.records import Attention, Projection, leaves_of
 from quacklr.find.tape import Tape
 from quacklr.intercept import running
-from quacklr.modules import own_buffers, run, undisturbed, unwrapped
+from quacklr.modules import as_written, own_buffers, run, undisturbed, unwrapped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +72,7 @@ def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
         probe = Probe(attention, tape.projections)
         seen.append(Seen(probe.module, probe.problem(), probe.terms(), probe.cut()))
 
-    stance: Any = torch.compiler.set_stance  # what was compiled is run as it was written
-    with undisturbed(model), own_buffers(model), torch.enable_grad(), stance("force_eager"), running(model) as now:
+    with undisturbed(model), own_buffers(model), torch.enable_grad(), as_written(), running(model) as now:
         tape = Tape(model.parameters(), model.buffers(), now, listen, random)
         with tape:
             run(model, sample)

@@ -43,10 +43,7 @@ there is no such model
 
 def main(argv: Sequence[str]) -> int:
     """Inspect a model and print what was found; the exit code says whether all of it is understood."""
-    try:
-        asked = parser().parse_args(argv)
-    except SystemExit as stop:  # argparse exits by itself after --help and mistakes
-        return int(stop.code or 0)
+    asked = parser().parse_args(argv)
     try:
         with quiet():
             say(f"building {asked.target} ...")

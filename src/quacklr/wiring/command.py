@@ -45,10 +45,7 @@ there is no such model, or an option is wrong
 
 def main(argv: Sequence[str]) -> int:
     """Check a model and print what was found; the exit code is the verdict."""
-    try:
-        asked = parser().parse_args(argv)
-    except SystemExit as stop:  # argparse exits by itself after --help and mistakes
-        return int(stop.code or 0)
+    asked = parser().parse_args(argv)
     try:
         with quiet():
             wiring = checked(asked)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from quacklr.modules import as_written
 from quacklr.norms import Norm, frobenius
 from quacklr.optimizers import as_optimizers, is_idle
 from quacklr.path import Path
@@ -48,7 +49,7 @@ def check(
     _refuse(optimizers, steps, growth)
     devices = {param.device for param in model.parameters() if param.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")
-    with torch.random.fork_rng(devices, device_type=kind), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng(devices, device_type=kind), as_written():
         twin = Twin.of(model, optimizers, paths, batch, loss)
         settings: dict[str, Any] = {"tau": tau, "norm": norm, "floor": floor}
         start = _run(twin.again(), steps, 1.0, settings)

@@ -112,7 +112,7 @@ def _copied(together: tuple[nn.Module, list[Optimizer], Any]) -> tuple[nn.Module
             for name, value in vars(before).items():  # an optimizer copies nothing that is not torch's own
                 if name not in vars(after) and not callable(value):
                     setattr(after, name, copy.deepcopy(value, memo))
-    except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError) as error:
         kind = type(together[0]).__name__
         raise ValueError(f"{kind} cannot be copied, and only a copy is ever stepped: {error}") from error
     return copies
