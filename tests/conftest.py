@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from crew import Crew
+
 settings.register_profile(
     "suite", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -19,3 +21,19 @@ def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUACKLR_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Crew]:
+    """Two ranks that stay for all tests."""
+    crew = Crew(2)
+    yield crew
+    crew.stop()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Crew]:
+    """Four ranks that stay for all tests."""
+    crew = Crew(4)
+    yield crew
+    crew.stop()
