@@ -94,7 +94,7 @@ def test_any_assignment_of_rows_is_measured_and_moved_as_if_by_hand(
         param.movedim(dim, 0).copy_(new[:, : matrix.shape[1] - bias].view_as(param.movedim(dim, 0)))
         if bias:
             b.copy_(new[:, -1])
-    blocks.move(copies, blocks.split(flat), {id(param), id(b)})
+    blocks.move(copies, flat, {id(param), id(b)})
     moved = param.detach().movedim(dim, 0).flatten(1)
     moved = torch.cat([moved, b.detach().unsqueeze(1)], 1) if bias else moved
     torch.testing.assert_close(moved, matrix + of_row.unsqueeze(1) * (new - matrix), rtol=1e-5, atol=1e-6)

@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+from crew import Crew
 from models import assert_equal
 from quacklr import LogitMonitor, LogitStats, QKClip
 from quacklr.lab.model import MHA, Shape, build
 
 SHAPE = Shape(d_model=32, layers=2, d_ff=48, context=12, vocab=50, init_std=0.4)
 GQA = MHA(heads=4, kv_heads=2, head_dim=8)
-RANKS = 2
 
 
 def batch(seed: int) -> Tensor:
@@ -63,15 +61,14 @@ def clipped(kind: str, seeds: list[int]) -> tuple[list[Tensor], dict[str, Tensor
     clip = QKClip(model, optimizer, threshold=2.0)
     for i in range(3):
         step(model, optimizer, torch.cat([batch(10 * i + seed) for seed in seeds]))
-    return [param.detach().clone() for param in model.parameters()], clip.max_logits()
+    params: list[Any] = [param.detach() for param in model.parameters()]
+    return [p.full_tensor() if kind == "fsdp" else p.clone() for p in params], clip.max_logits()
 
 
-def refuse_drift() -> None:
-    plain, sharded = model_of("plain"), model_of("fsdp")
-    with pytest.warns(UserWarning, match="not DistributedDataParallel, though there are several ranks"):
+def refuse_drift(_: int) -> None:
+    plain = model_of("plain")
+    with pytest.warns(UserWarning, match="neither DistributedDataParallel nor sharded, though there are several ranks"):
         QKClip(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"blocks\.0\.attention\.q: its parameter is sharded"):
-        QKClip(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
 
 
 class Sometimes(nn.Module):
@@ -93,29 +90,19 @@ def refuse_to_wait(rank: int) -> None:
         monitor.measure()
 
 
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    result = {"ddp": monitored("ddp", [rank]), "fsdp": monitored("fsdp", [rank]), "clip": clipped("ddp", [rank])}
-    torch.save(result, f"{folder}/{rank}")
-    refuse_drift()
-    refuse_to_wait(rank)
-    dist.destroy_process_group()
+def monitored_on(rank: int, kind: str) -> list[dict[str, LogitStats]]:
+    return monitored(kind, [rank])
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every rank has found; all in one start of the processes, which takes longer than the rest."""
-    folder = tmp_path_factory.mktemp("ranks")
-    spawn(rank_main, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / str(rank), weights_only=False) for rank in range(RANKS)]
+def clipped_on(rank: int, kind: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    return clipped(kind, [rank])
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_statistics_are_those_of_all_ranks_data(kind: str, ranks: list[dict[str, Any]]) -> None:
+def test_statistics_are_those_of_all_ranks_data(kind: str, two: Crew) -> None:
     alone = monitored("plain", [0, 1])
-    for found in ranks:
-        for here, there in zip(found[kind], alone, strict=True):
+    for found in two(monitored_on, kind):
+        for here, there in zip(found, alone, strict=True):
             assert list(here) == list(there)
             for name, stats in there.items():
                 for field in ("max", "mean_change", "entropy", "sink"):
@@ -124,11 +111,20 @@ def test_statistics_are_those_of_all_ranks_data(kind: str, ranks: list[dict[str,
                     )
 
 
-def test_replicas_are_clipped_by_the_largest_logit_of_all_and_stay_the_same(ranks: list[dict[str, Any]]) -> None:
-    (first, maxima), (second, _) = (found["clip"] for found in ranks)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_are_clipped_by_the_largest_logit_of_all_and_stay_the_same(kind: str, two: Crew) -> None:
+    (first, maxima), (second, _) = two(clipped_on, kind)
     alone, expected = clipped("plain", [0, 1])
     for one, other, wanted in zip(first, second, alone, strict=True):
         assert_equal(one, other)
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
     for name, largest in expected.items():
         torch.testing.assert_close(maxima[name], largest, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_would_drift_apart_is_told(two: Crew) -> None:
+    two(refuse_drift)
+
+
+def test_ranks_that_hear_different_attentions_say_so(two: Crew) -> None:
+    two(refuse_to_wait)

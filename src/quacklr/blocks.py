@@ -8,12 +8,15 @@ Shapes: B blocks, R rows, C columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quacklr.norms import Norm
+from quacklr.shards import here, is_sharded
 from quacklr.weight import Weight
 
 Copies = list[Tensor | None]
@@ -28,10 +31,12 @@ class Rows:
     """
 
     def __init__(self, weight: Weight, blocks: Tensor) -> None:
-        index = torch.stack([(weight.block_of_row == block).nonzero().squeeze(1) for block in blocks])
+        block_of_row = weight.block_of_row[weight.rows_here()]
+        index = torch.stack([(block_of_row == block).nonzero().squeeze(1) for block in blocks])
         self.weight, self.tensor = weight, weight.param
+        self.sharded = is_sharded(weight.param)
         self.index = index.to(weight.param.device)
-        self.size = (*index.shape, weight.param.numel() // len(weight.block_of_row))
+        self.size = (*index.shape, math.prod(weight.rows_first().shape[1:]))
         self.first = int(index[0, 0])
         self.block_step = int(index[1, 0]) - self.first if len(index) > 1 else 0
         self.row_step = int(index[0, 1]) - self.first if index.shape[1] > 1 else 0
@@ -46,11 +51,12 @@ class Rows:
 
         The view is kept for as long as the tensor stays where it is in memory.
         """
-        if self.tensor.data_ptr() == self._address:
+        address = (here(self.tensor) if self.sharded else self.tensor).data_ptr()
+        if address == self._address:
             return self._view
         if not self.regular:
             return self._rows_first()[self.index].reshape(self.size)
-        self._view, self._address = self._new_view(), self.tensor.data_ptr()
+        self._view, self._address = self._new_view(), address
         return self._view
 
     def move(self, old_BRC: Tensor, rate_B11: Tensor) -> None:
@@ -85,22 +91,15 @@ class Rows:
 
 
 class Piece:
-    """The blocks of one weight that have the same number of rows; almost always all of them."""
+    """Blocks of one weight that have the same number of rows here; almost always all of them."""
 
-    def __init__(self, weight: Weight, blocks: Tensor) -> None:
+    def __init__(self, weight: Weight, blocks: Tensor, parts: Sequence[Weight] | None = None) -> None:
         self.weight, self.blocks = weight, blocks
-        self.columns = [Rows(part, blocks) for part in weight.parts]  # [W b]
+        self.columns = [Rows(part, blocks) for part in parts or weight.parts]  # [W b]
         self.widths = [rows.size[2] for rows in self.columns]
         on_cpu = weight.param.device.type == "cpu"
         self._keeps = on_cpu and (weight.rows_are_first or len(self.columns) == 1)
         self._spare: Tensor | None = None
-
-    @classmethod
-    def all_of(cls, weight: Weight) -> Iterator[Piece]:
-        """The pieces of a weight, smallest blocks first."""
-        sizes = weight.rows_of_block
-        for size in sorted(set(sizes.tolist())):
-            yield cls(weight, (sizes == size).nonzero().squeeze(1))
 
     def holds(self, tensors: Container[int]) -> bool:
         """Whether it has a rate and is made of any of these tensors (by id)."""
@@ -132,32 +131,61 @@ class Piece:
         self.take_back(old_BRC)
 
 
+class Run(NamedTuple):
+    """The blocks of one weight that have the same number of rows; almost always all of them."""
+
+    weight: Weight
+    blocks: Tensor
+
+    @classmethod
+    def all_of(cls, weight: Weight) -> Iterator[Run]:
+        """The runs of a weight, smallest blocks first."""
+        sizes = weight.rows_of_block
+        for size in sorted(set(sizes.tolist())):
+            yield cls(weight, (sizes == size).nonzero().squeeze(1))
+
+
 class Blocks:
-    """All blocks of some weights, each with its place in one flat vector."""
+    """All blocks of some weights, each with its place in one flat vector: run after run."""
 
     def __init__(self, weights: Iterable[Weight]) -> None:
-        self.pieces = [piece for weight in weights for piece in Piece.all_of(weight)]
+        self.runs = [run for weight in weights for run in Run.all_of(weight)]
+        self.pieces = self._pieces()
         self.place: dict[Weight, Tensor] = {}
         self.total = 0
-        for piece in self.pieces:
-            place = self.place.setdefault(
-                piece.weight, torch.empty(piece.weight.blocks, dtype=torch.long, device="cpu")
-            )
-            place[piece.blocks] = torch.arange(self.total, self.total + len(piece.blocks), device="cpu")
-            self.total += len(piece.blocks)
-        self.device = self.pieces[0].weight.param.device
-        self.one_device = all(piece.weight.param.device == self.device for piece in self.pieces)
+        for weight, blocks in self.runs:
+            place = self.place.setdefault(weight, torch.empty(weight.blocks, dtype=torch.long, device="cpu"))
+            place[blocks] = torch.arange(self.total, self.total + len(blocks), device="cpu")
+            self.total += len(blocks)
+        self.device = self.runs[0].weight.param.device
+        self.one_device = all(weight.param.device == self.device for weight, _ in self.runs)
+        self._split: tuple[Tensor, Sequence[Tensor]] | None = None
+
+    def _pieces(self) -> list[Piece]:
+        return [Piece(weight, blocks) for weight, blocks in self.runs]
+
+    def nothing(self) -> Memory:
+        """What a norm remembers at first."""
+        return [None] * len(self.runs)
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat vector as (B, 1, 1) views, one a piece."""
-        return flat.view(-1, 1, 1).split_with_sizes([len(piece.blocks) for piece in self.pieces])
+        if self._split is None or self._split[0] is not flat:
+            self._split = flat, flat.view(-1, 1, 1).split_with_sizes([len(piece.blocks) for piece in self.pieces])
+        return self._split[1]
 
     def copy(self, of: Container[int]) -> Copies:
         """A copy of every piece that is made of one of these tensors (by id)."""
         return [piece.copy() if piece.holds(of) else None for piece in self.pieces]
 
+    def take_back(self, copies: Copies) -> None:
+        """Keep copies that are not needed any more for the next step, where that saves time."""
+        for piece, copy_BRC in zip(self.pieces, copies, strict=True):
+            if copy_BRC is not None:
+                piece.take_back(copy_BRC)
+
     def measure(self, norm: Norm, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
-        """A copy of every piece, the norms of its blocks, and what the norm remembers of it.
+        """A copy of every piece, the norms of all blocks, and what the norm remembers of each run.
 
         Each copy is measured as soon as it is made, while it is in the cache.
         """
@@ -174,8 +202,8 @@ class Blocks:
             remembered.append(now)
         return copies, norms, remembered
 
-    def move(self, copies: Copies, rates: Sequence[Tensor], tensors: Container[int]) -> None:
+    def move(self, copies: Copies, rates: Tensor, tensors: Container[int]) -> None:
         """Every row of these tensors (by id) becomes old + rate of its block * (now - old)."""
-        for piece, old_BRC, rate_B11 in zip(self.pieces, copies, rates, strict=True):
+        for piece, old_BRC, rate_B11 in zip(self.pieces, copies, self.split(rates), strict=True):
             if old_BRC is not None:
                 piece.move(old_BRC, rate_B11 if self.one_device else rate_B11.to(old_BRC.device), tensors)

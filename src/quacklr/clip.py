@@ -27,16 +27,16 @@ from quacklr.intercept import SEEN
 from quacklr.listen import Listener
 from quacklr.optimizers import as_optimizers, is_idle
 from quacklr.path import Path, as_paths
-from quacklr.ranks import groups_of, largest, ranks_beside
-from quacklr.refuse import refuse_sharded, refuse_taken, refuse_unstepped
+from quacklr.ranks import groups_of, largest, ranks_beside, reshard
+from quacklr.refuse import refuse_taken, refuse_tensor_parallel, refuse_unstepped
 from quacklr.weight import Weight, distinct
 
 _attached: WeakSet[QKClip] = WeakSet()
 
 UNSEEN = f"QK clip saw no attention logits in training mode before this step, so it cannot clip: {SEEN}"
 ALONE = (
-    "QK clip was given a model that is not DistributedDataParallel, though there are several ranks: it would take this "
-    "rank's largest logits for all, and replicas would drift apart; wrap the model first, then pass it"
+    "QK clip was given a model that is neither DistributedDataParallel nor sharded, though there are several ranks: it "
+    "would take this rank's largest logits for all, and replicas would drift apart; wrap the model first, then pass it"
 )
 SPENT = (
     "QK clip heard no training forward since the last step, so it does not clip: is the model in eval mode, or was "
@@ -54,11 +54,11 @@ class QKClip:
         clip = QKClip(model, optimizer, threshold=100.0)     # once; the training loop stays as it was
 
     The largest logit of each head is taken over all training forwards since the last step (all micro-batches, all ranks
-    of DistributedDataParallel), which means that all logits are computed a second time, but for flex attention on CUDA,
-    whose kernel tells them: that is the price of a clip on top of any attention. Heads whose largest logit is not above
-    the threshold, negative ones included, are left bitwise as they were. Forwards in eval mode or without gradients are
-    not counted. Where a model is compiled, its attention modules run uncompiled. Frozen weights are left alone. Waits
-    for no device, but where a model writes its logits out.
+    of DistributedDataParallel or FSDP2), which means that all logits are computed a second time, but for flex attention
+    on CUDA, whose kernel tells them: that is the price of a clip on top of any attention. Heads whose largest logit is
+    not above the threshold, negative ones included, are left bitwise as they were. Forwards in eval mode or without
+    gradients are not counted. Where a model is compiled, its attention modules run uncompiled. Frozen weights are left
+    alone. Waits for no device, but where a model writes its logits out.
 
     `clip=False` only watches: `max_logits()` tells what would have been clipped. For a model that is not known by
     itself, pass the `paths` that `logit_paths(model, batch)` measures.
@@ -79,15 +79,19 @@ class QKClip:
             raise ValueError("QK clip cannot listen to the replicas of DataParallel; use DistributedDataParallel")
         self.threshold, self.clip = threshold, clip
         self.optimizers = as_optimizers(optimizer)
+        reshard(model)
         found = logit_paths(model) if paths is None else paths
         weights = [weight for path in as_paths(found, "paths must be") for weight in path.weights]
-        refuse_sharded(weights, "QK clip")
+        refuse_tensor_parallel(model, "QK clip")
         refuse_unstepped(weights, self.optimizers)
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         refuse_taken(weights, [weight for other in here for weight in other._stands_for], "QKClip")
         self._stands_for: dict[Weight, Weight] = distinct(weights)
         self._paths, self._groups = by_module(found), groups_of(model)
         self._device = weights[0].param.device
+        self._block_of_row = {
+            part: part.block_of_row[part.rows_here()].to(part.param.device) for w in weights for part in w.parts
+        }
         if not self._groups and ranks_beside():
             warnings.warn(ALONE, stacklevel=2)
         if stuck := [name for name, paths in self._paths.items() if not all(map(own_of, paths))]:
@@ -135,7 +139,7 @@ class QKClip:
             for weight, factor_B in self._factors(heard).items():
                 for part in weight.parts:
                     if id(part.param) in share and part.param.requires_grad:
-                        scale(part, factor_B)
+                        scale(part, self._block_of_row[part], factor_B)
 
     def _factors(self, heard: Mapping[str, Tensor]) -> dict[Weight, Tensor]:
         """For each weight to scale, the (blocks,) factors; of one that several modules share, what the worst needs."""
@@ -227,8 +231,8 @@ def own_of(path: Path) -> list[tuple[Weight, Tensor]]:
     return sorted(own, key=lambda pair: pair[0].blocks)
 
 
-def scale(part: Weight, factor_B: Tensor) -> None:
-    """Multiply each row of a parameter that belongs to a block by the block's factor."""
-    block_of_row = part.block_of_row.to(part.param.device)
-    of_row = torch.where(block_of_row >= 0, factor_B.to(part.param.device)[block_of_row.clamp(min=0)], 1.0)
-    part.param.mul_(part.spread(of_row).to(part.param.dtype))
+def scale(part: Weight, block_of_row: Tensor, factor_B: Tensor) -> None:
+    """Multiply each row that is here by the factor of its block, given that: -1 is none."""
+    rows = part.rows_first()
+    of_row = torch.where(block_of_row >= 0, factor_B.to(rows.device)[block_of_row.clamp(min=0)], 1.0)
+    rows.mul_(of_row.view(-1, *[1] * (rows.ndim - 1)).to(rows.dtype))

@@ -18,6 +18,7 @@ from quacklr.intercept import SEEN, intercept
 from quacklr.logits import Logits
 from quacklr.modules import named_modules, own_buffers, run, undisturbed, unwrapped
 from quacklr.ranks import Groups, agree, groups_of, largest, resharded, total
+from quacklr.refuse import refuse_tensor_parallel
 from quacklr.tally import Tally
 
 HEADS = ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads")
@@ -59,6 +60,7 @@ class LogitMonitor:
                 "a probe is a batch that the model is called with, a tensor, a tuple of arguments or a dict of named "
                 f"ones, not {type(probe).__name__}"
             )
+        refuse_tensor_parallel(model, "LogitMonitor")
         self.model, self.probe = model, probe
         self._heads = heads_of(model)
         self._last: dict[str, Tensor] = {}

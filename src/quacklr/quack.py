@@ -22,8 +22,10 @@ from quacklr.find import logit_paths
 from quacklr.norms import Norm, frobenius
 from quacklr.optimizers import as_optimizers, first_after_step, is_idle
 from quacklr.path import Path, as_paths
+from quacklr.ranks import reshard
 from quacklr.refuse import refuse_settings, refuse_taken, refuse_unstepped, refuse_unusable
 from quacklr.rule import Rule, rates_from
+from quacklr.sharded import Sharded
 from quacklr.state import norm_name, read_state, write_state
 from quacklr.table import describe
 
@@ -46,9 +48,11 @@ class QuacK:
     here, so save `state_dict()` beside the optimizer's, and load it when resuming.
 
     Rates are computed from the weights before the step; of several optimizers, all that step before one of them steps
-    again use the same rates. Costs a copy of the rows on a path while a step runs (on the CPU it is kept for the next
-    one: fresh pages cost more than the copying), one pass over them for the norms, and one to scale the step; waits
-    for no device.
+    again use the same rates. Parameters may be sharded (FSDP2, HSDP, tensor parallelism): attach afterwards, in every
+    process; a step then takes one small all-reduce for the whole model.
+
+    Costs a copy of the rows on a path while a step runs (on the CPU it is kept for the next one: fresh pages cost more
+    than the copying), one pass over them for the norms, and one to scale the step; waits for no device.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class QuacK:
         refuse_settings(tau, norm, floor)
         self.norm, self.adapt, self.floor = norm, adapt, floor
         self.optimizers = as_optimizers(optimizer)
+        if isinstance(model, nn.Module):
+            reshard(model)
         paths: Iterable[Path] = logit_paths(model) if isinstance(model, nn.Module) else model
         self.left_alone: Mapping[str, str] = getattr(paths, "left_alone", {})
         paths = as_paths(paths, "the model must be an nn.Module or")
@@ -72,8 +78,7 @@ class QuacK:
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         refuse_taken(self._rule.weights, [weight for other in here for weight in other._rule.weights])
         self._start, self._memory = self._measure_start()
-        self._rates = torch.empty_like(self._start)
-        self._rate_of_piece = self._rule.blocks.split(self._rates)
+        self._rates = torch.full_like(self._start, tau)
         self.tau = tau
         self._stepped: set[Optimizer] = set()
         self._copies: dict[Optimizer, Copies] = {}
@@ -109,7 +114,7 @@ class QuacK:
 
     def _measure_start(self) -> tuple[Tensor, Memory]:
         """The sensitivities that all later rates are relative to."""
-        _, _, memory = self._measure([None] * len(self._rule.blocks.pieces))
+        _, _, memory = self._measure(self._rule.blocks.nothing())
         _, norms, _ = self._measure(memory)  # as the first step will, so that what has not changed has rate 1 exactly
         start = self._rule.sensitivity(norms)
         refuse_unusable(self._rule, torch.cat(norms), start, self.adapt)
@@ -145,18 +150,23 @@ class QuacK:
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         copies = self._copies.pop(optimizer, None)
         if copies is not None:
-            self._rule.blocks.move(copies, self._rate_of_piece, self._share(optimizer))
+            self._rule.blocks.move(copies, self._rates, self._share(optimizer))
 
     def _optimizer_loaded(self, optimizer: Optimizer) -> None:
         self._resumed_alone = bool(optimizer.state) and not self._loaded
 
     def rates(self) -> dict[str, Tensor]:
-        """For each weight's name the (blocks,) multipliers of lr for a step from the weights as they are now."""
+        """For each weight's name the (blocks,) multipliers of lr for a step from the weights as they are now.
+
+        Of sharded weights every process must ask, at the same time.
+        """
+        if not self.adapt:
+            return self._named(torch.full_like(self._start, self._tau))
         copies, norms, _ = self._measure(self._memory)
-        for piece, copy_BRC in zip(self._rule.blocks.pieces, copies, strict=True):
-            if copy_BRC is not None:
-                piece.take_back(copy_BRC)
-        flat = rates_from(self._target, self._rule.sensitivity(norms) if self.adapt else self._start, self._tau)
+        self._rule.blocks.take_back(copies)
+        return self._named(rates_from(self._target, self._rule.sensitivity(norms), self._tau))
+
+    def _named(self, flat: Tensor) -> dict[str, Tensor]:
         return {w.name: flat[place] for w, place in self._rule.blocks.place.items() if w.trains}
 
     def rate_of(self, param: Tensor) -> Tensor | None:
@@ -212,4 +222,6 @@ class QuacK:
     def __repr__(self) -> str:
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         settings = f"tau={self.tau:g}, norm={norm_name(self.norm)}, adapt={self.adapt}, floor={self.floor:g}"
-        return f"QuacK({settings}) on {names}\n" + describe(self._rule, self.rates(), self.left_alone)
+        alone = isinstance(self._rule.blocks, Sharded)  # one process may print by itself, so others are not asked
+        when, rates = ("rates of the last step", self._named(self._rates)) if alone else ("rates now", self.rates())
+        return f"QuacK({settings}) on {names}\n" + describe(self._rule, when, rates, self.left_alone)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from quacklr.modules import wrappers
+from quacklr.shards import is_sharded
 
 Groups = Sequence[Any]
 
@@ -20,15 +21,6 @@ Groups = Sequence[Any]
 def ranks_beside() -> bool:
     """Whether this process is one of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def is_sharded(param: Tensor) -> bool:
-    """Whether this process has only a part of a parameter."""
-    if not ranks_beside():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(param, DTensor)
 
 
 def groups_of(model: nn.Module) -> Groups:
@@ -52,6 +44,21 @@ def total(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     return _reduced(tensors, groups, dist.ReduceOp.SUM) if groups else list(tensors)
 
 
+def added(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
+    """Each added up over its groups: one collective for each group, however many tensors there are."""
+    found = list(tensors)
+    for group in union(groups):
+        which = [i for i, each in enumerate(groups) if group in each]
+        for i, tensor in zip(which, total([found[i] for i in which], [group]), strict=True):
+            found[i] = tensor
+    return found
+
+
+def union(groups: Iterable[Groups]) -> Groups:
+    """All of them, each once, in the order in which they first come, which is the same in every process."""
+    return list(dict.fromkeys(group for each in groups for group in each))
+
+
 def agree(words: Sequence[object], groups: Groups, device: torch.device) -> bool:
     """Whether all ranks say the same. Ask before reducing what may differ in size."""
     said = zlib.crc32(repr(words).encode())
@@ -68,15 +75,25 @@ def _reduced(tensors: Sequence[Tensor], groups: Groups, how: Any) -> list[Tensor
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
+def fully_sharded(model: nn.Module) -> list[Any]:
+    """The modules that FSDP2 shards by themselves."""
+    if not ranks_beside():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 keep shards of its parameters only, as an optimizer sees them."""
+    for module in fully_sharded(model):
+        module.reshard()
+
+
 @contextmanager
 def resharded(model: nn.Module) -> Iterator[None]:
     """Afterwards FSDP2 has only shards of its parameters: without a backward it would keep what a step makes stale."""
     try:
         yield
     finally:
-        if groups_of(model):
-            from torch.distributed.fsdp import FSDPModule
-
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        reshard(model)

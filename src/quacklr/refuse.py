@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.ranks import is_sharded
+from quacklr.ranks import fully_sharded
 from quacklr.rule import Rule
+from quacklr.shards import cuts, is_sharded
 from quacklr.weight import Weight
 
 
@@ -58,11 +59,22 @@ def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight], who: str = 
                 )
 
 
-def refuse_sharded(weights: Iterable[Weight], who: str) -> None:
-    """A shard does not hold whole heads."""
-    for weight in weights:
-        if is_sharded(weight.param):
-            raise ValueError(f"{weight.name}: its parameter is sharded, and {who} cannot scale shards yet; use DDP")
+def refuse_tensor_parallel(model: nn.Module, who: str) -> None:
+    """Each process of a tensor-parallel model attends with other heads; those of FSDP2 all with all of them."""
+    by_data = len(fully_sharded(model)) > 0  # FSDP2 cuts every parameter once
+    for name, param in model.named_parameters():
+        if len(cuts(param)) > by_data:
+            raise ValueError(
+                f"{name}: its parameter is cut by tensor parallelism, so no process has all heads, and {who} needs "
+                "them; use DistributedDataParallel or FSDP2"
+            )
+
+
+def refuse_sharded(model: nn.Module, who: str, instead: str) -> None:
+    """For what needs a whole model in one process."""
+    for name, param in model.named_parameters():
+        if is_sharded(param):
+            raise ValueError(f"{name}: its parameter is sharded, and {who} needs the whole model; {instead}")
 
 
 def refuse_unusable(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) -> None:

@@ -15,16 +15,16 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from quacklr.blocks import Blocks
 from quacklr.norms import Norm, frobenius
 from quacklr.path import Path
+from quacklr.sharded import blocks_of
 from quacklr.weight import Weight, distinct
 
 
 def sensitivity(paths: Iterable[Path], norm: Norm = frobenius) -> dict[Weight, Tensor]:
     """How far a unit change of each block can move a logit through one path: (blocks,) for each weight on the paths."""
     rule = Rule(paths)
-    _, norms, _ = rule.blocks.measure(norm, [None] * len(rule.blocks.pieces))
+    _, norms, _ = rule.blocks.measure(norm, rule.blocks.nothing())
     flat = rule.sensitivity(norms)
     return {weight: flat[rule.blocks.place[first]] for weight, first in rule.stands_for.items()}
 
@@ -43,7 +43,7 @@ class Rule:
         self.stands_for = distinct(weight for path in self.paths for weight in path.weights)
         self.weights = list(dict.fromkeys(self.stands_for.values()))
         self.parts = [part for weight in self.weights for part in weight.parts]
-        self.blocks = Blocks(self.weights)
+        self.blocks = blocks_of(self.weights)
         block, beside = self._terms()
         self._refuse_unread(block)
         device = self.blocks.device
@@ -73,7 +73,7 @@ class Rule:
                 )
 
     def sensitivity(self, norms: list[Tensor]) -> Tensor:
-        """(total,) sensitivities of all blocks from the norms of every piece. Nothing leaves the device."""
+        """(total,) sensitivities of all blocks from their norms. Nothing leaves the device."""
         norm = torch.cat([*norms, self.one])
         of_term = reduce(torch.mul, [norm.take(beside) for beside in self.beside])
         if self.once:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quacklr.blocks import Memory
+from quacklr.blocks import Memory, Run
 from quacklr.norms import Norm
 from quacklr.rule import Rule
 
@@ -26,11 +26,9 @@ def norm_name(norm: Norm) -> str:
 def write_state(rule: Rule, norm: Norm, start: Tensor, memory: Memory) -> dict[str, Any]:
     """The sensitivities at the start, and what the norm remembers, as copies."""
     sensitivity = {weight.name: start[place] for weight, place in rule.blocks.place.items()}
-    remembered: dict[str, Tensor] = {}
-    for piece, part in zip(rule.blocks.pieces, memory, strict=True):
-        if part is not None:
-            whole = part.new_empty(piece.weight.blocks, *part.shape[1:])
-            remembered.setdefault(piece.weight.name, whole)[piece.blocks] = part
+    remembered = {
+        _key(run): last.clone() for run, last in zip(rule.blocks.runs, memory, strict=True) if last is not None
+    }
     shape = {weight.name: list(weight.param.shape) for weight in rule.weights}
     return {"norm": norm_name(norm), "shape": shape, "sensitivity": sensitivity, "memory": remembered}
 
@@ -42,10 +40,16 @@ def read_state(rule: Rule, norm: Norm, state: Mapping[str, Any]) -> tuple[Tensor
     for weight, place in rule.blocks.place.items():
         start[place] = state["sensitivity"][weight.name].to(start)
     memory: Memory = []
-    for piece in rule.blocks.pieces:
-        whole = state["memory"].get(piece.weight.name)
-        memory.append(None if whole is None else whole[piece.blocks].to(piece.weight.param.device))
+    for run in rule.blocks.runs:
+        last = state["memory"].get(_key(run))
+        memory.append(None if last is None else last.to(run.weight.param.device))
     return start, memory
+
+
+def _key(run: Run) -> str:
+    """A weight's name; with a number of rows if not all of its blocks have the same."""
+    sizes = run.weight.rows_of_block
+    return run.weight.name if len(run.blocks) == len(sizes) else f"{run.weight.name}[{sizes[run.blocks[0]]} rows]"
 
 
 def _refuse_foreign(rule: Rule, norm: Norm, state: Mapping[str, Any]) -> None:

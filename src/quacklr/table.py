@@ -15,12 +15,12 @@ FROZEN = "frozen: no rate, counts in its partners' norms"
 UNRATED = "starts with a zero partner: no rate, counts in its partners' norms"
 
 
-def describe(rule: Rule, rates: Mapping[str, Tensor], left_alone: Mapping[str, str]) -> str:
-    """One line for each attention module: heads, the terms of its logit, and the range of each weight's rates now."""
+def describe(rule: Rule, when: str, rates: Mapping[str, Tensor], left_alone: Mapping[str, str]) -> str:
+    """One line for each attention module: heads, the terms of its logit, and the range of each weight's rates."""
     attentions: dict[str, list[Path]] = {}
     for path in rule.paths:
         attentions.setdefault(_module(path.weights[0]), []).append(path)
-    rows = [("attention", "heads", "logit", "rates now")]
+    rows = [("attention", "heads", "logit", when)]
     for module, paths in attentions.items():
         logit = " + ".join(" ".join(_term(weight, module) for weight in path.weights) for path in paths)
         weights = dict.fromkeys(rule.stands_for[weight] for path in paths for weight in path.weights)

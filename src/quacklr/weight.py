@@ -13,11 +13,14 @@ each row only whose it is:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+
+from quacklr.shards import here, indices
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)  # a weight equals itself only, so it can key a dict
@@ -70,18 +73,30 @@ class Weight:
         """Whether a row's entries lie together in memory."""
         return isinstance(self.dim, tuple) or self.dim == 0
 
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions along which rows lie."""
+        return self.dim if isinstance(self.dim, tuple) else (self.dim,)
+
     def rows_first(self) -> Tensor:
-        """A view of the parameter without gradients, its rows along the first dimension."""
-        param = self.param.detach()
+        """What is here of the parameter, without gradients: a view of it with its rows along the first dimension."""
+        param = here(self.param)
         return param.flatten(0, len(self.dim) - 1) if isinstance(self.dim, tuple) else param.movedim(self.dim, 0)
+
+    def rows_here(self) -> Tensor:
+        """Which of its rows these are; all of them, unless the parameter is sharded."""
+        return _grid(self.param, self.dims)
+
+    def columns_here(self) -> Tensor:
+        """Which entries of a row they have."""
+        return _grid(self.param, tuple(d for d in range(self.param.ndim) if d not in self.dims))
 
     def spread(self, of_row: Tensor) -> Tensor:
         """One number a row, in a shape that broadcasts to the parameter."""
-        dims = self.dim if isinstance(self.dim, tuple) else (self.dim,)
-        return of_row.view([size if d in dims else 1 for d, size in enumerate(self.param.shape)])
+        return of_row.view([size if d in self.dims else 1 for d, size in enumerate(self.param.shape)])
 
     def _checked(self, block_of_row: Tensor) -> Tensor:
-        rows = self.rows_first().shape[0]
+        rows = math.prod(self.param.shape[dim] for dim in self.dims)
         if block_of_row.is_floating_point() or block_of_row.dtype == torch.bool:
             raise ValueError(f"{self.name}: block_of_row must hold whole numbers, not {block_of_row.dtype}")
         if block_of_row.shape != (rows,):
@@ -117,6 +132,14 @@ class Weight:
     def trains(self) -> bool:
         """Whether it gets a rate: neither frozen, nor one that only counts."""
         return self.rated and any(part.param.requires_grad for part in self.parts)
+
+
+def _grid(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The entries along some dimensions that are here, numbered as if these dimensions were flattened."""
+    number = torch.zeros(1, dtype=torch.long, device="cpu")
+    for dim in dims:
+        number = (number.unsqueeze(1) * tensor.shape[dim] + indices(tensor, dim)).flatten()
+    return number
 
 
 Segment = tuple[str | None, int, int]

@@ -14,6 +14,7 @@ from quacklr.norms import Norm, frobenius
 from quacklr.optimizers import as_optimizers, is_idle
 from quacklr.path import Path
 from quacklr.quack import QuacK
+from quacklr.refuse import refuse_sharded
 from quacklr.wiring.judge import Judge
 from quacklr.wiring.result import Checked, Wiring
 from quacklr.wiring.steps import Change, Stepper, changes
@@ -47,6 +48,7 @@ def check(
     """
     optimizers = as_optimizers(optimizer)
     _refuse(optimizers, steps, growth)
+    refuse_sharded(model, "check", "check it in one process, before it is sharded: the rows are the same")
     devices = {param.device for param in model.parameters() if param.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")
     with torch.random.fork_rng(devices, device_type=kind), as_written():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from quacklr.lab.errors import UserError
 from quacklr.lab.model.attention import Attention
@@ -17,6 +18,7 @@ from quacklr.lab.model.mha import MultiHead
 from quacklr.lab.model.mla import Latent
 from quacklr.lab.model.norm import RMSNorm
 from quacklr.lab.model.rope import Rotary
+from quacklr.lab.model.sigma import once_followed
 from quacklr.lab.model.spec import MHA, MLA, Shape
 
 
@@ -62,6 +64,7 @@ class Decoder(nn.Module):
         self.rotary = Rotary(spec.head_dim if isinstance(spec, MHA) else spec.rope_dim, shape.context, shape.rope_theta)
         self.blocks = nn.ModuleList([Block(shape, spec) for _ in range(shape.layers)])
         self.norm = RMSNorm(shape.d_model, shape.norm_eps)
+        self.recompute = False  # whether a backward makes the inside of each block again, instead of keeping it
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """(B, T, V) logits, or the mean cross-entropy in float32."""
@@ -71,7 +74,10 @@ class Decoder(nn.Module):
             )
         x_BTC = self.embedding(tokens_BT)
         for block in self.blocks:
-            x_BTC = block(x_BTC, self.rotary)
+            if self.recompute and torch.is_grad_enabled():
+                x_BTC = checkpoint(block, x_BTC, self.rotary, use_reentrant=False, context_fn=once_followed)
+            else:
+                x_BTC = block(x_BTC, self.rotary)
         logits_BTV = F.linear(self.norm(x_BTC), self.embedding.weight)
         if targets_BT is None:
             return logits_BTV

@@ -6,12 +6,17 @@ gradient flows through it as u' W v with u and v held fixed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 FIRST = 100  # power iterations before training; later steps are small and one at a time follows them
+_again: ContextVar[bool] = ContextVar("again", default=False)
 
 
 class SigmaReparam(nn.Module):
@@ -37,9 +42,23 @@ class SigmaReparam(nn.Module):
 
     def forward(self, weight_RC: Tensor) -> Tensor:
         """The weight that the layer uses."""
-        if self.training:
+        if self.training and not _again.get():
             self.follow(weight_RC)
         return self.gain / (self.u @ weight_RC @ self.v) * weight_RC
+
+
+def once_followed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For a checkpointed forward and for its repetition, which must use the same sigma."""
+    return nullcontext(), _repetition()
+
+
+@contextmanager
+def _repetition() -> Iterator[None]:
+    token = _again.set(True)
+    try:
+        yield
+    finally:
+        _again.reset(token)
 
 
 def reparametrise(linear: nn.Linear) -> None:
