@@ -12,6 +12,7 @@ import multiprocessing
 import pickle
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -74,6 +75,7 @@ class Crew:
 def work(rank: int, size: int, store: str, pipe: Connection) -> None:
     """The life of a rank."""
     torch.set_num_threads(1)
+    warnings.simplefilter("error")  # as pytest has it
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
     )

@@ -109,7 +109,7 @@ def in_the_middle(act: Callable[[Task], None]) -> tuple[list[Task], Callable[[St
 
     def show(state: State) -> None:
         for task in state.running[:1]:
-            due = task.config.watch.checkpoint_every == NEVER or any(task.path.glob("checkpoints/*.pt"))
+            due = task.config.watch.checkpoint_every == NEVER or any(task.path.glob("checkpoints/step-*"))
             if not done and due and len(read_rows(task.path)) > 10:
                 assert not (task.path / "result.json").exists(), "it had ended before anything could befall it"
                 act(task)
@@ -191,7 +191,7 @@ def test_a_stopped_sweep_leaves_a_checkpoint_and_goes_on_from_it(
     stopped, show = in_the_middle(lambda _: signal.raise_signal(signal.SIGINT))
     state = sweep([config], ledger, place, tmp_path, show)
     assert (state.stopped, len(state.waiting), ledger.entries()) == (signal.SIGINT, 1, {})
-    (*_, last) = sorted(file.name for file in (path / "checkpoints").glob("*.pt"))
+    (*_, last) = sorted(file.name for file in (path / "checkpoints").glob("step-*"))
     assert not (path / "result.json").exists()
     sweep([config], ledger, place, tmp_path)
     assert entries(ledger) == {fingerprint(config): undisturbed[fingerprint(config)]}

@@ -23,14 +23,14 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-        _flush_folder(path.parent)
+        flush_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """A rename lives in the folder: it survives a power cut only when that is on the disk too."""
     if os.name == "nt":  # where a folder cannot be opened
         return

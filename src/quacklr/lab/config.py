@@ -66,9 +66,13 @@ class Machine:
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: forward and backward under autocast; weights and optimizer stay in fp32."""
+    """bf16: forward and backward under autocast, or with FSDP2 in bf16; weights and optimizer stay in fp32."""
     compile: bool = False
     """Run the model through torch.compile."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """When torchrun starts several processes: each has the whole model, or (fsdp) each has a shard of it."""
+    recompute: bool = False
+    """Activation checkpointing: a backward makes the inside of each block again, which takes time and saves memory."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """CPU threads; torch's own choice unless given."""
 
@@ -92,9 +96,11 @@ class Watch:
     """Steps between checkpoints; there is always one at the end."""
     keep: int = 2
     """How many of the last checkpoints are kept."""
+    async_save: bool = False
+    """Write checkpoints in the background: a save stops the training only while the state is copied."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(**vars(self))
+        refuse_unless_positive(**{name: value for name, value in vars(self).items() if name != "async_save"})
 
 
 @dataclass(frozen=True)
@@ -112,11 +118,6 @@ class Config:
 
     def __post_init__(self) -> None:
         refuse_contradictions(self)
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of a step."""
-        return self.training.batch_tokens // (self.shape.context * self.training.micro_batch)
 
     @property
     def sequences(self) -> int:
@@ -182,10 +183,12 @@ def _read(kind: Any, part: Mapping[str, Any]) -> Any:
 def fingerprint(config: Config) -> str:
     """Eight letters that are the same for two runs when and only when they must give the same numbers.
 
-    How often to save, how many threads: neither is part of it.
+    How often and in which way to save, how many threads, how processes share the work: none is part of it.
     """
     watch = replace(config.watch, checkpoint_every=1, keep=1)
     plain = to_json(replace(config, watch=watch, machine=replace(config.machine, threads=None)))
+    for part, name in (("watch", "async_save"), ("machine", "parallel"), ("machine", "recompute")):
+        del plain[part][name]  # which older configurations do not have
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from quacklr import QKClip, QuacK, frobenius, spectral
 from quacklr.lab.errors import UserError, refuse_negative, refuse_unless_positive
-from quacklr.lab.model import Decoder
+from quacklr.lab.model import Attention, Decoder
 from quacklr.lab.model.sigma import reparametrise
 from quacklr.lab.optim import Muon
 
@@ -130,8 +130,11 @@ def alter(method: Method, model: Decoder) -> None:
             pass
 
 
-def attach(method: Method, model: Decoder, optimizers: Sequence[Optimizer]) -> Attached | None:
-    """Change how the optimizers step, if the method does; what it returns must be saved with the optimizers."""
+def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) -> Attached | None:
+    """Change how the optimizers step, if the method does; what it returns must be saved with the optimizers.
+
+    `model` is what trains: the decoder, or DistributedDataParallel around it.
+    """
     try:
         match method:
             case Quack(tau, norm, floor, _):
@@ -142,7 +145,8 @@ def attach(method: Method, model: Decoder, optimizers: Sequence[Optimizer]) -> A
                 return QKClip(model, optimizers, threshold)
             case MuonSplit():
                 muon = next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
-                matrices = [m for attention in model.attentions().values() for m in attention.matrices().values()]
+                attentions = [module for module in model.modules() if isinstance(module, Attention)]
+                matrices = [m for attention in attentions for m in attention.matrices().values()]
                 muon.split({linear.weight: blocks for linear, blocks in matrices if blocks > 1})
     except ValueError as error:  # the library's refusal, a sentence already
         raise UserError(str(error)) from error

@@ -27,7 +27,7 @@ class SigmaReparam(nn.Module):
 
     def __init__(self, weight_RC: Tensor) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones((), device=weight_RC.device))
+        self.gain = nn.Parameter(torch.ones(1, device=weight_RC.device))  # FSDP2 takes no scalars
         start = torch.randn(weight_RC.shape[1], generator=torch.Generator().manual_seed(0))
         self.register_buffer("v", F.normalize(start, dim=0).to(weight_RC.device))
         self.register_buffer("u", torch.zeros(weight_RC.shape[0], device=weight_RC.device))

@@ -4,13 +4,15 @@
     update <- lerp(grad, buffer, momentum)                          (Nesterov; else the buffer)
     param  <- (1 - lr weight_decay) param - lr scale orthogonalise(update)
 
-as in torch.optim.Muon, which takes one matrix after another, and in bf16 whatever the machine.
+as in torch.optim.Muon, which takes one matrix after another, and in bf16 whatever the machine. Of sharded matrices
+(DTensors, as fully_shard makes them) everything but `orthogonalise` is done on the shards, and that at owners.
 
 Shapes: B matrices, R rows, C columns.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from quacklr.lab.optim.dealt import Cut, Deal, cut_of, local, local_gradient, refuse_unless_one_cut
 from quacklr.lab.optim.newton_schulz import orthogonalise, precision
 
 Scale = Literal["jordan", "rms"]
@@ -41,6 +44,11 @@ class Muon(Optimizer):
 
     Matrices of equal shape, of all groups, are stacked and orthogonalised at once. Costs little but that, and memory:
     a momentum buffer for each parameter, and while it runs about five copies of a stack, in fp32 or (GPU) bf16.
+
+    A DTensor may be sharded over one mesh dimension, and replicated over others: FSDP2, HSDP. Matrices of one shape
+    are then dealt out to the ranks, for two collectives however many they are (dealt.py), and each rank works on its
+    share, in each replica again. A rank holds two copies more of its shards of one shape while they are away. The
+    ranks must have gradients for the same parameters.
     """
 
     most = 2**25
@@ -61,7 +69,7 @@ class Muon(Optimizer):
         super().__init__(params, {**defaults, "scale": scale, "blocks": blocks})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Another group, as for any optimizer. ValueError for a parameter that is no matrix or cannot be cut."""
+        """Another group, as for any optimizer. ValueError for a parameter that is no matrix or cannot be stepped."""
         super().add_param_group(param_group)
         group = self.param_groups.pop()
         if group["scale"] not in SCALES:
@@ -93,22 +101,32 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for rows, jobs in self._batches():
-            self._step(rows, jobs)
+        dealt: Counter[Any] = Counter()
+        for (rows, *_, cut), jobs in self._alike().items():
+            if cut is None:
+                for stack in self._stacks(jobs):
+                    self._step(rows, stack)
+            else:
+                self._step_dealt(rows, jobs, cut, dealt[cut.mesh, cut.mesh_dim])
+                dealt[cut.mesh, cut.mesh_dim] += len(jobs)  # where one shape ends the next goes on: even work
         return loss
 
-    def _batches(self) -> Iterator[tuple[int, list[Job]]]:
-        """Parameters whose blocks have one shape, with the rows of a block; together at most `most` numbers."""
+    def _alike(self) -> dict[Any, list[Job]]:
+        """Parameters whose blocks have one shape, by the rows of a block, and what else they must have in common."""
         alike: dict[Any, list[Job]] = {}
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     rows, columns = param.shape[0] // group["blocks"], param.shape[1]
-                    alike.setdefault((rows, columns, precision(param), param.device), []).append((param, group))
-        for (rows, *_), jobs in alike.items():
-            each = max(1, self.most // max(param.numel() for param, _ in jobs))
-            for first in range(0, len(jobs), each):
-                yield rows, jobs[first : first + each]
+                    key = (rows, columns, precision(param), param.device, cut_of(param))
+                    alike.setdefault(key, []).append((param, group))
+        return alike
+
+    def _stacks(self, jobs: list[Job]) -> Iterator[list[Job]]:
+        """At most `most` numbers at once."""
+        each = max(1, self.most // max(param.numel() for param, _ in jobs))
+        for first in range(0, len(jobs), each):
+            yield jobs[first : first + each]
 
     def _step(self, rows: int, jobs: list[Job]) -> None:
         heights = [len(param) for param, _ in jobs]
@@ -116,23 +134,42 @@ class Muon(Optimizer):
         stack_RC = torch.empty(sum(heights), columns, dtype=precision(jobs[0][0]), device=device)
         for (param, group), update_RC in zip(jobs, stack_RC.split(heights), strict=True):
             self._write_update(param, group, update_RC)
-        stack_RC = orthogonalise(stack_RC.view(-1, rows, columns), overwrite=True).flatten(0, 1)
+        stack_RC = _orthogonalised(stack_RC, rows)
         for (param, group), update_RC in zip(jobs, stack_RC.split(heights), strict=True):
-            lr: float = group["lr"]
-            if group["weight_decay"]:
-                param.mul_(1 - lr * group["weight_decay"])
-            param.add_(update_RC, alpha=-lr * SCALES[group["scale"]](rows, columns))
+            _take(param, group, update_RC, rows)
+
+    def _step_dealt(self, rows: int, jobs: list[Job], cut: Cut, first: int) -> None:
+        """As `_step`, but of shards, which are away at the owners of their matrices to be orthogonalised."""
+        shapes = [tuple(param.shape) for param, _ in jobs]
+        deal = Deal(shapes, cut, first, precision(jobs[0][0]), jobs[0][0].device)
+        for (param, group), update_RC in zip(jobs, deal.shards, strict=True):
+            self._write_update(param, group, update_RC)
+        deal.at_owners(lambda stack_RC: _orthogonalised(stack_RC, rows), self.most)
+        for (param, group), update_RC in zip(jobs, deal.shards, strict=True):
+            _take(param, group, update_RC, rows)
 
     def _write_update(self, param: Tensor, group: dict[str, Any], update_RC: Tensor) -> None:
-        assert param.grad is not None
-        state = self.state[param]
+        grad_RC, state = local_gradient(param), self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param)
-        buffer_RC: Tensor = state["momentum_buffer"].lerp_(param.grad, 1 - group["momentum"])
+        buffer_RC = local(state["momentum_buffer"]).lerp_(grad_RC, 1 - group["momentum"])
         if group["nesterov"]:
-            torch.lerp(param.grad, buffer_RC, group["momentum"], out=update_RC)
+            torch.lerp(grad_RC, buffer_RC, group["momentum"], out=update_RC)
         else:
             update_RC.copy_(buffer_RC)
+
+
+def _orthogonalised(stack_RC: Tensor, rows: int) -> Tensor:
+    """Each block of that many rows by itself. Overwrites them."""
+    return orthogonalise(stack_RC.view(-1, rows, stack_RC.shape[1]), overwrite=True).flatten(0, 1)
+
+
+def _take(param: Tensor, group: dict[str, Any], update_RC: Tensor, rows: int) -> None:
+    """The step itself, on what this rank has of the parameter."""
+    lr, param_RC, columns = group["lr"], local(param), param.shape[1]
+    if group["weight_decay"]:
+        param_RC.mul_(1 - lr * group["weight_decay"])
+    param_RC.add_(update_RC, alpha=-lr * SCALES[group["scale"]](rows, columns))
 
 
 def _refuse(name: str, param: Tensor, blocks: int) -> None:
@@ -141,6 +178,7 @@ def _refuse(name: str, param: Tensor, blocks: int) -> None:
         raise ValueError(f"Muon steps matrices, but {name} has shape {shape}; give it to AdamW")
     if blocks < 1 or shape[0] % blocks:
         raise ValueError(f"the rows of {name} of shape {shape} cannot be cut into {blocks} equal blocks")
+    refuse_unless_one_cut(name, param)
 
 
 def _parts(group: dict[str, Any], blocks_of_param: Mapping[Tensor, int]) -> Iterator[dict[str, Any]]:

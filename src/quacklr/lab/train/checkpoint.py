@@ -1,67 +1,173 @@
 """Checkpoints: whole or not there, checked for damage before they are used, the last few kept.
 
-A file is a zip (torch's own format) of plain tensors and numbers, loaded with `weights_only`. Its checksums, which
-torch writes and does not read, are read here: a flipped bit is found before it trains on.
+A checkpoint is a folder, `step-0000100`, of plain tensors and numbers, the same for one process and for many: what was
+saved by four ranks is loaded by two or by one. What it looks like inside is in storage.py, which is imported when it is
+first needed.
 """
 
 from __future__ import annotations
 
-import zipfile
+import io
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from quacklr.lab.errors import UserError
-from quacklr.lab.files import whole
+from quacklr.lab.train.tensors import tensors_for
 
-FORMAT = 1
+FORMAT = 2
+"""1 was one file, `step-0000100.pt`."""
 
 
-def save(folder: Path, step: int, config: str, state: dict[str, Any], keep: int) -> Path:
-    """Write the state of a run at a step, then remove all but the last `keep` checkpoints."""
-    path = folder / f"step-{step:07}.pt"
-    with whole(path) as file:
-        try:
-            torch.save({"format": FORMAT, "config": config, "state": state}, file)
-        except RuntimeError as error:  # torch's words for a write that failed; the system's are behind them
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
-    for old in checkpoints(folder)[:-keep]:
-        old.unlink(missing_ok=True)
-    return path
+class Checkpoints:
+    """The checkpoints of the run with this `<configuration>-<corpus>`; all its ranks make one and use it together."""
+
+    def __init__(self, folder: Path, name: str, keep: int) -> None:
+        self.folder, self.name, self.keep = folder, name, keep
+        ranks = dist.is_available() and dist.is_initialized()
+        # of its own, because a save in the background talks while the training does; and gloo, for it is about files
+        self._group = dist.new_group(backend="gloo") if ranks else None
+        self._rank = dist.get_rank() if ranks else 0
+        self._wait: Callable[[], None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """No save is left under way, however the run ended; `wait` before, to know that it succeeded."""
+        with suppress(UserError):
+            self.wait()
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], rest: Mapping[str, Any], later: bool = False) -> None:
+        """Write the state of a run at a step, then remove all but the last `keep`.
+
+        `rest` is for what is the same on all ranks: plain tensors, numbers and strings. With `later` it returns when
+        both are copied, and a thread writes them; `wait` says when, and whether, that was done. There is one save at a
+        time: a second waits for the first.
+        """
+        from quacklr.lab.train import storage
+
+        self.wait()
+        path = self.folder / f"step-{step:07}"
+        content = {"format": FORMAT, "config": self.name, "state": dict(rest)}
+        writer = storage.Writer(path, packed(content) if self._rank == 0 else b"", self._tidy)
+        if later:
+            self._wait = storage.write_later(tensors, writer, self._group)
+        else:
+            storage.write(tensors, writer, self._group)
+
+    def wait(self) -> None:
+        """Return when no save is under way; UserError if the last one failed."""
+        waiting, self._wait = self._wait, None
+        if waiting:
+            waiting()
+
+    def _tidy(self) -> None:
+        """Remove what killed saves and removals have left, and all but the last few."""
+        from quacklr.lab.train.storage import hidden
+
+        for left in self.folder.glob(".step-*"):
+            erase(left)
+        for old in checkpoints(self.folder)[: -self.keep]:
+            erase(hidden(old))
+
+    def load(self, path: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Fill the model and its optimizers from a checkpoint, and return the rest of it.
+
+        UserError if it is damaged, not one of this run, or does not fit the model; then no number was read.
+        """
+        from quacklr.lab.train import storage
+
+        if path.suffix == ".pt":
+            raise UserError(f"the checkpoint {path} was made by an older quacklr; start the run anew in another --out")
+        if damage := self._damage_of(path):
+            older = [other.name for other in checkpoints(path.parent) if other < path]
+            way = f"remove it to go on from {older[-1]}" if older else "there is no older one, so start the run anew"
+            raise UserError(f"the checkpoint {path} is damaged ({damage}); {way}")
+        rest = rest_of(path, self.name)
+        with ours(path):
+            saved = storage.contents(path)
+        storage.fill(tensors_for(saved, model, optimizers), path, self._group)
+        return rest
+
+    def _damage_of(self, path: Path) -> str | None:
+        """What is wrong with the files, if anything is. Each rank reads its share of them."""
+        if self._group is None:
+            return damage_of(path)
+        found: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, damage_of(path, self._rank, len(found)), self._group)
+        return next((each for each in found if each), None)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """All that are there, oldest first."""
-    return sorted(folder.glob("step-*.pt"))
+    return sorted(folder.glob("step-*"))
 
 
-def load(path: Path, config: str) -> dict[str, Any]:
-    """The state in a checkpoint of the run with this `<configuration>-<corpus>`; UserError if there is none in it."""
-    damage = damage_of(path)
-    if damage:
-        older = [other.name for other in checkpoints(path.parent) if other < path]
-        way = f"remove it to go on from {older[-1]}" if older else "there is no older one, so start the run anew"
-        raise UserError(f"the checkpoint {path} is damaged ({damage}); {way}")
+def erase(path: Path) -> None:
+    """Remove a folder, or a file."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def damage_of(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
+    """What is wrong with every `ranks`-th file, from number `rank` on, if anything is."""
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        if saved["format"] == FORMAT and saved["config"] == config:
-            return dict(saved["state"])
-        same_run = saved["config"].rpartition("-")[0] == config.rpartition("-")[0]
-    except Exception as error:  # whatever a file that is no checkpoint of ours makes torch say
-        raise UserError(f"{path} is not a checkpoint of quacklr: {str(error).splitlines()[0]}") from error
-    if same_run:
+        lines = json.loads((path / "checksums.json").read_text(encoding="utf-8"))
+        damages = (damage_of_file(path, **line) for line in lines[rank::ranks])
+        return next((damage for damage in damages if damage), None)
+    except Exception as error:  # damaged JSON can be anything
+        return f"checksums.json: {getattr(error, 'strerror', None) or error}"
+
+
+def damage_of_file(folder: Path, file: str, bytes: int, crc32: str) -> str | None:  # noqa: A002 - as in the file
+    """What is wrong with one of its files, if anything is."""
+    try:
+        found = 0
+        with (folder / file).open("rb") as content:
+            while part := content.read(2**20):
+                found = zlib.crc32(part, found)
+            size = content.tell()
+    except OSError as error:
+        return f"{file}: {error.strerror or error}"
+    if size != bytes:
+        return f"{file} has {size:,} bytes, not {bytes:,}"
+    return None if f"{found:08x}" == crc32 else f"the checksum of {file} is wrong"
+
+
+def packed(content: Mapping[str, Any]) -> bytes:
+    """As torch saves it."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def rest_of(path: Path, name: str) -> dict[str, Any]:
+    """What a checkpoint has beside the tensors; UserError if it is not of the run with this name."""
+    with ours(path):
+        saved = torch.load(path / "rest.pt", map_location="cpu", weights_only=True)
+        made_by, of, state = saved["format"], str(saved["config"]), saved["state"]
+    if made_by == FORMAT and of == name:
+        return dict(state)
+    if made_by != FORMAT:
+        raise UserError(f"the checkpoint {path} was made by another quacklr; use that one, or start the run anew")
+    if of.rpartition("-")[0] == name.rpartition("-")[0]:
         raise UserError(f"the checkpoint {path} was trained on other text: the corpus has changed since")
     raise UserError(f"the checkpoint {path} is of another run: its configuration is not that of this folder")
 
 
-def damage_of(path: Path) -> str | None:
-    """What is wrong with the file, if anything is."""
+@contextmanager
+def ours(path: Path) -> Iterator[None]:
+    """UserError for whatever a folder that is no checkpoint of quacklr makes torch say."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-    except Exception as error:  # a damaged zip makes zipfile say all kinds of things
-        return str(error)
-    return f"the checksum of {broken} is wrong" if broken else None
+        yield
+    except Exception as error:
+        raise UserError(f"{path} is not a checkpoint of quacklr: {str(error).splitlines()[0]}") from error

@@ -7,10 +7,11 @@ others there are; then all of them, so that --help shows just those that mean so
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,10 +21,12 @@ import tyro
 from quacklr.lab.config import KINDS, Config, fingerprint, kind_of, values_of
 from quacklr.lab.errors import UserError
 from quacklr.lab.presets import ATTENTIONS, PRESETS, with_kinds
+from quacklr.lab.train.checkpoint import checkpoints
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.picture import draw_logits
 from quacklr.lab.train.runner import Stopped, run
 from quacklr.lab.train.session import Row
+from quacklr.lab.train.world import is_loss_of_a_process, leads
 
 ABOUT = """\
 Train one model and write everything about it to a folder.
@@ -124,31 +127,63 @@ def name_of(config: Config) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: 0, 2 for what a user can mend, 130 or 143 when stopped by Ctrl-C or SIGTERM."""
+    """Run the command: 0, 1 if another process is lost, 2 for what a user can mend, 130 or 143 when stopped."""
+    if leads():
+        return _main(argv, "quacklr train")
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        return _main(argv, f"quacklr train (rank {os.environ['RANK']})")
+
+
+def _main(argv: Sequence[str], who: str) -> int:
     path = None
     try:
-        config, place = parse(argv)
-        path = place.resume or place.out or Path("runs") / name_of(config)
-        if place.resume and place.out:
-            raise UserError("--resume says the folder of the run, so leave --out away")
+        config, path, place = asked(argv)
         result = run(config, path, resume=place.resume is not None, wandb=place.wandb)
-        picture = draw_logits(path)
+        picture = draw_logits(path) if leads() else None
     except SystemExit as stop:  # tyro exits by itself after --help and mistakes
         return int(stop.code or 0)
     except BrokenPipeError:  # somebody reads the first lines of --help only
         return 1
     except UserError as error:
-        print(f"quacklr train: {error}", file=sys.stderr)
+        print(f"{who}: {error}", file=sys.stderr)
         return 2
     except Stopped as stopped:
-        print(
-            f"Stopped at step {stopped.step}; go on with: quacklr train --resume {shlex.quote(str(path))}",
-            file=sys.stderr,
-        )
+        if leads():
+            print(f"Stopped at step {stopped.step}; go on with: {again(path)}", file=sys.stderr)
         return 128 + stopped.signum
+    except RuntimeError as error:
+        if not is_loss_of_a_process(error):
+            raise
+        print(f"{who}: {loss_of_a_process(error, path)}", file=sys.stderr)
+        return 1
     with suppress(BrokenPipeError):
         tell_end(result, path, picture)
     return 0
+
+
+def asked(argv: Sequence[str]) -> tuple[Config, Path, Place]:
+    """The run that the options mean, and its folder. What is wrong with them is said by one process."""
+    with nullcontext() if leads() else redirect_stderr(None):
+        config, place = parse(argv)
+    if place.resume and place.out:
+        raise UserError("--resume says the folder of the run, so leave --out away")
+    return config, place.resume or place.out or Path("runs") / name_of(config), place
+
+
+def again(path: Path | None) -> str:
+    """The command that goes on with a run, in as many processes as before."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    start = "quacklr train" if size == 1 else f"torchrun --nproc-per-node {size} -m quacklr train"
+    return f"{start} --resume {shlex.quote(str(path))}"
+
+
+def loss_of_a_process(error: RuntimeError, path: Path | None) -> str:
+    """What has happened, and the way on."""
+    found = checkpoints(path / "checkpoints") if path else []
+    way = f"its last checkpoint is {found[-1].name}; go on with: {again(path)}" if found else "it has no checkpoint yet"
+    return (
+        f"another process of this run has died or does not answer ({str(error).splitlines()[0]}); the run ends: {way}"
+    )
 
 
 def tell_end(result: Row, path: Path, picture: Path | None) -> None:

@@ -28,8 +28,14 @@ PEAK = {
 
 
 def device_of(machine: Machine) -> torch.device:
-    """The device that the options mean; UserError if this machine has none."""
+    """The device that the options mean; UserError if this machine has none.
+
+    Of several processes on a machine, each has a GPU of its own, if they are not told which.
+    """
     name = ("cuda" if torch.cuda.is_available() else "cpu") if machine.device == "auto" else machine.device
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(name)
     try:
         device = torch.device(name)
         torch.ones(1, device=device).item()

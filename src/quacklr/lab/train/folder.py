@@ -3,7 +3,7 @@
     config.json  environment.json  metrics.jsonl  result.json  checkpoints/  tensorboard/  logits.png
 
 `metrics.jsonl` is the truth about the run, a row a line; everything else that shows numbers is made from it.
-`result.json` is there once the run has ended.
+`result.json` is there once the run has ended. Each of the `checkpoints/` is a folder itself, see checkpoint.py.
 """
 
 from __future__ import annotations

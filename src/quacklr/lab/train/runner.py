@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -18,12 +18,13 @@ from quacklr.lab.errors import UserError
 from quacklr.lab.files import locked
 from quacklr.lab.optim import Constant
 from quacklr.lab.progress import Show, progress
-from quacklr.lab.train.checkpoint import checkpoints, load, save
+from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
 from quacklr.lab.train.device import device_of, environment
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.session import Row, Session
 from quacklr.lab.train.statistics import largest
-from quacklr.lab.train.trackers import Tracker, trackers
+from quacklr.lab.train.trackers import trackers
+from quacklr.lab.train.world import is_restarted, joined
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -40,48 +41,95 @@ def run(config: Config, path: Path, resume: bool = False, wandb: str | None = No
     With `resume` it goes on from the folder's last checkpoint, or begins if there is none. Raises Stopped when a signal
     (Ctrl-C, SIGTERM) ended it, and UserError for what a user can mend.
     """
-    folder = Folder(path)
-    folder.refuse_unless_new(resume)
-    _refuse_another(config, folder)
-    ended = folder.result
-    if ended and (ended["status"] == "diverged" or ended["step"] >= config.training.steps):
-        return ended
-    device_of(config.machine)  # before the corpus, which may take a while to make
-    corpus = open_corpus(config.training.corpus)
-    session = Session(config, corpus)
-    name = f"{fingerprint(essence(session.config))}-{corpus.fingerprint}"
-    with locked(path):
-        folder.refuse_unless_new(resume)
-        if folder.taken:
-            _continue(session, folder, name)
-        watchers = trackers(path, session.config, session.step, wandb)
-        folder.begin(session.config, environment(session.device) | {"corpus": corpus.fingerprint})
-        _train(session, folder, name, watchers)
-        result = conclude(folder.rows())
-        folder.end(result)
-    return result
+    folder, resume = Folder(path), resume or is_restarted()
+    with joined() as world:
+        if ended := world.told(lambda: _ending(config, folder, resume)):
+            return ended
+        device_of(config.machine)  # before the corpus, which may take a while to make
+        corpus = open_corpus(config.training.corpus)
+        session = Session(config, corpus)
+        name = f"{fingerprint(essence(session.config))}-{corpus.fingerprint}"
+        about = environment(session.device) | {"corpus": corpus.fingerprint, "processes": world.size}
+        with ExitStack() as stack:
+            found = world.told(lambda: _taken(folder, resume, stack))
+            saves = stack.enter_context(Checkpoints(folder.checkpoints, name, config.watch.keep))
+            if found:
+                session.load_rest(saves.load(found, session.model, session.optimizers))
+            writer = _writer(session, folder, about, wandb) if world.leads else nullcontext(_nowhere)
+            with writer as write:
+                _train(session, saves, write)
+            saves.wait()
+            return world.told(lambda: _end(folder))
 
 
-def _train(session: Session, folder: Folder, name: str, watchers: Sequence[Tracker]) -> None:
+def _train(session: Session, saves: Checkpoints, write: Callable[[Row], None]) -> None:
     """All rows from where the session stands, each written before the next is begun."""
     steps = session.config.training.steps
+    with signals() as stop:
+        for row in session.rows():
+            write(row)
+            signum = int(session.world.largest(stop[0] if stop else 0))  # all processes stop at the same step
+            stopping = bool(signum) and session.step < steps and "diverged" not in row
+            _save_if_due(session, saves, last=stopping or "diverged" in row)
+            if stopping:
+                saves.wait()
+                raise Stopped(session.step, signum)
+
+
+@contextmanager
+def _writer(session: Session, folder: Folder, about: Row, wandb: str | None) -> Iterator[Callable[[Row], None]]:
+    """What writes a row to the folder, to the trackers and to the terminal, from where the session stands."""
+    folder.forget_after(session.step if session.first_val_loss is not None else -1)
+    folder.reopen()
+    watchers = trackers(folder.path, session.config, session.step, wandb)
+    folder.begin(session.config, about)
     try:
-        with progress("training", steps, "steps", session.step) as show, signals() as stop:
+        with progress("training", session.config.training.steps, "steps", session.step) as show:
             with suppress(BrokenPipeError):
                 show.line(heading(session, folder.path))
-            for row in session.rows():
+
+            def write(row: Row) -> None:
                 folder.append(row)
                 for watcher in watchers:
                     watcher.write(row)
                 with suppress(BrokenPipeError):  # nobody reads any more; the run goes on
                     tell(show, row)
-                stopping = bool(stop) and session.step < steps and "diverged" not in row
-                _save_if_due(session, folder, name, last=stopping or "diverged" in row)
-                if stopping:
-                    raise Stopped(session.step, stop[0])
+
+            yield write
     finally:
         for watcher in watchers:
             watcher.close()
+
+
+def _nowhere(_: Row) -> None:
+    """For processes that leave the writing to another."""
+
+
+def _ending(config: Config, folder: Folder, resume: bool) -> Row | None:
+    """How the run in the folder has ended, if it has; UserError if it is another one, or not to be resumed."""
+    folder.refuse_unless_new(resume)
+    _refuse_another(config, folder)
+    ended = folder.result
+    return ended if ended and (ended["status"] == "diverged" or ended["step"] >= config.training.steps) else None
+
+
+def _taken(folder: Folder, resume: bool, stack: ExitStack) -> Path | None:
+    """Keep others out of the folder from now on; the checkpoint to go on from, None if the run begins here."""
+    stack.enter_context(locked(folder.path))
+    folder.refuse_unless_new(resume)
+    found = checkpoints(folder.checkpoints) if folder.taken else []
+    if not found and folder.result:
+        raise UserError(f"{folder.path} has no checkpoint left to go on from; train anew in another --out")
+    if not found and folder.rows():
+        print(f"{folder.path} has no checkpoint yet, so the run begins again", file=sys.stderr)
+    return found[-1] if found else None
+
+
+def _end(folder: Folder) -> Row:
+    """Write down how the run ended."""
+    result = conclude(folder.rows())
+    folder.end(result)
+    return result
 
 
 def _refuse_another(config: Config, folder: Folder) -> None:
@@ -94,19 +142,6 @@ def _refuse_another(config: Config, folder: Folder) -> None:
             raise UserError(f"{folder.path} holds another run: it differs in {', '.join(differences(one, other))}")
 
 
-def _continue(session: Session, folder: Folder, name: str) -> None:
-    """Load the last checkpoint, if there is one, and forget the rows that came after it."""
-    found = checkpoints(folder.checkpoints)
-    if found:
-        session.load_state_dict(load(found[-1], name))
-    elif folder.result:
-        raise UserError(f"{folder.path} has no checkpoint left to go on from; train anew in another --out")
-    elif folder.rows():
-        print(f"{folder.path} has no checkpoint yet, so the run begins again", file=sys.stderr)
-    folder.forget_after(session.step if found else -1)
-    folder.reopen()
-
-
 def essence(config: Config) -> Config:
     """What a run cannot change on its way: all but how it is watched, on what machine, and how long it goes on.
 
@@ -117,10 +152,10 @@ def essence(config: Config) -> Config:
     return replace(config, training=training, watch=Watch(), machine=Machine())
 
 
-def _save_if_due(session: Session, folder: Folder, name: str, last: bool) -> None:
+def _save_if_due(session: Session, saves: Checkpoints, last: bool) -> None:
     watch, steps = session.config.watch, session.config.training.steps
     if last or session.step == steps or (session.step and session.step % watch.checkpoint_every == 0):
-        save(folder.checkpoints, session.step, name, session.state_dict(), watch.keep)
+        saves.save(session.step, session.tensors(), session.rest(), later=watch.async_save)
 
 
 @contextmanager
@@ -153,10 +188,17 @@ def heading(session: Session, path: Path) -> str:
     start = f"from step {session.step} on" if session.step else "from the beginning"
     return (
         f"{session.size:,} parameters, {kinds['attention']}, {kinds['method']}{f' ({settings})' if settings else ''}, "
-        f"{kinds['optimizer']} at lr {config.optimizer.lr:g}, on {session.device}\n"
+        f"{kinds['optimizer']} at lr {config.optimizer.lr:g}, on {where(session)}\n"
         f"{config.training.steps:,} steps of {config.training.batch_tokens:,} tokens, {tokens:,} in all, {start}; "
         f"everything goes to {path}"
     )
+
+
+def where(session: Session) -> str:
+    """The device, and how many processes share the model in which way."""
+    size, shared = session.world.size, {"ddp": "each with the whole model", "fsdp": "each with a shard of the model"}
+    several = f" in {size} processes, {shared[session.config.machine.parallel]}" if size > 1 else ""
+    return f"{session.device}{several}"
 
 
 def tell(show: Show, row: Row) -> None:

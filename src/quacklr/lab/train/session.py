@@ -2,7 +2,7 @@
 
     for row in Session(config, corpus).rows(): ...          # {"step": 1, "loss": ..., "lr": ..., ...}
 
-Between rows `state_dict()` is all that a later session needs to go on bitwise.
+Between rows `tensors()` and `rest()` are all that a later session needs to go on bitwise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from quacklr.lab.methods import alter, attach
 from quacklr.lab.model import build
 from quacklr.lab.optim import factor, optimizers, set_lr
 from quacklr.lab.train.device import device_of, memory, mfu
+from quacklr.lab.train.parallel import clip_gradients, distributed, micro_batch
 from quacklr.lab.train.statistics import Probe, number, weight_row
+from quacklr.lab.train.tensors import tensors_of
+from quacklr.lab.train.world import world
+from quacklr.ranks import fully_sharded
 
 Row = dict[str, Any]
 
@@ -35,11 +39,14 @@ class Session:
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config = config = with_vocabulary(config, corpus)
         self.device = device_of(config.machine)
+        self.world = world()
         self.model = build(config.shape, config.attention, config.training.seed, self.device)
+        self.model.recompute = config.machine.recompute
         alter(config.method, self.model)
+        self.trained = distributed(self.model, config.machine, self.world)
         self.optimizers = optimizers(config.optimizer, self.model)
-        self.attached = attach(config.method, self.model, self.optimizers)
-        self.forward: Any = torch.compile(self.model) if config.machine.compile else self.model
+        self.attached = attach(config.method, self.trained, self.optimizers)
+        self.forward: Any = torch.compile(self.trained) if config.machine.compile else self.trained
         self.train_tokens = corpus.tokens("train")
         self.val_BT = fixed(corpus.tokens("val"), config.watch.eval_sequences, config.shape.context)
         self.bytes_per_token = corpus.bytes_per_token("val")
@@ -90,24 +97,27 @@ class Session:
         times = factor(config.schedule, self.step, config.training.steps)
         set_lr(self.optimizers, times)
         tokens_BT = batch(self.train_tokens, config.training.seed, self.step, config.sequences, config.shape.context)
+        mine_BT = self.world.share(tokens_BT).to(self.device)
+        parts = mine_BT.split(config.training.micro_batch)
         losses = []
-        for micro_BT in tokens_BT.to(self.device).split(config.training.micro_batch):
-            loss = self._loss(micro_BT) / config.accumulation
-            loss.backward()
+        for micro_BT in parts:
+            with micro_batch(self.trained, last=micro_BT is parts[-1]):
+                loss = self._loss(micro_BT) / (len(mine_BT) / len(micro_BT))
+                loss.backward()
             losses.append(loss.detach())
-        limit = config.training.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = clip_gradients(self.model, config.training.grad_clip or math.inf)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return {"loss": float(torch.stack(losses).sum()), "grad_norm": float(norm), "lr": config.optimizer.lr * times}
+        (loss_of_all,) = self.world.total(float(torch.stack(losses).sum()))
+        return {"loss": loss_of_all / self.world.size, "grad_norm": norm, "lr": config.optimizer.lr * times}
 
     def _loss(self, tokens_BT: Tensor) -> Tensor:
         with self._precision():
             return self.forward(tokens_BT[:, :-1], tokens_BT[:, 1:])
 
     def _precision(self) -> AbstractContextManager[Any]:
-        if self.config.machine.precision == "bf16":
+        if self.config.machine.precision == "bf16" and not fully_sharded(self.model):
             return torch.autocast(self.device.type, torch.bfloat16)
         return nullcontext()
 
@@ -115,18 +125,21 @@ class Session:
     def _validate(self) -> Row:
         """Loss on the validation set, in nats a token and in bits a byte."""
         self.model.eval()
-        total = sum(
-            float(self._loss(part_BT.to(self.device))) * len(part_BT)
-            for part_BT in self.val_BT.split(self.config.training.micro_batch)
-        )
+        parts = self.val_BT.split(self.config.training.micro_batch)
+        mine = 0.0
+        for first in range(0, len(parts), self.world.size):  # all processes take part in every forward
+            place = first + self.world.rank
+            part_BT = parts[min(place, len(parts) - 1)]
+            loss = float(self._loss(part_BT.to(self.device)))
+            mine += loss * len(part_BT) if place < len(parts) else 0.0
         self.model.train()
-        loss = total / len(self.val_BT)
+        loss = self.world.total(mine)[0] / len(self.val_BT)
         return {"val_loss": loss, "val_bpb": loss / math.log(2) / self.bytes_per_token}
 
     def _speed(self, seconds: float) -> Row:
         rate = self.config.training.batch_tokens / seconds
         row = {"tokens": (self.step + 1) * self.config.training.batch_tokens, "tokens_per_second": number(rate)}
-        share = mfu(self.size, self.config, rate, self.device)
+        share = mfu(self.size, self.config, rate / self.world.size, self.device)
         return row | {"memory_gb": memory(self.device)} | ({"mfu": number(share)} if share is not None else {})
 
     def _verdict(self, row: Row) -> Row:
@@ -140,28 +153,27 @@ class Session:
             return {"diverged": f"the validation loss is {val:.3f} at step {self.step}, above its start {first:.3f}"}
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that decides what comes next."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Of all that decides what comes next, the tensors of model and optimizers, which may be sharded."""
+        return tensors_of(self.model, self.optimizers)
+
+    def rest(self) -> dict[str, Any]:
+        """The others, which are the same on every rank."""
         return {
             "step": self.step,
             "first_val_loss": self.first_val_loss,
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "method": self.attached.state_dict() if self.attached else {},
             "probe": self.probe.state_dict(),
             "rng": torch.get_rng_state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict()`."""
-        self.model.load_state_dict(state["model"])
+    def load_rest(self, rest: dict[str, Any]) -> None:
+        """Go on from a `rest()`; the tensors have been filled before."""
         if self.attached:
-            self.attached.load_state_dict(state["method"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.probe.load_state_dict(state["probe"])
-        self.step, self.first_val_loss = state["step"], state["first_val_loss"]
-        torch.set_rng_state(state["rng"])
+            self.attached.load_state_dict(rest["method"])
+        self.probe.load_state_dict(rest["probe"])
+        self.step, self.first_val_loss = rest["step"], rest["first_val_loss"]
+        torch.set_rng_state(rest["rng"])
 
 
 def with_vocabulary(config: Config, corpus: Corpus) -> Config:

@@ -15,6 +15,7 @@ from quacklr import LogitMonitor, LogitStats
 from quacklr.integrations.writers import STATISTICS, Heads
 from quacklr.lab.methods import Attached, rates
 from quacklr.lab.model import Decoder
+from quacklr.lab.train.parallel import gathered
 from quacklr.modules import undisturbed
 
 Table = list[list[float | None]]  # layers x heads
@@ -39,7 +40,10 @@ def weight_row(model: Decoder, attached: Attached | None) -> dict[str, dict[str,
     norms: dict[str, list[Tensor]] = {}
     rated: dict[str, list[Tensor]] = {}
     by_name = rates(attached)
-    with undisturbed(model):  # a weight that is reparametrised moves on when it is read in training mode
+    with (
+        undisturbed(model),
+        gathered(model),
+    ):  # a weight that is reparametrised moves on when it is read in training mode
         for name, attention in model.attentions().items():
             matrices = attention.matrices()
             for role in attention.logit_roles:

@@ -1,0 +1,118 @@
+"""The processes that train one model together. Without torchrun there is one, and nothing here does anything.
+
+    torchrun --nproc-per-node 4 -m quacklr train ...
+
+Each is a rank. Rank 0 leads: it alone writes to the run's folder and to the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quacklr.lab.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """Who is here: process `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is this process that writes and speaks for all."""
+        return self.rank == 0
+
+    def share(self, rows: Tensor) -> Tensor:
+        """The rows of a batch that are this process's: as many as any other's."""
+        if len(rows) % self.size:
+            raise UserError(
+                f"the {len(rows)} sequences of a step cannot be shared out equally to {self.size} processes; change "
+                "--batch-tokens, or how many processes torchrun starts"
+            )
+        return rows.view(self.size, -1, *rows.shape[1:])[self.rank]
+
+    def total(self, *numbers: float) -> list[float]:
+        """Sums over all processes. Every one must ask."""
+        if self.size == 1:
+            return list(numbers)
+        sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        dist.all_reduce(sums)
+        return list(sums.tolist())
+
+    def largest(self, number: float) -> float:
+        """The largest of what the processes say. Every one must."""
+        if self.size == 1:
+            return number
+        found = torch.tensor(number, dtype=torch.float64, device="cpu")
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.item()
+
+    def told(self, decide: Callable[[], T]) -> T:
+        """What the leading process decides, in all of them. If it refuses, the others end without a word."""
+        if self.size == 1:
+            return decide()
+        words: list[Any] = [None, None]
+        if self.leads:
+            try:
+                words = [decide(), None]
+            except UserError as error:
+                words = [None, error]
+        dist.broadcast_object_list(words, src=0, device=torch.device("cpu"))
+        said, refusal = words
+        if refusal is not None:
+            raise refusal if self.leads else SystemExit(2)
+        decided: T = said
+        return decided
+
+
+def world() -> World:
+    """The processes that have found each other."""
+    if dist.is_available() and dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size())
+    return World()
+
+
+def leads() -> bool:
+    """Whether this process is the one that speaks, as torchrun numbers them, before they have found each other."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def is_restarted() -> bool:
+    """Whether torchrun has started this process again, because one of the processes had died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """The processes that torchrun started, brought together for as long as it is entered."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield world()
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        dist.init_process_group(backend)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"the processes cannot find each other ({reason}); start them with torchrun") from error
+    yield world()
+    dist.destroy_process_group()  # not after an error: it would wait for processes that may be gone
+
+
+def is_loss_of_a_process(error: BaseException) -> bool:
+    """Whether an error says that another process is gone, or silent for too long."""
+    words = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        word in words for word in ("gloo", "nccl", "connection", "timed out")
+    )
