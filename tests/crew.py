@@ -85,7 +85,7 @@ def work(rank: int, size: int, store: str, pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            answer = task(rank, *args), ""
+            answer = pickle.dumps((task(rank, *args), ""))
         except BaseException:
-            answer = None, traceback.format_exc()
-        pipe.send_bytes(pickle.dumps(answer))
+            answer = pickle.dumps((None, traceback.format_exc()))
+        pipe.send_bytes(answer)

@@ -31,11 +31,11 @@ class Seat(NamedTuple):
 
 
 class Seats(list[Seat]):
-    """Of every piece where it stands; and of every run over which groups it is cut, and whether rows are torn."""
+    """Of every piece where it stands; and of every run over which groups it is cut, and over which its rows are."""
 
-    def __init__(self, runs: Sequence[Run], groups: Sequence[Groups], torn: Sequence[bool]) -> None:
+    def __init__(self, runs: Sequence[Run], groups: Sequence[Groups], of_columns: Sequence[Groups]) -> None:
         super().__init__()
-        self.runs, self.groups, self.torn = runs, groups, torn
+        self.runs, self.groups, self.of_columns = runs, groups, of_columns
 
 
 def spectral_norms(seats: Seats, pieces: list[Tensor], bases: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -62,7 +62,7 @@ def _applied(seats: Seats, pieces: list[Tensor], bases: list[Tensor]) -> list[Te
         piece_BRC @ bases[seat.run][seat.blocks_B][:, seat.columns_C]
         for seat, piece_BRC in zip(seats, pieces, strict=True)
     ]
-    if any(seats.torn):
+    if any(seats.of_columns):
         images = _mended(seats, images, bases)
     applied = [torch.zeros_like(basis_BCV) for basis_BCV in bases]
     for seat, piece_BRC, image_BRV in zip(seats, pieces, images, strict=True):
@@ -74,12 +74,12 @@ def _applied(seats: Seats, pieces: list[Tensor], bases: list[Tensor]) -> list[Te
 
 def _mended(seats: Seats, images: list[Tensor], bases: list[Tensor]) -> list[Tensor]:
     """W V of the rows that are here, with what others have of them."""
-    torn = [run for run, is_torn in enumerate(seats.torn) if is_torn]
+    torn = [run for run, groups in enumerate(seats.of_columns) if groups]
     whole = {run: bases[run].new_zeros(*_size(seats.runs[run]), bases[run].shape[2]) for run in torn}
     for seat, image_BRV in zip(seats, images, strict=True):
         if seat.run in whole and seat.counts:
             whole[seat.run].index_put_((seat.blocks_B[:, None], seat.rows_BR), image_BRV, accumulate=True)
-    whole = dict(zip(torn, added(list(whole.values()), [seats.groups[run] for run in torn]), strict=True))
+    whole = dict(zip(torn, added(list(whole.values()), [seats.of_columns[run] for run in torn]), strict=True))
     return [
         whole[seat.run][seat.blocks_B[:, None], seat.rows_BR] if seat.run in whole else image_BRV
         for seat, image_BRV in zip(seats, images, strict=True)

@@ -62,14 +62,13 @@ class Sharded(Blocks):
     def _pieces(self) -> list[Piece]:
         self.shares = [share for number, run in enumerate(self.runs) for share in shares_of(number, run)]
         groups = [union(share.groups for share in self.shares if share.run == run) for run in range(len(self.runs))]
-        torn = [is_torn(run.weight) for run in self.runs]
-        self._seats = Seats(self.runs, groups, torn)
+        self._seats = Seats(self.runs, groups, [groups_of_columns(run.weight) for run in self.runs])
         self._share_of_piece: list[int] = []
         pieces = []
         for number, (run, parts, mine, columns) in enumerate(self.shares):
             weight, blocks = self.runs[run]
             counts = all(dist.get_rank(group) == 0 for group in groups[run] if group not in mine)
-            for alike in alike_here(parts[0], blocks):
+            for alike in alike_here(parts[0], blocks) if len(columns) else ():
                 piece = Piece(weight, alike, parts)
                 pieces.append(piece)
                 self._share_of_piece.append(number)
@@ -125,10 +124,12 @@ def are_alike(parts: Sequence[Weight]) -> bool:
     return same_rows and all(each == lie[0] for each in lie) and all(by_row for _, by_row, _ in lie[0])
 
 
-def is_torn(weight: Weight) -> bool:
-    """Whether a process may have a part of a row, or rows without their bias."""
-    by_column = any(cut.dim not in part.dims for part in weight.parts for cut in cuts(part.param))
-    return by_column or not are_alike(weight.parts)
+def groups_of_columns(weight: Weight) -> Groups:
+    """The groups that have parts of rows, or rows and their biases apart; none if every process has whole rows."""
+    apart = not are_alike(weight.parts)
+    return union(
+        [[cut.group] for part in weight.parts for cut in cuts(part.param) if apart or cut.dim not in part.dims]
+    )
 
 
 def alike_here(part: Weight, blocks: Tensor) -> Iterator[Tensor]:

@@ -78,9 +78,15 @@ def _plain(module: Any) -> list[Source]:
     pointwise = isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}
     linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or type(module).__name__ in LINEAR)
     transposed = weight.ndim == 2 and type(module).__name__ == "Conv1D"  # transformers'
-    if not isinstance(weight, nn.Parameter) or not (pointwise or linear or transposed) or module._forward_hooks:
+    if not isinstance(weight, nn.Parameter) or not (pointwise or linear or transposed) or _is_hooked(module):
         return []
     return [Source(weight, bias, dim=1 if transposed else 0)]
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether somebody may change what it makes. FSDP2 and tensor parallelism do not: they only send it around."""
+    makers = [str(getattr(hook, "__module__", "")) for hook in module._forward_hooks.values()]
+    return not all(maker.startswith("torch.distributed.") for maker in makers)
 
 
 def _lora(module: Any) -> list[Source]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -179,11 +180,10 @@ def again(path: Path | None) -> str:
 
 def loss_of_a_process(error: RuntimeError, path: Path | None) -> str:
     """What has happened, and the way on."""
+    reason = re.sub(r"^\[[^]]*\]\s*", "", str(error).splitlines()[0]).partition(". ")[0]
     found = checkpoints(path / "checkpoints") if path else []
     way = f"its last checkpoint is {found[-1].name}; go on with: {again(path)}" if found else "it has no checkpoint yet"
-    return (
-        f"another process of this run has died or does not answer ({str(error).splitlines()[0]}); the run ends: {way}"
-    )
+    return f"another process of this run has died or does not answer ({reason}), so the run ends; {way}"
 
 
 def tell_end(result: Row, path: Path, picture: Path | None) -> None:

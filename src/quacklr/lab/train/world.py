@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from quacklr.lab.errors import UserError
 
@@ -102,7 +104,10 @@ def joined() -> Iterator[World]:
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        dist.init_process_group(backend)
+        store, rank, size = next(rendezvous("env://"))
+        # torchrun may keep its store when it starts processes again, and in it the addresses of those that died
+        fresh = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=fresh, rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"the processes cannot find each other ({reason}); start them with torchrun") from error
