@@ -33,12 +33,15 @@ study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; 
 models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)
 	PYTHONPATH=tests $(BIN)/python benchmarks/catalogue.py
 
-bench: $(READY)  ## what QuacK costs a training step, Muon, the lab, measuring a model, watching and clipping logits
+bench: $(READY)  ## what QuacK costs a step, whole and sharded, Muon, the lab, measuring a model, watching and clipping logits
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/muon_step.py
 	$(BIN)/python benchmarks/lab_speed.py
 	$(BIN)/python benchmarks/measure_attention.py
 	$(BIN)/python benchmarks/watching.py
+	$(BIN)/python benchmarks/sharded_step.py
+	$(BIN)/python benchmarks/muon_sharded.py
+	$(BIN)/python benchmarks/communication.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

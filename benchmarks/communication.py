@@ -111,7 +111,10 @@ def main() -> None:
     given = parser.parse_args()
     command = f"python benchmarks/communication.py --ranks {' '.join(map(str, given.ranks))}"
     head = f"Computed, not measured, by `{command}`: bytes a step, and how much that is of what FSDP2 sends itself."
-    text = "\n\n".join([head, *(table(name, given.ranks) for name in SHAPES)]) + "\n"
+    text = (
+        "\n\n".join(["# What a step sends between processes", head, *(table(name, given.ranks) for name in SHAPES)])
+        + "\n"
+    )
     print(text)
     if given.out:
         given.out.write_text(text, encoding="utf-8")

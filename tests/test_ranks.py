@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crew import Crew
 from models import assert_equal
-from quacklr import LogitMonitor, LogitStats, QKClip
+from quacklr import LogitMonitor, LogitStats, QKClip, QuacK
 from quacklr.lab.model import MHA, Shape, build
 
 SHAPE = Shape(d_model=32, layers=2, d_ff=48, context=12, vocab=50, init_std=0.4)
@@ -120,6 +120,22 @@ def test_ranks_are_clipped_by_the_largest_logit_of_all_and_stay_the_same(kind: s
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
     for name, largest in expected.items():
         torch.testing.assert_close(maxima[name], largest, rtol=1e-4, atol=1e-5)
+
+
+def attached_after_a_look(_: int) -> list[str]:
+    """FSDP2 keeps what it has gathered for a forward without a backward; that is not what an optimizer steps."""
+    model = model_of("plain")
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(batch(0))
+    with QuacK(model, optimizer) as quack:
+        return list(quack.rates())
+
+
+def test_quack_attaches_to_shards_also_when_a_forward_has_left_them_gathered(two: Crew) -> None:
+    for names in two(attached_after_a_look):
+        assert names == [f"blocks.{layer}.attention.{role}" for layer in (0, 1) for role in "qk"]
 
 
 def test_a_model_that_would_drift_apart_is_told(two: Crew) -> None:

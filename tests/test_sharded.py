@@ -135,7 +135,7 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize(("norm", "optimizer"), [(frobenius, "SGD"), (frobenius, "AdamW"), (spectral, "AdamW")])
+@pytest.mark.parametrize(("norm", "optimizer"), [(frobenius, "SGD"), (spectral, "AdamW")])
 @pytest.mark.parametrize(("name", "kind"), SHARDED)
 def test_a_sharded_model_learns_as_in_one_process(name: str, kind: str, norm: Norm, optimizer: str, four: Crew) -> None:
     alone = trained(0, name, "plain", norm, optimizer)
@@ -182,8 +182,8 @@ def test_rates_of_a_sharded_mla_decoder_are_those_of_algorithm_2(four: Crew) -> 
 @pytest.mark.parametrize(
     ("kind", "layers", "least", "most"),
     [
-        *(("ddp", 2, 0, 0), ("fsdp", 2, 1, 1), ("fsdp", 6, 1, 1), ("hsdp", 6, 1, 1)),
-        *(("tp", 6, 1, 1), ("tp x fsdp", 2, 1, 2), ("tp x fsdp", 6, 1, 2)),
+        *(("ddp", 2, 0, 0), ("fsdp", 1, 1, 1), ("fsdp", 4, 1, 1), ("hsdp", 3, 1, 1)),
+        *(("tp", 3, 1, 1), ("tp x fsdp", 1, 1, 2), ("tp x fsdp", 4, 1, 2)),
     ],
 )
 def test_a_step_takes_one_collective_whatever_the_number_of_layers(

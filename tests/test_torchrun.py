@@ -1,0 +1,173 @@
+"""Runs under torchrun, real processes: killed, started again, stopped, and gone on with in another number of them."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path as File
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crew import Crew
+from lab_runs import make_corpus, quacklr, read_rows
+from quacklr.lab.train import storage
+from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
+
+MODEL = "--d-model 16 --layers 2 --d-ff 24 --context 16 --heads 2 --kv-heads 1 --head-dim 8 --batch-tokens 128"
+RUN = f"{MODEL} --micro-batch 2 --lr 0.02 --steps 60 --warmup 4 --checkpoint-every 10 --method quack --threads 1"
+KILL_AFTER = 25
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> File:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The rows of the run in one process that nobody disturbs."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    done = quacklr("train", "--corpus", corpus, *RUN.split(), "--out", out)
+    assert done.returncode == 0, done.stderr
+    return read_rows(out)
+
+
+def torchrun(options: str, *more: str | File) -> subprocess.Popen[str]:
+    """`quacklr train` in two processes, the words of which come out together."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options.split(), "-m"]
+    command += ["quacklr", "train", *map(str, more)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+
+
+def rank_of(pid: int) -> int | None:
+    """Which rank of a run a process is."""
+    try:
+        said = dict(
+            part.partition("=")[::2] for part in File(f"/proc/{pid}/environ").read_text().split("\0") if "=" in part
+        )
+    except OSError:
+        return None
+    return int(said["RANK"]) if "RANK" in said else None
+
+
+def kill_in_the_middle(job: subprocess.Popen[str], out: File, rank: int) -> None:
+    while len(read_rows(out)) < KILL_AFTER:
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.01)
+    children = File(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    (victim,) = [int(child) for child in children if rank_of(int(child)) == rank]
+    os.kill(victim, signal.SIGKILL)
+
+
+def assert_same_curve(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """One row a step, no gap and none twice, and the losses of the run that nobody disturbed."""
+    assert [row["step"] for row in rows] == [row["step"] for row in wanted]
+    for row, other in zip(rows, wanted, strict=True):
+        for name in ("loss", "val_loss", "grad_norm"):
+            assert (name in row) == (name in other)
+            assert name not in row or math.isclose(row[name], other[name], rel_tol=2e-3), (row["step"], name)
+
+
+def test_a_killed_rank_ends_the_run_with_a_sentence_and_one_process_goes_on(
+    corpus: File, whole: list[dict[str, Any]], tmp_path: File
+) -> None:
+    out = tmp_path / "run"
+    job = torchrun("--standalone", "--corpus", corpus, *RUN.split(), "--parallel", "fsdp", "--out", out)
+    kill_in_the_middle(job, out, rank=1)
+    said, _ = job.communicate(timeout=120)
+    assert job.returncode != 0
+    (last,) = re.findall(
+        r"quacklr train: another process of this run has died or does not answer \(.{5,120}\), so the run ends; its "
+        rf"last checkpoint is step-(\d+); go on with: torchrun --nproc-per-node 2 -m quacklr train --resume {out}\n",
+        said,
+    )
+    assert int(last) >= 20
+    assert not (out / "result.json").exists()
+    resumed = quacklr("train", "--resume", out)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"from step {int(last)} on" in resumed.stdout
+    assert_same_curve(read_rows(out), whole)
+
+
+def test_torchrun_starts_a_run_again_from_its_checkpoint(
+    corpus: File, whole: list[dict[str, Any]], tmp_path: File
+) -> None:
+    """Also the leading process may die. Here torchrun's own store lives on, with the addresses of those that died."""
+    out = tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = torchrun(f"--master-port {port} --max-restarts 1", "--corpus", corpus, *RUN.split(), "--out", out)
+    kill_in_the_middle(job, out, rank=0)
+    said, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, said
+    assert re.search(r"from step [23]0 on", said)
+    assert said.count("Done: validation loss") == 1
+    assert_same_curve(read_rows(out), whole)
+
+
+def test_all_ranks_stop_at_the_same_step_and_go_on_in_another_way(
+    corpus: File, whole: list[dict[str, Any]], tmp_path: File
+) -> None:
+    out, options = tmp_path / "run", RUN.replace("--checkpoint-every 10", "--checkpoint-every 1000 --async-save")
+    job = torchrun("--standalone", "--corpus", corpus, *options.split(), "--out", out)
+    while len(read_rows(out)) < KILL_AFTER:
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.01)
+    job.send_signal(signal.SIGTERM)
+    said, _ = job.communicate(timeout=120)
+    (step,) = re.findall(r"Stopped at step (\d+); go on with: torchrun --nproc-per-node 2 -m quacklr train", said)
+    assert [path.name for path in checkpoints(out / "checkpoints")] == [f"step-{int(step):07}"]
+    job = torchrun("--standalone", "--resume", out, "--parallel", "fsdp")
+    said, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, said
+    assert_same_curve(read_rows(out), whole)
+
+
+def test_a_mistake_is_told_by_one_process_only(corpus: File, tmp_path: File) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    job = torchrun("--standalone", "--corpus", corpus, *RUN.split(), "--out", tmp_path)
+    said, _ = job.communicate(timeout=120)
+    assert job.returncode != 0
+    assert said.count("already holds a run; go on with it by") == 1
+    assert "quacklr train (rank 1)" not in said
+    assert said.count("Traceback") == 1, "torchrun's own"
+
+
+def saved_and_killed(rank: int, folder: File, step: int, dies: bool) -> None:
+    """A save of all ranks, in which the second dies when it has written half of what it has."""
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    model = nn.Linear(3, 4)
+    nn.init.constant_(model.weight, step)
+    if dies and rank == 1:
+        storage.Writer.write_data = die  # type: ignore[method-assign, assignment]
+    with Checkpoints(folder, "a-b", keep=2) as saves:
+        saves.save(step, {f"model.{name}": value for name, value in model.state_dict().items()}, {"step": step})
+
+
+def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path: File) -> None:
+    crew = Crew(2)
+    crew(saved_and_killed, tmp_path, 1, False)
+    with pytest.raises((AssertionError, EOFError)):
+        crew(saved_and_killed, tmp_path, 2, True)
+    crew.stop()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-0000001"]
+    model = nn.Linear(3, 4)
+    with Checkpoints(tmp_path, "a-b", keep=2) as saves:
+        assert saves.load(checkpoints(tmp_path)[-1], model, [])["step"] == 1
+        assert torch.equal(model.weight, torch.ones(4, 3))
+        saves.save(3, {f"model.{name}": value for name, value in model.state_dict().items()}, {"step": 3})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000001", "step-0000003"]
