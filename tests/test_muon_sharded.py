@@ -24,7 +24,8 @@ from crew import Crew
 from models import assert_equal
 from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.lab.optim import Muon, MuonRecipe, muon, optimizers, orthogonalise
-from quacklr.lab.optim.dealt import Cut
+from quacklr.lab.optim.dealt import shards_of
+from quacklr.shards import cuts
 from test_muon import reference_step
 
 SHAPES = [(24, 24), (16, 40), (24, 24), (40, 16), (24, 24), (8, 40), (16, 40)]
@@ -132,7 +133,8 @@ def sizes(rank: int, dim: int) -> list[tuple[Any, Any]]:
     found = []
     for shape in [(length, 3) if dim == 0 else (3, length) for length in range(1, 14)]:
         tensor: Any = spread(torch.zeros(shape), {"mesh": (4,), "placements": [Shard(dim)]})
-        found.append((Cut(dim, tensor.device_mesh, 0).shards(shape)[rank], tuple(tensor.to_local().shape)))
+        (cut,) = cuts(tensor)
+        found.append((shards_of(shape, cut)[rank], tuple(tensor.to_local().shape)))
     return found
 
 

@@ -14,92 +14,55 @@ Shapes: R rows, C columns, of a matrix, a shard or a stack.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from quacklr.shards import Cut, cuts, here, is_partial, is_sharded
 
 RowsColumns = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How matrices are cut into shards: along one of their dimensions, between the ranks of one dimension of a mesh."""
-
-    dim: int
-    mesh: Any
-    mesh_dim: int
-
-    @property
-    def ranks(self) -> int:
-        """Shards of a matrix; some may be empty."""
-        return self.mesh.size(self.mesh_dim)
-
-    @property
-    def rank(self) -> int:
-        """Which of the shards is this process's."""
-        return self.mesh.get_local_rank(self.mesh_dim)
-
-    def shards(self, shape: RowsColumns) -> list[RowsColumns]:
-        """The shapes of all shards, by torch.chunk's rule: equal, but for the last ones, which are smaller or empty."""
-        whole, ranks = shape[self.dim], self.ranks
-        ends = [min(whole, -(-whole // ranks) * rank) for rank in range(ranks + 1)]
-        return [(*shape[: self.dim], end - start, *shape[self.dim + 1 :]) for start, end in pairwise(ends)]
-
-
-def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor. One process does not have to load that class."""
-    return hasattr(tensor, "placements")
-
-
 def cut_of(param: Tensor) -> Cut | None:
     """How a parameter is cut; None where each rank has all of it, as of a plain tensor."""
-    if not is_distributed(param):
-        return None
-    placements: tuple[Any, ...] = param.placements
-    for mesh_dim, placement in enumerate(placements):
-        if placement.is_shard() and param.device_mesh.size(mesh_dim) > 1:
-            return Cut(placement.dim, param.device_mesh, mesh_dim)
-    return None
+    found = cuts(param)
+    return found[0] if found else None
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, sharing its memory. Call it without autograd."""
-    return tensor.to_local() if is_distributed(tensor) else tensor
+def shards_of(shape: RowsColumns, cut: Cut) -> list[RowsColumns]:
+    """The shapes of all shards, by torch.chunk's rule: equal, but for the last ones, which are smaller or empty."""
+    whole, ranks = shape[cut.dim], dist.get_world_size(cut.group)
+    ends = [min(whole, -(-whole // ranks) * rank) for rank in range(ranks + 1)]
+    return [(*shape[: cut.dim], end - start, *shape[cut.dim + 1 :]) for start, end in pairwise(ends)]
 
 
-def local_gradient(param: Tensor) -> Tensor:
+def gradient_here(param: Tensor) -> Tensor:
     """What this rank has of the gradient. One that is not cut as its parameter is, unlike FSDP's, is first made so."""
-    assert param.grad is not None
-    if is_distributed(param) and is_distributed(param.grad) and param.grad.placements != param.placements:
-        return local(param.grad.redistribute(placements=param.placements))
-    return local(param.grad)
+    whole: Any = param
+    assert whole.grad is not None
+    if is_sharded(param) and is_sharded(whole.grad) and whole.grad.placements != whole.placements:
+        return here(whole.grad.redistribute(placements=whole.placements))
+    return here(whole.grad)
 
 
 def refuse_unless_one_cut(name: str, param: Tensor) -> None:
     """ValueError for a DTensor that is cut otherwise than along one mesh dimension, by torch.chunk's rule."""
-    if not is_distributed(param):
-        return
-    placed = zip(param.placements, param.device_mesh.shape, strict=True)
-    divided = [placement for placement, ranks in placed if ranks > 1 and not placement.is_replicate()]
-    if len(divided) > 1 or not all(each.is_shard() and not hasattr(each, "split_factor") for each in divided):
+    found, shape, mine = cuts(param), tuple(param.shape), tuple(here(param).shape)
+    if len(found) > 1 or is_partial(param) or any(cut.factor > 1 for cut in found):
+        placements = getattr(param, "placements", None)
         raise ValueError(
-            f"Muon steps matrices sharded over one mesh dimension, but {name} is placed as {param.placements}; shard "
-            "it by fully_shard without tensor parallelism, or give it to AdamW"
+            f"Muon steps matrices sharded over one mesh dimension, but {name} is placed as {placements}; shard it by "
+            "fully_shard without tensor parallelism, or give it to AdamW"
         )
-    cut, here = cut_of(param), tuple(param.to_local().shape)
-    expected = cut.shards(tuple(param.shape))[cut.rank] if cut else tuple(param.shape)
-    if here != expected:
+    expected = shards_of(shape, found[0])[dist.get_rank(found[0].group)] if found else shape
+    if mine != expected:
         raise ValueError(
-            f"this rank has {here} of {name} of shape {tuple(param.shape)}, but torch.chunk would give it {expected}; "
-            "shard it by fully_shard or distribute_tensor"
+            f"this rank has {mine} of {name} of shape {shape}, but torch.chunk would give it {expected}; shard it by "
+            "fully_shard or distribute_tensor"
         )
 
 
@@ -114,11 +77,11 @@ class Deal:
         self, shapes: Sequence[RowsColumns], cut: Cut, first: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._cut, self._largest = cut, max(map(prod, shapes))
-        ranks, here = cut.ranks, cut.rank
-        shards = {shape: cut.shards(shape) for shape in set(shapes)}
+        ranks, mine = dist.get_world_size(cut.group), dist.get_rank(cut.group)
+        shards = {shape: shards_of(shape, cut) for shape in set(shapes)}
         hands = [range((rank - first) % ranks, len(shapes), ranks) for rank in range(ranks)]
-        held = [[shards[shapes[i]][here] for i in hand] for hand in hands]
-        owned = [[shards[shapes[i]][rank] for i in hands[here]] for rank in range(ranks)]
+        held = [[shards[shapes[i]][mine] for i in hand] for hand in hands]
+        owned = [[shards[shapes[i]][rank] for i in hands[mine]] for rank in range(ranks)]
         self._held, self._owned = _Parcels(held, dtype, device), _Parcels(owned, dtype, device)
         dealt = dict(zip(chain(*hands), chain(*self._held.shards), strict=True))
         self.shards: list[Tensor] = [dealt[i] for i in range(len(shapes))]
@@ -144,8 +107,7 @@ class Deal:
                 shard_RC.copy_(part_RC)
 
     def _send(self, parcels: _Parcels, to: _Parcels) -> None:
-        group = self._cut.mesh.get_group(self._cut.mesh_dim)
-        dist.all_to_all_single(to.flat, parcels.flat, to.sizes, parcels.sizes, group=group)
+        dist.all_to_all_single(to.flat, parcels.flat, to.sizes, parcels.sizes, group=self._cut.group)
 
 
 class _Parcels:

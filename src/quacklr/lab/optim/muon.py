@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from quacklr.lab.optim.dealt import Cut, Deal, cut_of, local, local_gradient, refuse_unless_one_cut
+from quacklr.lab.optim.dealt import Deal, cut_of, gradient_here, refuse_unless_one_cut
 from quacklr.lab.optim.newton_schulz import orthogonalise, precision
+from quacklr.shards import Cut, here
 
 Scale = Literal["jordan", "rms"]
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -107,8 +108,8 @@ class Muon(Optimizer):
                 for stack in self._stacks(jobs):
                     self._step(rows, stack)
             else:
-                self._step_dealt(rows, jobs, cut, dealt[cut.mesh, cut.mesh_dim])
-                dealt[cut.mesh, cut.mesh_dim] += len(jobs)  # where one shape ends the next goes on: even work
+                self._step_dealt(rows, jobs, cut, dealt[cut.group])
+                dealt[cut.group] += len(jobs)  # where one shape ends the next goes on: even work
         return loss
 
     def _alike(self) -> dict[Any, list[Job]]:
@@ -149,10 +150,10 @@ class Muon(Optimizer):
             _take(param, group, update_RC, rows)
 
     def _write_update(self, param: Tensor, group: dict[str, Any], update_RC: Tensor) -> None:
-        grad_RC, state = local_gradient(param), self.state[param]
+        grad_RC, state = gradient_here(param), self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param)
-        buffer_RC = local(state["momentum_buffer"]).lerp_(grad_RC, 1 - group["momentum"])
+        buffer_RC = here(state["momentum_buffer"]).lerp_(grad_RC, 1 - group["momentum"])
         if group["nesterov"]:
             torch.lerp(grad_RC, buffer_RC, group["momentum"], out=update_RC)
         else:
@@ -166,7 +167,7 @@ def _orthogonalised(stack_RC: Tensor, rows: int) -> Tensor:
 
 def _take(param: Tensor, group: dict[str, Any], update_RC: Tensor, rows: int) -> None:
     """The step itself, on what this rank has of the parameter."""
-    lr, param_RC, columns = group["lr"], local(param), param.shape[1]
+    lr, param_RC, columns = group["lr"], here(param), param.shape[1]
     if group["weight_decay"]:
         param_RC.mul_(1 - lr * group["weight_decay"])
     param_RC.add_(update_RC, alpha=-lr * SCALES[group["scale"]](rows, columns))
