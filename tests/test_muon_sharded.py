@@ -133,8 +133,7 @@ def sizes(rank: int, dim: int) -> list[tuple[Any, Any]]:
     found = []
     for shape in [(length, 3) if dim == 0 else (3, length) for length in range(1, 14)]:
         tensor: Any = spread(torch.zeros(shape), {"mesh": (4,), "placements": [Shard(dim)]})
-        (cut,) = cuts(tensor)
-        found.append((shards_of(shape, cut)[rank], tuple(tensor.to_local().shape)))
+        found.append((shards_of(shape, *cuts(tensor))[rank], tuple(tensor.to_local().shape)))
     return found
 
 
@@ -258,8 +257,7 @@ def checkpointed(_: int, ranks: int) -> dict[str, Any]:
     for _ in range(2):
         model(torch.ones(1, 6)).square().sum().backward()
         optimizer.step()
-    whole_state: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    return whole_state["state"]
+    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
 
 
 def test_torchs_checkpoint_puts_the_momentum_together(two: Crew) -> None:
