@@ -248,7 +248,7 @@ def test_a_saved_state_continues_bitwise(two: Crew) -> None:
         assert_equal(resumed_there, straight)
 
 
-def checkpointed(_: int, ranks: int) -> dict[str, Any]:
+def checkpointed(_: int, ranks: int) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 3, bias=False))
     if ranks > 1:
