@@ -36,7 +36,7 @@ def asked(corpus: File, method: str, attention: str, **machine: Any) -> Config:
     """Two forwards a step in two processes, and four in one; but for sigma-Reparam, which moves on with each, one."""
     micro_batch = 2 if method != "sigma-reparam" else 4 if "parallel" in machine else 8
     config = small(corpus, METHODS[method], ATTENTIONS[attention], steps=STEPS, micro_batch=micro_batch)
-    watch = replace(config.watch, probe_every=3, eval_every=3, eval_sequences=7)
+    watch = replace(config.watch, probe_every=3, eval_every=3, eval_sequences=5)  # two processes, three parts
     return replace(config, machine=replace(config.machine, **machine), watch=watch)
 
 
@@ -127,18 +127,22 @@ def test_gradients_are_sent_once_a_step_after_its_last_micro_batch(kind: str, co
         assert other is None, "there is no shard of it yet"
 
 
-def precisions(_: int, config: Config) -> list[tuple[bool, torch.dtype, torch.dtype]]:
-    """Of every parameter whether it is a shard, its dtype, and that of its gradient."""
+def precisions(_: int, config: Config) -> tuple[set[tuple[bool, torch.dtype, torch.dtype]], torch.dtype]:
+    """Of parameters whether they are shards, their dtype, and that of their gradients; and what blocks compute in."""
     session = Session(config, open_corpus(config.training.corpus))
+    inside: list[torch.dtype] = []
+    session.model.blocks[0].register_forward_hook(lambda *args: inside.append(args[2].dtype))
     session._loss(session.val_BT[:2]).backward()
     grads = [(p, p.grad) for p in session.model.parameters()]
-    return [(isinstance(p, DTensor), p.dtype, g.dtype) for p, g in grads if g is not None]
+    return {(isinstance(p, DTensor), p.dtype, g.dtype) for p, g in grads if g is not None}, inside[0]
 
 
-def test_under_fsdp_a_process_has_shards_and_gradients_in_full_precision(corpus: File, two: Crew) -> None:
-    (found, other) = two(precisions, asked(corpus, "default", "mha", parallel="fsdp", precision="bf16"))
-    assert found == other
-    assert set(found) == {(True, torch.float32, torch.float32)}
+@pytest.mark.parametrize(("precision", "inside"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_under_fsdp_shards_and_gradients_are_in_full_precision(
+    precision: str, inside: torch.dtype, corpus: File, two: Crew
+) -> None:
+    for found in two(precisions, asked(corpus, "default", "mha", parallel="fsdp", precision=precision)):
+        assert found == ({(True, torch.float32, torch.float32)}, inside)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
