@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ SHAPES = {
 FP32, BF16 = 4, 2
 
 
+@cache
 def counted(name: str) -> dict[str, int]:
     """Of a model: its parameters, those of matrices, the blocks that have norms, and what spectral sends of them."""
     shape, attention = SHAPES[name]

@@ -134,12 +134,16 @@ def test_all_ranks_stop_at_the_same_step_and_go_on_in_another_way(
     assert_same_curve(read_rows(out), whole)
 
 
-def test_a_mistake_is_told_by_one_process_only(corpus: File, tmp_path: File) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    job = torchrun("--standalone", "--corpus", corpus, *RUN.split(), "--out", tmp_path)
+def test_a_folder_of_another_job_is_refused_by_one_process_also_when_torchrun_tries_again(
+    corpus: File, tmp_path: File
+) -> None:
+    for name in ("config.json", "environment.json"):
+        (tmp_path / name).write_text("{}")
+    job = torchrun("--standalone --max-restarts 1", "--corpus", corpus, *RUN.split(), "--out", tmp_path)
     said, _ = job.communicate(timeout=120)
     assert job.returncode != 0
-    assert said.count("already holds a run; go on with it by") == 1
+    assert said.count("already holds a run; go on with it by") == 2, "once each time"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "environment.json"]
     assert "quacklr train (rank 1)" not in said
     assert said.count("Traceback") == 1, "torchrun's own"
 

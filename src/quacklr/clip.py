@@ -28,7 +28,7 @@ from quacklr.listen import Listener
 from quacklr.optimizers import as_optimizers, is_idle
 from quacklr.path import Path, as_paths
 from quacklr.ranks import groups_of, largest, ranks_beside, reshard
-from quacklr.refuse import refuse_taken, refuse_tensor_parallel, refuse_unstepped
+from quacklr.refuse import refuse_flattened, refuse_taken, refuse_tensor_parallel, refuse_unstepped
 from quacklr.weight import Weight, distinct
 
 _attached: WeakSet[QKClip] = WeakSet()
@@ -79,6 +79,7 @@ class QKClip:
             raise ValueError("QK clip cannot listen to the replicas of DataParallel; use DistributedDataParallel")
         self.threshold, self.clip = threshold, clip
         self.optimizers = as_optimizers(optimizer)
+        refuse_flattened(model)
         reshard(model)
         found = logit_paths(model) if paths is None else paths
         weights = [weight for path in as_paths(found, "paths must be") for weight in path.weights]

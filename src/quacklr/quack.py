@@ -23,7 +23,14 @@ from quacklr.norms import Norm, frobenius
 from quacklr.optimizers import as_optimizers, first_after_step, is_idle
 from quacklr.path import Path, as_paths
 from quacklr.ranks import reshard
-from quacklr.refuse import refuse_settings, refuse_taken, refuse_unstepped, refuse_unusable
+from quacklr.refuse import (
+    refuse_flattened,
+    refuse_meta,
+    refuse_settings,
+    refuse_taken,
+    refuse_unstepped,
+    refuse_unusable,
+)
 from quacklr.rule import Rule, rates_from
 from quacklr.sharded import Sharded
 from quacklr.state import norm_name, read_state, write_state
@@ -34,6 +41,11 @@ _attached: WeakSet[QuacK] = WeakSet()
 RESUMED_ALONE = (
     "the optimizer's state was loaded but QuacK's was not, so all rates start again from tau; "
     "call quack.load_state_dict(...) too when you resume a run"
+)
+
+UNTRAINED = (
+    "no weight on a path had a gradient in this step, so QuacK does nothing: was the model sharded, or were its "
+    "parameters replaced, after QuacK was attached? Shard first, then make the optimizer, then attach"
 )
 
 
@@ -69,10 +81,12 @@ class QuacK:
         self.norm, self.adapt, self.floor = norm, adapt, floor
         self.optimizers = as_optimizers(optimizer)
         if isinstance(model, nn.Module):
+            refuse_flattened(model)
             reshard(model)
         paths: Iterable[Path] = logit_paths(model) if isinstance(model, nn.Module) else model
         self.left_alone: Mapping[str, str] = getattr(paths, "left_alone", {})
         paths = as_paths(paths, "the model must be an nn.Module or")
+        refuse_meta(weight for path in paths for weight in path.weights)
         self._rule = Rule(paths)
         refuse_unstepped(self._rule.weights, self.optimizers)
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
@@ -83,7 +97,7 @@ class QuacK:
         self._stepped: set[Optimizer] = set()
         self._copies: dict[Optimizer, Copies] = {}
         self._shares: dict[Optimizer, tuple[int, set[int]]] = {}
-        self._loaded = self._resumed_alone = False
+        self._loaded = self._resumed_alone = self._trained = False
         self._hooks = [hook for each in self.optimizers for hook in self._hook(each)]
         _attached.add(self)
 
@@ -151,15 +165,28 @@ class QuacK:
         copies = self._copies.pop(optimizer, None)
         if copies is not None:
             self._rule.blocks.move(copies, self._rates, self._share(optimizer))
+        if copies is not None and not self._trained:
+            self._look_for_gradients(self._share(optimizer))
+
+    def _look_for_gradients(self, share: set[int]) -> None:
+        """Until one is found, warn if none is there: parameters that were replaced stay in their optimizer for ever."""
+        stepped = [p for part in self._rule.parts for p in [part.param] if p.requires_grad and id(p) in share]
+        self._trained = not stepped or any(param.grad is not None for param in stepped)
+        if not self._trained:
+            self._trained = True
+            warnings.warn(UNTRAINED, stacklevel=5)
 
     def _optimizer_loaded(self, optimizer: Optimizer) -> None:
         self._resumed_alone = bool(optimizer.state) and not self._loaded
 
-    def rates(self) -> dict[str, Tensor]:
+    def rates(self, last: bool = False) -> dict[str, Tensor]:
         """For each weight's name the (blocks,) multipliers of lr for a step from the weights as they are now.
 
-        Of sharded weights every process must ask, at the same time.
+        Of sharded weights every process must ask, at the same time. With `last` they are those of the last step: that
+        asks nobody, so one process can log them. NaN between loading a state and the next step.
         """
+        if last:
+            return self._named(self._rates)
         if not self.adapt:
             return self._named(torch.full_like(self._start, self._tau))
         copies, norms, _ = self._measure(self._memory)
@@ -172,7 +199,7 @@ class QuacK:
     def rate_of(self, param: Tensor) -> Tensor | None:
         """The multipliers of lr of one parameter or bias, in a shape that broadcasts to it; 1 for rows on no path.
 
-        None if it is frozen, or no row of it is on a path.
+        None if it is frozen, or no row of it is on a path. Of a sharded one it is a plain tensor for the whole of it.
         """
         parts = [(weight, part) for weight in self._rule.weights for part in weight.parts if part.param is param]
         parts = [(weight, part) for weight, part in parts if weight.rated]
@@ -195,6 +222,7 @@ class QuacK:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`. One of another model or norm is a ValueError that lists the difference."""
         self._start, self._memory = read_state(self._rule, self.norm, state_dict)
+        self._rates.fill_(torch.nan)
         self.tau = self._tau
         self._stepped.clear()
         self._loaded, self._resumed_alone = True, False
@@ -223,5 +251,5 @@ class QuacK:
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         settings = f"tau={self.tau:g}, norm={norm_name(self.norm)}, adapt={self.adapt}, floor={self.floor:g}"
         alone = isinstance(self._rule.blocks, Sharded)  # one process may print by itself, so others are not asked
-        when, rates = ("rates of the last step", self._named(self._rates)) if alone else ("rates now", self.rates())
-        return f"QuacK({settings}) on {names}\n" + describe(self._rule, when, rates, self.left_alone)
+        when = "last rates" if alone else "rates now"
+        return f"QuacK({settings}) on {names}\n" + describe(self._rule, when, self.rates(alone), self.left_alone)

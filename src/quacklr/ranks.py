@@ -97,3 +97,12 @@ def resharded(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         reshard(model)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Every parameter that FSDP2 shards whole in every process, to be read."""
+    with resharded(model):
+        for module in fully_sharded(model):
+            module.unshard()
+        yield

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from quacklr.ranks import fully_sharded
 from quacklr.rule import Rule
-from quacklr.shards import cuts, is_sharded
+from quacklr.shards import is_sharded, sizes_of_cuts
 from quacklr.weight import Weight
 
 
@@ -38,10 +38,33 @@ def refuse_unstepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer])
     for weight in weights:
         for part in weight.parts:
             if weight.rated and part.param.requires_grad and id(part.param) not in stepped:
+                if is_sharded(part.param):
+                    raise ValueError(
+                        f"{part.name}: its parameter is sharded, and in none of the optimizers given; sharding "
+                        "replaces parameters, so make the optimizer after it, then attach"
+                    )
                 raise ValueError(
                     f"{part.name}: its parameter is in none of the optimizers given; pass the one that steps it too, "
                     "or freeze it with requires_grad_(False)"
                 )
+
+
+def refuse_meta(weights: Iterable[Weight]) -> None:
+    """A weight without numbers has no norm."""
+    for weight in weights:
+        if weight.param.device.type == "meta":
+            raise ValueError(
+                f"{weight.name}: its parameter is on the meta device; attach after materialising the model"
+            )
+
+
+def refuse_flattened(model: nn.Module) -> None:
+    """FSDP1 flattens parameters, so that nobody can say whose rows they are."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), which flattens its parameters; use fully_shard "
+            "(FSDP2) from torch.distributed.fsdp"
+        )
 
 
 def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight], who: str = "QuacK") -> None:
@@ -61,9 +84,9 @@ def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight], who: str = 
 
 def refuse_tensor_parallel(model: nn.Module, who: str) -> None:
     """Each process of a tensor-parallel model attends with other heads; those of FSDP2 all with all of them."""
-    by_data = len(fully_sharded(model)) > 0  # FSDP2 cuts every parameter once
+    by_data = {id(param) for module in fully_sharded(model) for param in module.parameters()}
     for name, param in model.named_parameters():
-        if len(cuts(param)) > by_data:
+        if any(size > 1 for size in sizes_of_cuts(param)[id(param) in by_data :]):  # FSDP2's is the first of its cuts
             raise ValueError(
                 f"{name}: its parameter is cut by tensor parallelism, so no process has all heads, and {who} needs "
                 "them; use DistributedDataParallel or FSDP2"
@@ -79,10 +102,6 @@ def refuse_sharded(model: nn.Module, who: str, instead: str) -> None:
 
 def refuse_unusable(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) -> None:
     """Norms must be finite, and sensitivities positive: Lemma 1 needs a lower bound on every norm."""
-    if norms.device.type == "meta":
-        raise ValueError(
-            f"{rule.weights[0].name}: its parameter is on the meta device; attach after materialising the model"
-        )
     names = {int(b): weight.name for weight, place in rule.blocks.place.items() for b in place}
     broken = (~norms.isfinite()).nonzero().flatten().tolist()
     if broken:

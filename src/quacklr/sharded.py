@@ -86,7 +86,8 @@ class Sharded(Blocks):
         if norm is frobenius:
             return list(copies), [self._frobenius(copies)], memory
         if norm is spectral:
-            norms, bases = spectral_norms(self._seats, copies, [last for last in memory if last is not None])
+            known = [last for last in memory if last is not None]
+            norms, bases = spectral_norms(self._seats, copies, known if len(known) == len(memory) else [])
             return list(copies), [norms_B.to(self.device, torch.float32) for norms_B in norms], list(bases)
         name = getattr(norm, "__name__", norm)
         raise ValueError(

@@ -78,6 +78,14 @@ def cuts(tensor: Tensor) -> tuple[Cut, ...]:
     )
 
 
+def sizes_of_cuts(tensor: Tensor) -> list[int]:
+    """Between how many processes a tensor is cut, each time it is: 1 for a mesh dimension of one."""
+    sharded: Any = tensor
+    if not is_sharded(tensor):
+        return []
+    return [sharded.device_mesh.size(i) for i, placement in enumerate(sharded.placements) if is_cut(placement)]
+
+
 def is_partial(tensor: Tensor) -> bool:
     """Whether its value is a sum over processes that nobody has added up yet."""
     sharded: Any = tensor

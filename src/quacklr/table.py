@@ -60,5 +60,7 @@ def _term(weight: Weight, module: str) -> str:
 
 
 def _range(rates: Tensor) -> str:
+    if rates.isnan().any():
+        return "?"
     low, high = f"{float(rates.min()):.3g}", f"{float(rates.max()):.3g}"
     return low if low == high else f"{low}..{high}"

@@ -47,7 +47,7 @@ class Training:
     batch_tokens: int = 1024
     """Tokens of a step, over all micro-batches."""
     micro_batch: int = 8
-    """Sequences of one forward; a step takes as many forwards as its tokens need."""
+    """Sequences of one forward of a process; a step takes as many forwards as its tokens need."""
     grad_clip: float = 1.0
     """Largest norm of the gradient; 0 for no clipping."""
     seed: int = 0

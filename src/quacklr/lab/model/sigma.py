@@ -37,6 +37,7 @@ class SigmaReparam(nn.Module):
     @torch.no_grad()
     def follow(self, weight_RC: Tensor) -> None:
         """One power iteration; new tensors, because a backward may still need the old ones."""
+        weight_RC = weight_RC.to(self.v.dtype)
         self.u = F.normalize(weight_RC @ self.v, dim=0)
         self.v = F.normalize(weight_RC.mT @ self.u, dim=0)
 
@@ -44,7 +45,8 @@ class SigmaReparam(nn.Module):
         """The weight that the layer uses."""
         if self.training and not _again.get():
             self.follow(weight_RC)
-        return self.gain / (self.u @ weight_RC @ self.v) * weight_RC
+        sigma = self.u @ weight_RC.to(self.u.dtype) @ self.v  # FSDP2 may give the weight in bf16
+        return (self.gain / sigma).to(weight_RC.dtype) * weight_RC
 
 
 def once_followed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -12,8 +12,9 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Self
 
 import torch
@@ -42,9 +43,9 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """No save is left under way, however the run ended; `wait` before, to know that it succeeded."""
-        with suppress(UserError):
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """No save is left under way, however the run ended. What ended it is not hidden by what ends the save."""
+        with suppress(UserError, RuntimeError) if kind else nullcontext():
             self.wait()
 
     def save(self, step: int, tensors: Mapping[str, Tensor], rest: Mapping[str, Any], later: bool = False) -> None:
@@ -124,7 +125,7 @@ def damage_of(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
         lines = json.loads((path / "checksums.json").read_text(encoding="utf-8"))
         damages = (damage_of_file(path, **line) for line in lines[rank::ranks])
         return next((damage for damage in damages if damage), None)
-    except Exception as error:  # damaged JSON can be anything
+    except (OSError, ValueError, KeyError, TypeError) as error:  # damaged JSON can be anything
         return f"checksums.json: {getattr(error, 'strerror', None) or error}"
 
 
@@ -169,5 +170,5 @@ def ours(path: Path) -> Iterator[None]:
     """UserError for whatever a folder that is no checkpoint of quacklr makes torch say."""
     try:
         yield
-    except Exception as error:
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError, EOFError, UnpicklingError) as error:
         raise UserError(f"{path} is not a checkpoint of quacklr: {str(error).splitlines()[0]}") from error

@@ -164,10 +164,15 @@ def _main(argv: Sequence[str], who: str) -> int:
 
 def asked(argv: Sequence[str]) -> tuple[Config, Path, Place]:
     """The run that the options mean, and its folder. What is wrong with them is said by one process."""
-    with nullcontext() if leads() else redirect_stderr(None):
-        config, place = parse(argv)
-    if place.resume and place.out:
-        raise UserError("--resume says the folder of the run, so leave --out away")
+    try:
+        with nullcontext() if leads() else redirect_stderr(None):
+            config, place = parse(argv)
+        if place.resume and place.out:
+            raise UserError("--resume says the folder of the run, so leave --out away")
+    except UserError:
+        if leads():
+            raise
+        raise SystemExit(2) from None
     return config, place.resume or place.out or Path("runs") / name_of(config), place
 
 

@@ -33,6 +33,8 @@ def device_of(machine: Machine) -> torch.device:
     Of several processes on a machine, each has a GPU of its own, if they are not told which.
     """
     name = ("cuda" if torch.cuda.is_available() else "cpu") if machine.device == "auto" else machine.device
+    if name.startswith("cuda:") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"--device {name} would give all processes the same GPU; --device cuda gives each its own")
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(name)

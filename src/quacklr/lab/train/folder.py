@@ -55,6 +55,11 @@ class Folder:
             raise UserError(f"{self.path} is not the folder of a run: it has no config.json")
         return from_json(read_json(self.path / "config.json"))
 
+    @property
+    def environment(self) -> dict[str, Any]:
+        """On what machine it ran last; empty if no run was begun here."""
+        return dict(read_json(self.path / "environment.json")) if self.taken else {}
+
     def begin(self, config: Config, environment: dict[str, Any]) -> None:
         """Write down what is asked for, and on what machine."""
         write_json(self.path / "environment.json", environment)

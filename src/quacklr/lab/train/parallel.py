@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from quacklr.lab.config import Machine
 from quacklr.lab.model import Decoder
 from quacklr.lab.train.world import World
-from quacklr.ranks import fully_sharded, reshard
+from quacklr.ranks import fully_sharded
 
 
 def distributed(model: Decoder, machine: Machine, world: World) -> nn.Module:
@@ -26,7 +26,8 @@ def distributed(model: Decoder, machine: Machine, world: World) -> nn.Module:
     if world.size == 1:
         return model
     if machine.parallel == "ddp":
-        devices = [next(model.parameters()).device] if torch.cuda.is_available() else None
+        device = next(model.parameters()).device
+        devices = None if device.type == "cpu" else [device]
         known = signature(DistributedDataParallel).parameters
         of_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
         settings: dict[str, Any] = {of_buffers: False}  # tables of positions, the same everywhere
@@ -54,17 +55,6 @@ def micro_batch(forward: nn.Module, last: bool) -> Iterator[None]:
     for root in sharded:
         root.set_requires_gradient_sync(last)
     yield
-
-
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Every parameter whole in every process, to be read."""
-    for module in fully_sharded(model):
-        module.unshard()
-    try:
-        yield
-    finally:
-        reshard(model)
 
 
 def clip_gradients(model: nn.Module, largest: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -24,7 +25,7 @@ from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.session import Row, Session
 from quacklr.lab.train.statistics import largest
 from quacklr.lab.train.trackers import trackers
-from quacklr.lab.train.world import is_restarted, joined
+from quacklr.lab.train.world import is_restarted, job, joined
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -41,15 +42,19 @@ def run(config: Config, path: Path, resume: bool = False, wandb: str | None = No
     With `resume` it goes on from the folder's last checkpoint, or begins if there is none. Raises Stopped when a signal
     (Ctrl-C, SIGTERM) ended it, and UserError for what a user can mend.
     """
-    folder, resume = Folder(path), resume or is_restarted()
+    folder = Folder(path)
+    resume = resume or (is_restarted() and folder.environment.get("job") == job())
     with joined() as world:
+        world.told(lambda: world.refuse_unless_shared(config.sequences))
         if ended := world.told(lambda: _ending(config, folder, resume)):
             return ended
         device_of(config.machine)  # before the corpus, which may take a while to make
         corpus = open_corpus(config.training.corpus)
+        if corpus.fingerprint != world.told(lambda: corpus.fingerprint):
+            raise UserError(f"--corpus {config.training.corpus} is other text here than for the leading process")
         session = Session(config, corpus)
         name = f"{fingerprint(essence(session.config))}-{corpus.fingerprint}"
-        about = environment(session.device) | {"corpus": corpus.fingerprint, "processes": world.size}
+        about = environment(session.device) | {"corpus": corpus.fingerprint, "processes": world.size, "job": job()}
         with ExitStack() as stack:
             found = world.told(lambda: _taken(folder, resume, stack))
             saves = stack.enter_context(Checkpoints(folder.checkpoints, name, config.watch.keep))
@@ -160,13 +165,18 @@ def _save_if_due(session: Session, saves: Checkpoints, last: bool) -> None:
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """A list that a first Ctrl-C or SIGTERM puts its number into; a second one stops at once."""
+    """A list that a first Ctrl-C or SIGTERM puts its number into; a second Ctrl-C, a second later, stops at once.
+
+    torchrun sends every process what the system may have sent it already, so the same signal can come twice.
+    """
     caught: list[int] = []
+    since: list[float] = []
 
     def handle(signum: int, _: FrameType | None) -> None:
-        if caught:
+        if caught and signum == signal.SIGINT and time.monotonic() - since[0] > 1:
             raise KeyboardInterrupt
         caught.append(signum)
+        since.append(time.monotonic())
 
     if threading.current_thread() is not threading.main_thread():
         yield caught

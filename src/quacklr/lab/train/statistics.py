@@ -15,8 +15,8 @@ from quacklr import LogitMonitor, LogitStats
 from quacklr.integrations.writers import STATISTICS, Heads
 from quacklr.lab.methods import Attached, rates
 from quacklr.lab.model import Decoder
-from quacklr.lab.train.parallel import gathered
 from quacklr.modules import undisturbed
+from quacklr.ranks import gathered
 
 Table = list[list[float | None]]  # layers x heads
 

@@ -7,6 +7,7 @@ Each is a rank. Rank 0 leads: it alone writes to the run's folder and to the ter
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,13 +37,17 @@ class World:
         """Whether it is this process that writes and speaks for all."""
         return self.rank == 0
 
-    def share(self, rows: Tensor) -> Tensor:
-        """The rows of a batch that are this process's: as many as any other's."""
-        if len(rows) % self.size:
+    def refuse_unless_shared(self, sequences: int) -> None:
+        """UserError if the sequences of a step are not the same number for all."""
+        if sequences % self.size:
             raise UserError(
-                f"the {len(rows)} sequences of a step cannot be shared out equally to {self.size} processes; change "
+                f"the {sequences} sequences of a step cannot be shared out equally to {self.size} processes; change "
                 "--batch-tokens, or how many processes torchrun starts"
             )
+
+    def share(self, rows: Tensor) -> Tensor:
+        """The rows of a batch that are this process's: as many as any other's."""
+        self.refuse_unless_shared(len(rows))
         return rows.view(self.size, -1, *rows.shape[1:])[self.rank]
 
     def total(self, *numbers: float) -> list[float]:
@@ -96,6 +101,15 @@ def is_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def job() -> str | None:
+    """What a process of torchrun has in common with those that it starts again, and with no others; else None."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return None
+    mark = str(os.getppid()) if run in ("", "none") else run
+    return hashlib.sha256(mark.encode()).hexdigest()[:8]
+
+
 @contextmanager
 def joined() -> Iterator[World]:
     """The processes that torchrun started, brought together for as long as it is entered."""
@@ -110,14 +124,15 @@ def joined() -> Iterator[World]:
         dist.init_process_group(backend, store=fresh, rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"the processes cannot find each other ({reason}); start them with torchrun") from error
+        way = "" if "TORCHELASTIC_RUN_ID" in os.environ else "; start them with torchrun"
+        raise UserError(f"the processes cannot find each other ({reason}){way}") from error
     yield world()
     dist.destroy_process_group()  # not after an error: it would wait for processes that may be gone
 
 
+LOSSES = ("closed by peer", "reset by peer", "connection refused", "broken pipe", "timed out", "remote process exited")
+
+
 def is_loss_of_a_process(error: BaseException) -> bool:
-    """Whether an error says that another process is gone, or silent for too long."""
-    words = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        word in words for word in ("gloo", "nccl", "connection", "timed out")
-    )
+    """Whether an error says that another process is gone, or silent for too long: in the words of gloo and NCCL."""
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in LOSSES)

@@ -1,0 +1,158 @@
+"""What people do with sharded models that is not right, or not usual: each is told, or works."""
+
+from __future__ import annotations
+
+from pathlib import Path as File
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from crew import Crew
+from quacklr import LogitMonitor, QKClip, QuacK, spectral
+from quacklr.lab.model import MHA, Decoder, Shape, build
+
+dcp: Any = checkpoint
+SHAPE = Shape(d_model=32, layers=2, d_ff=48, context=12, vocab=50, init_std=0.3)
+GQA = MHA(heads=4, kv_heads=2, head_dim=8)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 50, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+def sharded(model: Decoder) -> Decoder:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        model(tokens(), tokens()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_order(_: int) -> None:
+    model = build(SHAPE, GQA, seed=0)
+    optimizer = sgd(model)
+    quack = QuacK(model, optimizer)
+    sharded(model)
+    with pytest.warns(UserWarning, match="no weight on a path had a gradient in this step, so QuacK does nothing"):
+        train(model, optimizer)
+    quack.remove()
+    with pytest.raises(ValueError, match=r"attention.q: its parameter is sharded, and in none of the optimizers"):
+        QuacK(model, optimizer)
+
+
+def test_sharding_after_attaching_and_an_optimizer_of_before_are_told(two: Crew) -> None:
+    two(wrong_order)
+
+
+def flattened(_: int) -> None:
+    model = FullyShardedDataParallel(build(SHAPE, GQA, seed=0), use_orig_params=True, device_id=torch.device("cpu"))
+    for attach in (QuacK, QKClip):
+        with pytest.raises(ValueError, match=r"wrapped in FullyShardedDataParallel \(FSDP1\), .* use fully_shard"):
+            attach(model, sgd(model))
+
+
+def test_fsdp1_is_refused_by_name(two: Crew) -> None:
+    two(flattened)
+
+
+def without_numbers(_: int) -> None:
+    with torch.device("meta"):
+        model = sharded(Decoder(SHAPE, GQA))
+    with pytest.raises(ValueError, match=r"blocks.0.attention.q: its parameter is on the meta device; attach after"):
+        QuacK(model, sgd(model))
+
+
+def test_a_sharded_model_without_numbers_is_told(two: Crew) -> None:
+    two(without_numbers)
+
+
+class Heads(nn.Module):
+    """Attention with its heads dealt out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+
+def one_data_rank(_: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    by_row: dict[str, Any] = {name: ColwiseParallel() for name in "qkv"}
+    model = parallelize_module(Heads(), mesh["tensor"], by_row | {"o": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    with pytest.raises(ValueError, match="q.weight: its parameter is cut by tensor parallelism"):
+        LogitMonitor(model, tokens())
+
+
+def test_tensor_parallelism_is_seen_also_when_there_is_one_process_for_the_data(two: Crew) -> None:
+    two(one_data_rank)
+
+
+def logged_alone(rank: int) -> bool:
+    """Rank 0 asks for the rates of the last step while the other goes on."""
+    model = sharded(build(SHAPE, GQA, seed=0))
+    optimizer = sgd(model)
+    with QuacK(model, optimizer) as quack:
+        train(model, optimizer, 2)
+        wanted = quack.rates()
+        train(model, optimizer)
+        found = quack.rates(last=True) if rank == 0 else wanted
+        quack.load_state_dict(quack.state_dict())
+        assert "q ?" in repr(quack), "unknown until the next step"
+        train(model, optimizer)
+        assert "q ?" not in repr(quack)
+    return all(torch.equal(found[name], rate) for name, rate in wanted.items())
+
+
+def test_the_rates_of_the_last_step_can_be_logged_by_one_process(two: Crew) -> None:
+    assert two(logged_alone) == [True, True]
+
+
+def saved_by_torch(_: int, folder: File, load: bool) -> dict[str, Tensor]:
+    """As docs/scaling.md has it; the rates after three steps and two more, the two maybe in other processes."""
+    model = build(SHAPE, GQA, seed=0)
+    model = sharded(model) if torch.distributed.is_initialized() else model
+    optimizer = sgd(model)
+    with QuacK(model, optimizer, norm=spectral) as quack:
+
+        def state() -> dict[str, Any]:
+            weights, moments = get_state_dict(model, optimizer)
+            return {"model": weights, "optimizer": moments, "quack": quack.state_dict()}
+
+        if load:
+            saved = state()
+            dcp.load(saved, checkpoint_id=folder)
+            set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+            quack.load_state_dict(saved["quack"])
+        else:
+            train(model, optimizer, 3)
+            dcp.save(state(), checkpoint_id=folder)
+        train(model, optimizer, 2)
+        return quack.rates()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_checkpoint_takes_the_state_along_to_any_number_of_processes(
+    two: Crew, four: Crew, tmp_path: File
+) -> None:
+    wanted, *_ = four(saved_by_torch, tmp_path, False)
+    assert max(float((rate - 1).abs().max()) for rate in wanted.values()) > 0.05
+    for found in (*two(saved_by_torch, tmp_path, True), saved_by_torch(0, tmp_path, True)):
+        for name, rate in wanted.items():
+            torch.testing.assert_close(found[name], rate, rtol=1e-4, atol=1e-5)
