@@ -130,8 +130,8 @@ def trained(_: int, name: str, kind: str, norm: Norm, optimizer_name: str, layer
 
 SHARDED = [
     *(("own", kind) for kind in ("ddp", "fsdp", "hsdp", "tp", "tp x fsdp")),
-    *(("llama", kind) for kind in ("fsdp", "tp x fsdp")),
-    *((name, "fsdp") for name in ("mha", "mla", "gpt2")),
+    ("llama", "tp x fsdp"),
+    *((name, "fsdp") for name in ("mla", "gpt2")),
 ]
 
 

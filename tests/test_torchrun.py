@@ -21,6 +21,7 @@ from crew import Crew
 from lab_runs import make_corpus, quacklr, read_rows
 from quacklr.lab.train import storage
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
+from quacklr.lab.train.command import main as train
 
 MODEL = "--d-model 16 --layers 2 --d-ff 24 --context 16 --heads 2 --kv-heads 1 --head-dim 8 --batch-tokens 128"
 RUN = f"{MODEL} --micro-batch 2 --lr 0.02 --steps 60 --warmup 4 --checkpoint-every 10 --method quack --threads 1"
@@ -116,7 +117,7 @@ def test_torchrun_starts_a_run_again_from_its_checkpoint(
     assert_same_curve(read_rows(out), whole)
 
 
-def test_all_ranks_stop_at_the_same_step_and_go_on_in_another_way(
+def test_all_ranks_stop_at_the_same_step_and_one_process_goes_on(
     corpus: File, whole: list[dict[str, Any]], tmp_path: File
 ) -> None:
     out, options = tmp_path / "run", RUN.replace("--checkpoint-every 10", "--checkpoint-every 1000 --async-save")
@@ -128,24 +129,26 @@ def test_all_ranks_stop_at_the_same_step_and_go_on_in_another_way(
     said, _ = job.communicate(timeout=120)
     (step,) = re.findall(r"Stopped at step (\d+); go on with: torchrun --nproc-per-node 2 -m quacklr train", said)
     assert [path.name for path in checkpoints(out / "checkpoints")] == [f"step-{int(step):07}"]
-    job = torchrun("--standalone", "--resume", out, "--parallel", "fsdp")
-    said, _ = job.communicate(timeout=120)
-    assert job.returncode == 0, said
+    resumed = quacklr("train", "--resume", out)
+    assert resumed.returncode == 0, resumed.stderr
     assert_same_curve(read_rows(out), whole)
 
 
-def test_a_folder_of_another_job_is_refused_by_one_process_also_when_torchrun_tries_again(
-    corpus: File, tmp_path: File
+def test_a_folder_of_another_job_is_refused_also_when_torchrun_tries_again(
+    corpus: File, tmp_path: File, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("config.json", "environment.json"):
-        (tmp_path / name).write_text("{}")
-    job = torchrun("--standalone --max-restarts 1", "--corpus", corpus, *RUN.split(), "--out", tmp_path)
-    said, _ = job.communicate(timeout=120)
-    assert job.returncode != 0
-    assert said.count("already holds a run; go on with it by") == 2, "once each time"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "environment.json"]
-    assert "quacklr train (rank 1)" not in said
-    assert said.count("Traceback") == 1, "torchrun's own"
+    out = tmp_path / "run"
+    options = ["--corpus", str(corpus), *RUN.replace("--steps 60", "--steps 5").split(), "--out", str(out)]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    assert train(options) == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(options) == 0, "its own"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
+    capsys.readouterr()
+    assert train(options) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def saved_and_killed(rank: int, folder: File, step: int, dies: bool) -> None:
