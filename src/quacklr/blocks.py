@@ -31,7 +31,7 @@ class Rows:
     """
 
     def __init__(self, weight: Weight, blocks: Tensor) -> None:
-        block_of_row = weight.block_of_row[weight.rows_here()]
+        block_of_row = weight.blocks_here()
         index = torch.stack([(block_of_row == block).nonzero().squeeze(1) for block in blocks])
         self.weight, self.tensor = weight, weight.param
         self.sharded = is_sharded(weight.param)

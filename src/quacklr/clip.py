@@ -91,7 +91,7 @@ class QKClip:
         self._paths, self._groups = by_module(found), groups_of(model)
         self._device = weights[0].param.device
         self._block_of_row = {
-            part: part.block_of_row[part.rows_here()].to(part.param.device) for w in weights for part in w.parts
+            part: part.blocks_here().to(part.param.device) for weight in weights for part in weight.parts
         }
         if not self._groups and ranks_beside():
             warnings.warn(ALONE, stacklevel=2)

@@ -135,7 +135,7 @@ def groups_of_columns(weight: Weight) -> Groups:
 
 def alike_here(part: Weight, blocks: Tensor) -> Iterator[Tensor]:
     """Of these blocks those that have a row here, by how many they have."""
-    block_of_row = part.block_of_row[part.rows_here()]
+    block_of_row = part.blocks_here()
     sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=part.blocks)[blocks]
     for size in sorted(set(sizes.tolist()) - {0}):
         yield blocks[sizes == size]

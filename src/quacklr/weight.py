@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from quacklr.shards import here, indices
+from quacklr.shards import here, indices, is_sharded
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)  # a weight equals itself only, so it can key a dict
@@ -86,6 +86,10 @@ class Weight:
     def rows_here(self) -> Tensor:
         """Which of its rows these are; all of them, unless the parameter is sharded."""
         return _grid(self.param, self.dims)
+
+    def blocks_here(self) -> Tensor:
+        """The block that each of them belongs to."""
+        return self.block_of_row[self.rows_here()] if is_sharded(self.param) else self.block_of_row
 
     def columns_here(self) -> Tensor:
         """Which entries of a row they have."""
