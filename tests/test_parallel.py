@@ -147,7 +147,10 @@ def test_under_fsdp_shards_and_gradients_are_in_full_precision(
         assert found == ({(True, torch.float32, torch.float32)}, inside)
 
 
-@pytest.mark.parametrize(("kind", "method"), [("ddp", "quack"), *(("fsdp", method) for method in METHODS)])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("ddp", "quack"), *(("fsdp", name) for name in ("quack", "qk-norm", "qk-clip", "sigma-reparam"))],
+)
 def test_half_precision_learns_as_well(kind: str, method: str, corpus: File, two: Crew) -> None:
     alone = trained(0, asked(corpus, method, "mla"))
     for rows in two(trained, asked(corpus, method, "mla", parallel=kind, precision="bf16")):

@@ -181,10 +181,7 @@ def test_rates_of_a_sharded_mla_decoder_are_those_of_algorithm_2(four: Crew) -> 
 @pytest.mark.parametrize("norm", [frobenius, spectral])
 @pytest.mark.parametrize(
     ("kind", "layers", "least", "most"),
-    [
-        *(("ddp", 2, 0, 0), ("fsdp", 1, 1, 1), ("fsdp", 4, 1, 1), ("hsdp", 3, 1, 1)),
-        *(("tp", 3, 1, 1), ("tp x fsdp", 1, 1, 2), ("tp x fsdp", 4, 1, 2)),
-    ],
+    [("ddp", 2, 0, 0), ("fsdp", 1, 1, 1), ("fsdp", 4, 1, 1), ("hsdp", 2, 1, 1), ("tp x fsdp", 3, 1, 2)],
 )
 def test_a_step_takes_one_collective_whatever_the_number_of_layers(
     kind: str, layers: int, least: int, most: int, norm: Norm, four: Crew
