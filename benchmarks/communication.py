@@ -42,9 +42,8 @@ def counted(name: str) -> dict[str, int]:
         rule = Rule(logit_paths(model))
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     spectral = sum(
-        len(run.blocks) * min(VECTORS, int(run.weight.rows_of_block[run.blocks[0]]), columns) * columns
+        len(run.blocks) * min(VECTORS, int(run.weight.rows_of_block[run.blocks[0]])) * run.weight.columns
         for run in rule.blocks.runs
-        for columns in [run.weight.param.numel() // len(run.weight.block_of_row)]
     )
     heads = sum({path.weights[0].name.rpartition(".")[0]: path.heads for path in rule.paths}.values())
     return {

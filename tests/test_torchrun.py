@@ -152,15 +152,17 @@ def test_a_folder_of_another_job_is_refused_also_when_torchrun_tries_again(
 
 
 def saved_and_killed(rank: int, folder: File, step: int, dies: bool) -> None:
-    """A save of all ranks, in which the second dies when it has written half of what it has."""
+    """A save of all ranks, in which the second dies when it has written its part, before the others know."""
+    write = storage.Writer.write_data
 
-    def die(*_: Any) -> None:
+    def write_and_die(*args: Any) -> None:
+        write(*args)
         os.kill(os.getpid(), signal.SIGKILL)
 
     model = nn.Linear(3, 4)
     nn.init.constant_(model.weight, step)
     if dies and rank == 1:
-        storage.Writer.write_data = die  # type: ignore[method-assign, assignment]
+        pytest.MonkeyPatch().setattr(storage.Writer, "write_data", write_and_die)
     with Checkpoints(folder, "a-b", keep=2) as saves:
         saves.save(step, {f"model.{name}": value for name, value in model.state_dict().items()}, {"step": step})
 

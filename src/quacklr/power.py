@@ -52,7 +52,7 @@ def spectral_norms(seats: Seats, pieces: list[Tensor], bases: list[Tensor]) -> t
 
 def _random_basis(run: Run) -> Tensor:
     param = run.weight.param
-    columns = sum(part.param.numel() // len(part.block_of_row) for part in run.weight.parts)
+    columns = sum(part.columns for part in run.weight.parts)
     return random_basis(*_size(run), columns).to(param.device, precision(param))
 
 

@@ -106,7 +106,7 @@ class Sharded(Blocks):
 def shares_of(number: int, run: Run) -> Iterator[Share]:
     """The weight and its bias together if they are cut alike, otherwise one by one."""
     parts = run.weight.parts
-    starts = [sum(map(columns_of, parts[:i])) for i in range(len(parts))]
+    starts = [sum(part.columns for part in parts[:i]) for i in range(len(parts))]
     columns = [start + part.columns_here() for start, part in zip(starts, parts, strict=True)]
     groups = [tuple(cut.group for cut in cuts(part.param)) for part in parts]
     if are_alike(parts):
@@ -149,11 +149,6 @@ def rows_of(piece: Piece) -> Tensor:
         rows = (part.block_of_row == block).nonzero().squeeze(1)
         row_of_block[rows] = torch.arange(len(rows), device="cpu")
     return row_of_block[part.rows_here()][piece.columns[0].index.cpu()]
-
-
-def columns_of(part: Weight) -> int:
-    """Entries of a row, wherever they are."""
-    return part.param.numel() // len(part.block_of_row)
 
 
 def _refuse_partial(weights: Iterable[Weight]) -> None:

@@ -128,6 +128,11 @@ class Weight:
         return int(self.block_of_row.max()) + 1
 
     @property
+    def columns(self) -> int:
+        """Entries of a row, the bias not among them."""
+        return self.param.numel() // len(self.block_of_row)
+
+    @property
     def parts(self) -> tuple[Weight, ...]:
         """The weight itself, and its bias if it has one."""
         return (self, self.bias) if isinstance(self.bias, Weight) else (self,)

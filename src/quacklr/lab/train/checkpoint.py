@@ -123,25 +123,25 @@ def damage_of(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """What is wrong with every `ranks`-th file, from number `rank` on, if anything is."""
     try:
         lines = json.loads((path / "checksums.json").read_text(encoding="utf-8"))
-        damages = (damage_of_file(path, **line) for line in lines[rank::ranks])
+        damages = (damage_of_file(path / line["file"], line["bytes"], line["crc32"]) for line in lines[rank::ranks])
         return next((damage for damage in damages if damage), None)
     except (OSError, ValueError, KeyError, TypeError) as error:  # damaged JSON can be anything
         return f"checksums.json: {getattr(error, 'strerror', None) or error}"
 
 
-def damage_of_file(folder: Path, file: str, bytes: int, crc32: str) -> str | None:  # noqa: A002 - as in the file
+def damage_of_file(path: Path, expected: int, crc32: str) -> str | None:
     """What is wrong with one of its files, if anything is."""
     try:
         found = 0
-        with (folder / file).open("rb") as content:
+        with path.open("rb") as content:
             while part := content.read(2**20):
                 found = zlib.crc32(part, found)
             size = content.tell()
     except OSError as error:
-        return f"{file}: {error.strerror or error}"
-    if size != bytes:
-        return f"{file} has {size:,} bytes, not {bytes:,}"
-    return None if f"{found:08x}" == crc32 else f"the checksum of {file} is wrong"
+        return f"{path.name}: {error.strerror or error}"
+    if size != expected:
+        return f"{path.name} has {size:,} bytes, not {expected:,}"
+    return None if f"{found:08x}" == crc32 else f"the checksum of {path.name} is wrong"
 
 
 def packed(content: Mapping[str, Any]) -> bytes:

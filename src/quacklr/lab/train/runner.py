@@ -170,13 +170,15 @@ def signals() -> Iterator[list[int]]:
     torchrun sends every process what the system may have sent it already, so the same signal can come twice.
     """
     caught: list[int] = []
-    since: list[float] = []
+    began = time.monotonic()
 
     def handle(signum: int, _: FrameType | None) -> None:
-        if caught and signum == signal.SIGINT and time.monotonic() - since[0] > 1:
+        nonlocal began
+        if not caught:
+            caught.append(signum)
+            began = time.monotonic()
+        elif signum == signal.SIGINT and time.monotonic() - began > 1:
             raise KeyboardInterrupt
-        caught.append(signum)
-        since.append(time.monotonic())
 
     if threading.current_thread() is not threading.main_thread():
         yield caught
