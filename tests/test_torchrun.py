@@ -10,18 +10,23 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path as File
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from crew import Crew
-from lab_runs import make_corpus, quacklr, read_rows
-from quacklr.lab.train import storage
+from lab_runs import ATTENTIONS, make_corpus, quacklr, read_rows, small
+from quacklr.lab.methods import Quack
+from quacklr.lab.train import runner, storage, world
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
 from quacklr.lab.train.command import main as train
+from quacklr.lab.train.session import Session
 
 MODEL = "--d-model 16 --layers 2 --d-ff 24 --context 16 --heads 2 --kv-heads 1 --head-dim 8 --batch-tokens 128"
 RUN = f"{MODEL} --micro-batch 2 --lr 0.02 --steps 60 --warmup 4 --checkpoint-every 10 --method quack --threads 1"
@@ -47,7 +52,17 @@ def torchrun(options: str, *more: str | File) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options.split(), "-m"]
     command += ["quacklr", "train", *map(str, more)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, **pipes, env=env, start_new_session=True)
+
+
+def words_of(job: subprocess.Popen[str]) -> str:
+    """All that a job said, when it has ended; one that does not end is killed with all its processes."""
+    try:
+        return job.communicate(timeout=120)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        raise AssertionError(f"it did not end: {job.communicate()[0]}") from None
 
 
 def rank_of(pid: int) -> int | None:
@@ -63,7 +78,7 @@ def rank_of(pid: int) -> int | None:
 
 def kill_in_the_middle(job: subprocess.Popen[str], out: File, rank: int) -> None:
     while len(read_rows(out)) < KILL_AFTER:
-        assert job.poll() is None, job.communicate()
+        assert job.poll() is None, words_of(job)
         time.sleep(0.01)
     children = File(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     (victim,) = [int(child) for child in children if rank_of(int(child)) == rank]
@@ -85,7 +100,7 @@ def test_a_killed_rank_ends_the_run_with_a_sentence_and_one_process_goes_on(
     out = tmp_path / "run"
     job = torchrun("--standalone", "--corpus", corpus, *RUN.split(), "--parallel", "fsdp", "--out", out)
     kill_in_the_middle(job, out, rank=1)
-    said, _ = job.communicate(timeout=120)
+    said = words_of(job)
     assert job.returncode != 0
     (last,) = re.findall(
         r"quacklr train: another process of this run has died or does not answer \(.{5,120}\), so the run ends; its "
@@ -110,7 +125,7 @@ def test_torchrun_starts_a_run_again_from_its_checkpoint(
         port = free.getsockname()[1]
     job = torchrun(f"--master-port {port} --max-restarts 1", "--corpus", corpus, *RUN.split(), "--out", out)
     kill_in_the_middle(job, out, rank=0)
-    said, _ = job.communicate(timeout=120)
+    said = words_of(job)
     assert job.returncode == 0, said
     assert re.search(r"from step [23]0 on", said)
     assert said.count("Done: validation loss") == 1
@@ -123,10 +138,10 @@ def test_all_ranks_stop_at_the_same_step_and_one_process_goes_on(
     out, options = tmp_path / "run", RUN.replace("--checkpoint-every 10", "--checkpoint-every 1000 --async-save")
     job = torchrun("--standalone", "--corpus", corpus, *options.split(), "--out", out)
     while len(read_rows(out)) < KILL_AFTER:
-        assert job.poll() is None, job.communicate()
+        assert job.poll() is None, words_of(job)
         time.sleep(0.01)
     job.send_signal(signal.SIGTERM)
-    said, _ = job.communicate(timeout=120)
+    said = words_of(job)
     (step,) = re.findall(r"Stopped at step (\d+); go on with: torchrun --nproc-per-node 2 -m quacklr train", said)
     assert [path.name for path in checkpoints(out / "checkpoints")] == [f"step-{int(step):07}"]
     resumed = quacklr("train", "--resume", out)
@@ -180,3 +195,24 @@ def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path: Fi
         assert torch.equal(model.weight, torch.ones(4, 3))
         saves.save(3, {f"model.{name}": value for name, value in model.state_dict().items()}, {"step": 3})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000001", "step-0000003"]
+
+
+def test_what_was_trained_is_gone_before_the_processes_part(
+    corpus: File, tmp_path: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP holds the process group too. When it was the last to hold it, one run in ten never ended."""
+    made: list[Any] = []
+    left: list[Any] = []
+
+    class Seen(Session):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(weakref.ref(self.trained))
+
+    monkeypatch.setattr(runner, "Session", Seen)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # and so that they seem to come together, and part
+    monkeypatch.setattr(world, "rendezvous", lambda _: iter([(HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.extend(each() for each in made))
+    runner.run(small(corpus, Quack(), ATTENTIONS["mha"], steps=5), tmp_path / "run")
+    assert left == [None]

@@ -273,9 +273,7 @@ def test_both_precisions_train(config: Config, corpus: Corpus, precision: Any) -
     assert {param.dtype for param in session.model.parameters()} == {torch.float32}
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # inside of dynamo, once a process
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, from its compiler
 def test_a_compiled_run_is_the_same_run(config: Config, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced and differentiated ahead of time for real; without the code generator, which would take a minute."""

@@ -25,7 +25,7 @@ from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.session import Row, Session
 from quacklr.lab.train.statistics import largest
 from quacklr.lab.train.trackers import trackers
-from quacklr.lab.train.world import is_restarted, job, joined
+from quacklr.lab.train.world import World, is_restarted, job, joined
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -45,26 +45,31 @@ def run(config: Config, path: Path, resume: bool = False, wandb: str | None = No
     folder = Folder(path)
     resume = resume or (is_restarted() and folder.environment.get("job") == job())
     with joined() as world:
-        world.told(lambda: world.refuse_unless_shared(config.sequences))
-        if ended := world.told(lambda: _ending(config, folder, resume)):
-            return ended
-        device_of(config.machine)  # before the corpus, which may take a while to make
-        corpus = open_corpus(config.training.corpus)
-        if corpus.fingerprint != world.told(lambda: corpus.fingerprint):
-            raise UserError(f"--corpus {config.training.corpus} is other text here than for the leading process")
-        session = Session(config, corpus)
-        name = f"{fingerprint(essence(session.config))}-{corpus.fingerprint}"
-        about = environment(session.device) | {"corpus": corpus.fingerprint, "processes": world.size, "job": job()}
-        with ExitStack() as stack:
-            found = world.told(lambda: _taken(folder, resume, stack))
-            saves = stack.enter_context(Checkpoints(folder.checkpoints, name, config.watch.keep))
-            if found:
-                session.load_rest(saves.load(found, session.model, session.optimizers))
-            writer = _writer(session, folder, about, wandb) if world.leads else nullcontext(_nowhere)
-            with writer as write:
-                _train(session, saves, write)
-            saves.wait()
-            return world.told(lambda: _end(folder))
+        return _run(config, folder, resume, wandb, world)
+
+
+def _run(config: Config, folder: Folder, resume: bool, wandb: str | None, world: World) -> Row:
+    """The run, in one of the processes that have found each other; nothing that it made outlives it."""
+    world.told(lambda: world.refuse_unless_shared(config.sequences))
+    if ended := world.told(lambda: _ending(config, folder, resume)):
+        return ended
+    device_of(config.machine)  # before the corpus, which may take a while to make
+    corpus = open_corpus(config.training.corpus)
+    if corpus.fingerprint != world.told(lambda: corpus.fingerprint):
+        raise UserError(f"--corpus {config.training.corpus} is other text here than for the leading process")
+    session = Session(config, corpus)
+    name = f"{fingerprint(essence(session.config))}-{corpus.fingerprint}"
+    about = environment(session.device) | {"corpus": corpus.fingerprint, "processes": world.size, "job": job()}
+    with ExitStack() as stack:
+        found = world.told(lambda: _taken(folder, resume, stack))
+        saves = stack.enter_context(Checkpoints(folder.checkpoints, name, config.watch.keep))
+        if found:
+            session.load_rest(saves.load(found, session.model, session.optimizers))
+        writer = _writer(session, folder, about, wandb) if world.leads else nullcontext(_nowhere)
+        with writer as write:
+            _train(session, saves, write)
+        saves.wait()
+        return world.told(lambda: _end(folder))
 
 
 def _train(session: Session, saves: Checkpoints, write: Callable[[Row], None]) -> None:

@@ -7,6 +7,7 @@ Each is a rank. Rank 0 leads: it alone writes to the run's folder and to the ter
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -127,6 +128,9 @@ def joined() -> Iterator[World]:
         way = "" if "TORCHELASTIC_RUN_ID" in os.environ else "; start them with torchrun"
         raise UserError(f"the processes cannot find each other ({reason}){way}") from error
     yield world()
+    # DDP's part in C++ also holds the group, and if it is the last to let go, it waits for a thread of gloo that waits
+    # for the interpreter, for ever: so what has been trained goes first
+    gc.collect()
     dist.destroy_process_group()  # not after an error: it would wait for processes that may be gone
 
 
