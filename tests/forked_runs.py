@@ -16,7 +16,7 @@ from importlib import import_module
 from io import StringIO
 from pathlib import Path as File
 
-from lab_runs import ATTENTIONS, METHODS, read_rows, small
+from lab_runs import ATTENTIONS, METHODS, PAIRS, read_rows, small
 from quacklr.lab.config import Config
 from quacklr.lab.train.runner import run
 
@@ -45,15 +45,14 @@ def kill_in_the_middle(child: int, folder: File) -> None:
 
 
 def main(corpus: File, out: File) -> None:
-    for attention, spec in ATTENTIONS.items():
-        for name, method in METHODS.items():
-            config, run_name = small(corpus, method, spec), f"{attention}-{name}"
-            whole = fork(config, out / "whole" / run_name)
-            killed = fork(config, out / "killed" / run_name)
-            kill_in_the_middle(killed, out / "killed" / run_name)
-            resumed = fork(config, out / "killed" / run_name)
-            for child in (whole, resumed):
-                assert os.waitpid(child, 0)[1] == 0, run_name
+    for attention, method in PAIRS:
+        config, run_name = small(corpus, METHODS[method], ATTENTIONS[attention]), f"{attention}-{method}"
+        whole = fork(config, out / "whole" / run_name)
+        killed = fork(config, out / "killed" / run_name)
+        kill_in_the_middle(killed, out / "killed" / run_name)
+        resumed = fork(config, out / "killed" / run_name)
+        for child in (whole, resumed):
+            assert os.waitpid(child, 0)[1] == 0, run_name
 
 
 if __name__ == "__main__":

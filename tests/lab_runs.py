@@ -68,6 +68,7 @@ ATTENTIONS: dict[str, MHA | MLA] = {
     "mla": MLA(heads=2, nope_dim=8, rope_dim=4, v_head_dim=8, d_cq=8, d_ckv=8),
 }
 METHODS: dict[str, Method] = {name: kind() for name, kind in KINDS["method"].items()}
+PAIRS = [(a, m) for a in ATTENTIONS for m in METHODS if (a, m) != ("mha", "absorbed-qk-norm")]
 
 
 def block(model: Decoder, number: int = 0) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab_runs import ATTENTIONS, METHODS, block, make_corpus, small
+from lab_runs import ATTENTIONS, METHODS, PAIRS, block, make_corpus, small
 from quacklr import QKClip, QuacK
 from quacklr.lab.data import Corpus, open_corpus
 from quacklr.lab.methods import (
@@ -40,8 +40,7 @@ def session(corpus: Corpus, method: Method, attention: str = "mha") -> Session:
     return Session(small(corpus.where, method, ATTENTIONS[attention]), corpus)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("attention", "method"), PAIRS)
 def test_every_method_learns(corpus: Corpus, method: str, attention: str) -> None:
     rows = list(session(corpus, METHODS[method], attention).rows())
     assert rows[-1]["step"] == 36

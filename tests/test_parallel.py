@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from crew import Crew
-from lab_runs import ATTENTIONS, METHODS, comparable, make_corpus, small
+from lab_runs import ATTENTIONS, METHODS, PAIRS, comparable, make_corpus, small
 from models import assert_equal
 from quacklr.lab.config import Config
 from quacklr.lab.data import open_corpus
@@ -63,8 +63,8 @@ def assert_same_numbers(found: Any, wanted: Any, rtol: float, where: str = "") -
         assert found == wanted, where
 
 
-@pytest.mark.parametrize(("kind", "attention"), [("ddp", "mla"), ("fsdp", "mla"), ("fsdp", "mha")])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("attention", "method"), PAIRS)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_train_as_one_does(method: str, attention: str, kind: str, corpus: File, two: Crew) -> None:
     """Losses, gradient norms, validation, logits of every head, norms and rates of every weight."""
     alone = trained(0, asked(corpus, method, attention))

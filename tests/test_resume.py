@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lab_runs import ATTENTIONS, METHODS, environment, make_corpus, quacklr, read_rows
+from lab_runs import PAIRS, environment, make_corpus, quacklr, read_rows
 from quacklr.lab.train.checkpoint import checkpoints
 
 
@@ -39,8 +39,7 @@ def tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from tensors(part)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("attention", "method"), PAIRS)
 def test_killed_and_resumed_is_bitwise_the_whole_run(runs: File, attention: str, method: str, tmp_path: File) -> None:
     whole, killed = (runs / way / f"{attention}-{method}" for way in ("whole", "killed"))
     assert [row["step"] for row in read_rows(killed)] == list(range(37))

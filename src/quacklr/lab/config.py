@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, type]] = {
         "quack": methods.Quack,
         "constant-tau": methods.ConstantTau,
         "qk-norm": methods.QKNorm,
+        "absorbed-qk-norm": methods.AbsorbedQKNorm,
         "qk-clip": methods.QKClipping,
         "soft-cap": methods.SoftCap,
         "sigma-reparam": methods.SigmaReparametrised,
@@ -136,6 +137,8 @@ def refuse_contradictions(config: Config) -> None:
     check(config.schedule, config.training.steps)
     if isinstance(config.method, methods.MuonSplit) and not isinstance(config.optimizer, MuonRecipe):
         raise UserError("--method muon-split is a way to use Muon, so it needs --optimizer muon")
+    if isinstance(config.method, methods.AbsorbedQKNorm) and not isinstance(config.attention, MLA):
+        raise UserError("--method absorbed-qk-norm is about latents, so it needs --attention mla")
     if getattr(config.method, "literal", False) and not getattr(config.attention, "latent_norm", False):
         raise UserError("--literal is about norms on latents, so it needs --attention mla --latent-norm")
 

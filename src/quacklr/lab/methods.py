@@ -72,6 +72,11 @@ class QKNorm:
 
 
 @dataclass(frozen=True)
+class AbsorbedQKNorm:
+    """QK norm on each part of MLA's queries and keys: a decoder caches latents and a number a head, not keys."""
+
+
+@dataclass(frozen=True)
 class QKClipping:
     """Kimi K2's QK clip: after each step, heads whose largest logit was above the threshold are scaled back."""
 
@@ -106,7 +111,9 @@ class MuonSplit:
     """Per-head Muon: the rows of each head of queries, keys and values are orthogonalised by themselves."""
 
 
-Method = Default | Quack | ConstantTau | QKNorm | QKClipping | SoftCap | SigmaReparametrised | MuonSplit
+Method = (
+    Default | Quack | ConstantTau | QKNorm | AbsorbedQKNorm | QKClipping | SoftCap | SigmaReparametrised | MuonSplit
+)
 
 
 def alter(method: Method, model: Decoder) -> None:
@@ -116,9 +123,9 @@ def alter(method: Method, model: Decoder) -> None:
         case Quack(literal=True):
             for attention in attentions:
                 attention.norms_cut = False
-        case QKNorm():
+        case QKNorm() | AbsorbedQKNorm():
             for attention in attentions:
-                attention.add_qk_norm(model.shape.norm_eps)
+                attention.add_qk_norm(model.shape.norm_eps, apart=isinstance(method, AbsorbedQKNorm))
         case SoftCap(cap):
             for attention in attentions:
                 attention.cap = cap

@@ -10,16 +10,28 @@ import os
 import platform
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from quacklr.lab.data.manifest import AGAIN, FORMAT, MANIFEST, TOKENIZER, Manifest, check_hash, hash_of, read_manifest
+from quacklr.lab.data.manifest import (
+    AGAIN,
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    Manifest,
+    Vocabulary,
+    check_hash,
+    hash_of,
+    read_manifest,
+)
 from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer
 from quacklr.lab.data.tokens import DTYPE, Tokens
 from quacklr.lab.errors import UserError
+from quacklr.lab.files import read_json, whole, write_json
 
 STDLIB = "stdlib"
+VOCABULARY = "vocabulary.json"
 
 
 @dataclass(frozen=True)
@@ -42,10 +54,15 @@ class Corpus:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """What it was written with; needs the extra `quacklr[data]` unless that is bytes."""
+        return _tokenizer(self.manifest.tokenizer, self.where)
+
+    def leave_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer to a folder, so that `left_tokenizer` needs no corpus."""
         stated = self.manifest.tokenizer
-        if stated.sha256 is None:
-            return Bytes()
-        return FromJson(check_hash(self.where / TOKENIZER, stated.sha256).read_bytes(), stated.name, stated.end_token)
+        if stated.sha256 is not None:
+            with whole(folder / TOKENIZER) as copy:
+                copy.write(check_hash(self.where / TOKENIZER, stated.sha256).read_bytes())
+        write_json(folder / VOCABULARY, asdict(stated))
 
     def tokens(self, split: str) -> Tokens:
         """The tokens of train, val or probe."""
@@ -66,6 +83,23 @@ class Corpus:
             check_hash(self.where / shard.name, shard.sha256)
             tokens += shard.tokens
             show(tokens)
+
+
+def left_tokenizer(folder: Path) -> Tokenizer:
+    """What `leave_tokenizer` has left; UserError if it is not there, or damaged."""
+    if not (folder / VOCABULARY).exists():
+        raise UserError(f"{folder} has no {VOCABULARY}, so nobody knows its tokenizer: an older quacklr made it")
+    try:
+        stated = Vocabulary(**read_json(folder / VOCABULARY))
+    except TypeError as error:
+        raise UserError(f"{folder / VOCABULARY} is damaged: it is not what quacklr writes") from error
+    return _tokenizer(stated, folder)
+
+
+def _tokenizer(stated: Vocabulary, folder: Path) -> Tokenizer:
+    if stated.sha256 is None:
+        return Bytes()
+    return FromJson(check_hash(folder / TOKENIZER, stated.sha256).read_bytes(), stated.name, stated.end_token)
 
 
 def open_corpus(where: str) -> Corpus:

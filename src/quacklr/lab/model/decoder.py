@@ -5,6 +5,8 @@ Shapes: B batch, T position, C width, F feed-forward, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quacklr.lab.errors import UserError
 from quacklr.lab.model.attention import Attention
+from quacklr.lab.model.cache import Cache
 from quacklr.lab.model.mha import MultiHead
 from quacklr.lab.model.mla import Latent
 from quacklr.lab.model.norm import RMSNorm
@@ -46,9 +49,9 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(shape.d_model, shape.norm_eps)
         self.feed_forward = FeedForward(shape)
 
-    def forward(self, x_BTC: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, x_BTC: Tensor, rotary: Rotary, cache: Cache | None = None) -> Tensor:
         """The stream after this block."""
-        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary)
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary, cache)
         return x_BTC + self.feed_forward(self.feed_forward_norm(x_BTC))
 
 
@@ -68,20 +71,33 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """(B, T, V) logits, or the mean cross-entropy in float32."""
-        if tokens_BT.shape[1] > self.shape.context:
-            raise UserError(
-                f"a sequence of {tokens_BT.shape[1]} tokens, but the model's context is {self.shape.context}"
-            )
-        x_BTC = self.embedding(tokens_BT)
-        for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
-                x_BTC = checkpoint(block, x_BTC, self.rotary, use_reentrant=False, context_fn=once_followed)
-            else:
-                x_BTC = block(x_BTC, self.rotary)
-        logits_BTV = F.linear(self.norm(x_BTC), self.embedding.weight)
+        logits_BTV = F.linear(self._read(tokens_BT), self.embedding.weight)
         if targets_BT is None:
             return logits_BTV
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+    def caches(self, batch: int = 1, positions: int | None = None) -> list[Cache]:
+        """A cache for each block, empty, with room for that many positions; for the whole context unless given."""
+        kind = {"device": self.embedding.weight.device, "dtype": self.embedding.weight.dtype}
+        rooms = (attention.cached() for attention in self.attentions().values())
+        return [Cache(room, batch, positions or self.shape.context, **kind) for room in rooms]
+
+    def go_on(self, tokens_BT: Tensor, caches: Sequence[Cache]) -> Tensor:
+        """(B, V) logits of what comes after tokens that follow those in the caches, where they are remembered too."""
+        return F.linear(self._read(tokens_BT, caches)[:, -1], self.embedding.weight)
+
+    def _read(self, tokens_BT: Tensor, caches: Sequence[Cache] = ()) -> Tensor:
+        """(B, T, C): the normed stream after the last block."""
+        end = tokens_BT.shape[1] + (caches[0].length if caches else 0)
+        if end > self.shape.context:
+            raise UserError(f"a sequence of {end} tokens, but the model's context is {self.shape.context}")
+        x_BTC = self.embedding(tokens_BT)
+        for block, cache in zip_longest(self.blocks, caches):
+            if self.recompute and torch.is_grad_enabled():
+                x_BTC = checkpoint(block, x_BTC, self.rotary, use_reentrant=False, context_fn=once_followed)
+            else:
+                x_BTC = block(x_BTC, self.rotary, cache)
+        return self.norm(x_BTC)
 
     def attentions(self) -> dict[str, Attention]:
         """The attention of every block, by its module's name."""
@@ -96,11 +112,10 @@ class Decoder(nn.Module):
                     param.copy_(torch.empty(param.shape).normal_(0, self.shape.init_std, generator=generator))
                 else:
                     param.fill_(1.0)
-        self.rotary.reset()
 
 
-def build(shape: Shape, spec: MHA | MLA, seed: int, device: Any = "cpu") -> Decoder:
-    """A model with its initial weights, made on the device without being made anywhere else first."""
+def unfilled(shape: Shape, spec: MHA | MLA, device: Any = "cpu") -> Decoder:
+    """A model whose weights are yet to be made or loaded, made on the device and nowhere else first."""
     with torch.device("meta"):
         model = Decoder(shape, spec)
     try:
@@ -108,5 +123,12 @@ def build(shape: Shape, spec: MHA | MLA, seed: int, device: Any = "cpu") -> Deco
     except RuntimeError as error:
         size = sum(param.numel() for param in model.parameters())
         raise UserError(f"a model of {size:,} parameters does not fit into the memory of {device}") from error
+    model.rotary.reset()
+    return model
+
+
+def build(shape: Shape, spec: MHA | MLA, seed: int, device: Any = "cpu") -> Decoder:
+    """A model with its initial weights."""
+    model = unfilled(shape, spec, device)
     model.initialise(seed)
     return model

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from quacklr import Path, mha
 from quacklr.lab.model.attention import Attention
+from quacklr.lab.model.cache import Cache
 from quacklr.lab.model.rope import Rotary
 from quacklr.lab.model.spec import MHA, Shape
 
@@ -19,20 +20,25 @@ class MultiHead(Attention):
     logit_roles = ("q", "k")
 
     def __init__(self, shape: Shape, spec: MHA) -> None:
-        super().__init__(query_size=spec.head_dim)
+        super().__init__(parts=[spec.head_dim])
         self.heads, self.kv_heads = spec.heads, spec.kv_heads
         self.q = nn.Linear(shape.d_model, spec.heads * spec.head_dim, bias=False)
         self.k = nn.Linear(shape.d_model, spec.kv_heads * spec.head_dim, bias=False)
         self.v = nn.Linear(shape.d_model, spec.kv_heads * spec.head_dim, bias=False)
         self.o = nn.Linear(spec.heads * spec.head_dim, shape.d_model, bias=False)
 
-    def forward(self, x_BTC: Tensor, rotary: Rotary) -> Tensor:
-        """What each position reads from those up to it."""
+    def forward(self, x_BTC: Tensor, rotary: Rotary, cache: Cache | None = None) -> Tensor:
+        """What each position reads from those up to it, also from those that are cached."""
+        start = cache.length if cache else 0
         q_BTHD = self.q(x_BTC).unflatten(-1, (self.heads, -1))
         k_BTGD = self.k(x_BTC).unflatten(-1, (self.kv_heads, -1))
         v_BTGD = self.v(x_BTC).unflatten(-1, (self.kv_heads, -1))
         q_BTHD, k_BTGD = self.normed(q_BTHD, k_BTGD)
-        return self.o(self.attend(rotary(q_BTHD), rotary(k_BTGD), v_BTGD))
+        return self.o(self.attend(rotary(q_BTHD, start), rotary(k_BTGD, start), v_BTGD, cache))
+
+    def cached(self) -> dict[str, tuple[int, int]]:
+        """Keys, as they are compared with, and values."""
+        return {"k": (self.kv_heads, self.query_size), "v": (self.kv_heads, self.query_size)}
 
     def logit_paths(self) -> list[Path]:
         """q[h] . k[g(h)]."""

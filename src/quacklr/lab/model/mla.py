@@ -1,6 +1,7 @@
 """Multi-head latent attention with the paper's six matrices: logit = dq uq[h] . uk[h] dkv + dq qr[h] . kr.
 
-Shapes: B batch, T position, C width, H head, L latent, N part without positions, R part with them, D = N + R, E value.
+Shapes: B batch, T position, S position so far, C width, H head, L latent, N part without positions, R part with them,
+D = N + R, E value, X = L + R: what is cached of a position.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from quacklr import Path, mla
-from quacklr.lab.model.attention import Attention
-from quacklr.lab.model.norm import RMSNorm
+from quacklr.lab.model.attention import Attention, capped
+from quacklr.lab.model.cache import Cache
+from quacklr.lab.model.norm import PartsNorm, RMSNorm
 from quacklr.lab.model.rope import Rotary
 from quacklr.lab.model.spec import MLA, Shape
 
@@ -21,8 +23,8 @@ class Latent(Attention):
     logit_roles = ("dq", "uq", "qr", "dkv", "uk", "kr")
 
     def __init__(self, shape: Shape, spec: MLA) -> None:
-        super().__init__(query_size=spec.nope_dim + spec.rope_dim)
-        self.heads, self.parts = spec.heads, [spec.nope_dim, spec.rope_dim]
+        super().__init__(parts=[spec.nope_dim, spec.rope_dim])
+        self.heads = spec.heads
         self.dq = nn.Linear(shape.d_model, spec.d_cq, bias=False)
         self.uq = nn.Linear(spec.d_cq, spec.heads * spec.nope_dim, bias=False)
         self.qr = nn.Linear(spec.d_cq, spec.heads * spec.rope_dim, bias=False)
@@ -34,18 +36,73 @@ class Latent(Attention):
         self.q_latent_norm = RMSNorm(spec.d_cq, shape.norm_eps) if spec.latent_norm else None
         self.kv_latent_norm = RMSNorm(spec.d_ckv, shape.norm_eps) if spec.latent_norm else None
 
-    def forward(self, x_BTC: Tensor, rotary: Rotary) -> Tensor:
-        """What each position reads from those up to it; all keys are made, as training does it."""
+    def forward(self, x_BTC: Tensor, rotary: Rotary, cache: Cache | None = None) -> Tensor:
+        """What each position reads from those up to it. Without a cache all keys are made, as training does it."""
         q_latent_BTL, kv_latent_BTL = self.dq(x_BTC), self.dkv(x_BTC)
         if self.q_latent_norm is not None and self.kv_latent_norm is not None:
             q_latent_BTL, kv_latent_BTL = self.q_latent_norm(q_latent_BTL), self.kv_latent_norm(kv_latent_BTL)
         q_BTHN, q_BTHR = self._by_head(self.uq(q_latent_BTL)), self._by_head(self.qr(q_latent_BTL))
-        k_BTHN, k_BT1R = self._by_head(self.uk(kv_latent_BTL)), self.kr(x_BTC).unsqueeze(2)
+        k_BT1R = self.kr(x_BTC).unsqueeze(2)
+        if cache is not None and self.caches_latents:
+            return self.o(self._from_latents(q_BTHN, q_BTHR, kv_latent_BTL, k_BT1R, rotary, cache))
+        k_BTHN, start = self._by_head(self.uk(kv_latent_BTL)), cache.length if cache else 0
         if self.q_norm is not None:  # over the whole query and the whole key, so each head has a rotary key of its own
             q_BTHD, k_BTHD = self.normed(joined(q_BTHN, q_BTHR), joined(k_BTHN, k_BT1R))
             (q_BTHN, q_BTHR), (k_BTHN, k_BT1R) = q_BTHD.split(self.parts, -1), k_BTHD.split(self.parts, -1)
-        q_BTHD, k_BTHD = joined(q_BTHN, rotary(q_BTHR)), joined(k_BTHN, rotary(k_BT1R))
-        return self.o(self.attend(q_BTHD, k_BTHD, self._by_head(self.uv(kv_latent_BTL))))
+        q_BTHD, k_BTHD = joined(q_BTHN, rotary(q_BTHR, start)), joined(k_BTHN, rotary(k_BT1R, start))
+        return self.o(self.attend(q_BTHD, k_BTHD, self._by_head(self.uv(kv_latent_BTL)), cache))
+
+    @property
+    def caches_latents(self) -> bool:
+        """Whether latents say all about keys: not if a key is normed as a whole, for then it must be made and kept."""
+        return self.q_norm is None or isinstance(self.q_norm, PartsNorm)
+
+    def cached(self) -> dict[str, tuple[int, int]]:
+        """The latent and the rotary key, side by side; or, where these are not enough, keys and values."""
+        if not self.caches_latents:
+            return {"k": (self.heads, self.query_size), "v": (self.heads, self.uv.out_features // self.heads)}
+        latents = {"latent": (1, self.dkv.out_features + self.kr.out_features)}
+        return latents if self.q_norm is None else latents | {"inverse_rms": (self.heads, 1)}
+
+    def _from_latents(
+        self, q_BTHN: Tensor, q_BTHR: Tensor, latent_BTL: Tensor, k_BT1R: Tensor, rotary: Rotary, cache: Cache
+    ) -> Tensor:
+        """(B, T, H * E) from cached latents: one new position without making a key or a value, several with them."""
+        new, start, q_norm, k_norm = q_BTHN.shape[1], cache.length, self.q_norm, self.k_norm
+        remembered = {}
+        if isinstance(q_norm, PartsNorm) and isinstance(k_norm, PartsNorm):
+            remembered["inverse_rms"] = k_norm.content.inverse_rms(self._by_head(self.uk(latent_BTL))).transpose(1, 2)
+            q_BTHN, q_BTHR, k_BT1R = q_norm.content(q_BTHN), q_norm.rotary(q_BTHR), k_norm.rotary(k_BT1R)
+        q_BTHR, k_BT1R = rotary(q_BTHR, start), rotary(k_BT1R, start)
+        remembered["latent"] = torch.cat([latent_BTL, k_BT1R.squeeze(2)], dim=-1).unsqueeze(1)
+        *inverse_rms, seen_B1SX = cache.add(**remembered)
+        if new == 1:
+            return self._absorbed(q_BTHN[:, 0], q_BTHR[:, 0], seen_B1SX[:, 0], *inverse_rms)
+        latent_BSL, k_BSR = seen_B1SX[:, 0].split([latent_BTL.shape[-1], k_BT1R.shape[-1]], dim=-1)
+        k_BSHN = self._by_head(self.uk(latent_BSL))
+        k_BSHN = k_norm.content(k_BSHN) if isinstance(k_norm, PartsNorm) else k_BSHN
+        values_BSHE = self._by_head(self.uv(latent_BSL))
+        return self.attend(joined(q_BTHN, q_BTHR), joined(k_BSHN, k_BSR.unsqueeze(2)), values_BSHE)
+
+    def _absorbed(
+        self, q_BHN: Tensor, q_BHR: Tensor, seen_BSX: Tensor, inverse_rms_BHS1: Tensor | None = None
+    ) -> Tensor:
+        """(B, 1, H * E): uk goes to the query, uv to what was read, and what is read are the latents themselves.
+
+        A norm of keys is a gain, which goes to the query as well, and a number a position and head, for the logit.
+        """
+        uk_HNL, uv_HEL = (linear.weight.unflatten(0, (self.heads, -1)) for linear in (self.uk, self.uv))
+        latent_BSL, k_BSR = seen_BSX.split([uk_HNL.shape[-1], q_BHR.shape[-1]], dim=-1)
+        gain_N = self.k_norm.content.weight if isinstance(self.k_norm, PartsNorm) else 1
+        q_BHL = torch.einsum("bhn,hnl->bhl", q_BHN * gain_N, uk_HNL)
+        if inverse_rms_BHS1 is None:
+            logit_BHS = torch.cat([q_BHL, q_BHR], dim=-1) @ seen_BSX.mT
+        else:
+            logit_BHS = (q_BHL @ latent_BSL.mT) * inverse_rms_BHS1.squeeze(-1) + q_BHR @ k_BSR.mT
+        logit_BHS = logit_BHS * self.query_size**-0.5
+        logit_BHS = logit_BHS if self.cap is None else capped(logit_BHS, self.cap)
+        read_BHL = logit_BHS.softmax(dim=-1) @ latent_BSL
+        return torch.einsum("bhl,hel->bhe", read_BHL, uv_HEL).flatten(1).unsqueeze(1)
 
     def logit_paths(self) -> list[Path]:
         """dq uq[h] . uk[h] dkv + dq qr[h] . kr; a norm on the latents cuts dq and dkv off, if `norms_cut`."""

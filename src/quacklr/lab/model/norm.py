@@ -8,6 +8,7 @@ Shapes: C the normed dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,24 @@ class RMSNorm(nn.RMSNorm):
         if x_C.device.type != "cpu" or x_C.dtype != torch.float32 or torch.compiler.is_compiling():
             return super().forward(x_C)
         return _written_out(x_C, self.weight, self.eps)
+
+    def inverse_rms(self, x_C: Tensor) -> Tensor:
+        """All of a norm but its gain: the number that x is multiplied by."""
+        return (x_C.square().mean(dim=-1, keepdim=True) + (self.eps or 0.0)).rsqrt()
+
+
+class PartsNorm(nn.Module):
+    """Two parts of the last dimension, each normed by itself, with a gain of its own."""
+
+    def __init__(self, sizes: Sequence[int], eps: float, device: Any = None) -> None:
+        super().__init__()
+        self.sizes, self.eps = list(sizes), eps
+        self.content, self.rotary = (RMSNorm(size, eps, device=device) for size in sizes)
+
+    def forward(self, x_C: Tensor) -> Tensor:
+        """Both, side by side as before."""
+        content_N, rotary_R = x_C.split(self.sizes, dim=-1)
+        return torch.cat([self.content(content_N), self.rotary(rotary_R)], dim=-1)
 
 
 class WrittenOut(torch.autograd.Function):

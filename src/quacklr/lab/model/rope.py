@@ -34,11 +34,11 @@ class Rotary(nn.Module):
             self.cos_TD.copy_(torch.cat([angle_TF.cos(), angle_TF.cos()], dim=-1))
             self.sin_TD.copy_(torch.cat([-angle_TF.sin(), angle_TF.sin()], dim=-1))
 
-    def forward(self, x_BTHD: Tensor) -> Tensor:
-        """The same, turned; position t stands at index t."""
-        length = x_BTHD.shape[1]
+    def forward(self, x_BTHD: Tensor, start: int = 0) -> Tensor:
+        """The same, turned; position start + t stands at index t."""
+        end = start + x_BTHD.shape[1]
         turning = turn if torch.compiler.is_compiling() else _turn  # a compiler finds the short gradient by itself
-        return turning(x_BTHD, self.cos_TD[:length, None], self.sin_TD[:length, None])
+        return turning(x_BTHD, self.cos_TD[start:end, None], self.sin_TD[start:end, None])
 
 
 class Turn(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quacklr.lab.config import Config, kind_of, values_of
 from quacklr.lab.methods import (
+    AbsorbedQKNorm,
     ConstantTau,
     Default,
     Method,
@@ -18,6 +19,7 @@ from quacklr.lab.methods import (
 NAMES: dict[type, str] = {
     Default: "default",
     QKNorm: "QK norm",
+    AbsorbedQKNorm: "absorbed QK norm",
     QKClipping: "QK clip",
     ConstantTau: "constant tau",
     Quack: "QuacK",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.lab.errors import UserError
-from quacklr.lab.train.tensors import tensors_for
+from quacklr.lab.train.tensors import MODEL, tensors_for
 
 FORMAT = 2
 """1 was one file, `step-0000100.pt`."""
@@ -84,7 +84,8 @@ class Checkpoints:
     def load(self, path: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Fill the model and its optimizers from a checkpoint, and return the rest of it.
 
-        UserError if it is damaged, not one of this run, or does not fit the model; then no number was read.
+        Without optimizers, what the checkpoint has of them is left there. UserError if it is damaged, not one of this
+        run, or does not fit the model; then no number was read.
         """
         from quacklr.lab.train import storage
 
@@ -97,6 +98,8 @@ class Checkpoints:
         rest = rest_of(path, self.name)
         with ours(path):
             saved = storage.contents(path)
+        if not optimizers:
+            saved = {name: kind for name, kind in saved.items() if name.startswith(MODEL)}
         storage.fill(tensors_for(saved, model, optimizers), path, self._group)
         return rest
 

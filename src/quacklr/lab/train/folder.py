@@ -1,9 +1,11 @@
 """A run's folder: what was asked for, on what machine, every row that came out, how it ended, and its checkpoints.
 
     config.json  environment.json  metrics.jsonl  result.json  checkpoints/  tensorboard/  logits.png
+    vocabulary.json  tokenizer.json
 
 `metrics.jsonl` is the truth about the run, a row a line; everything else that shows numbers is made from it.
-`result.json` is there once the run has ended. Each of the `checkpoints/` is a folder itself, see checkpoint.py.
+`result.json` is there once the run has ended; the tokenizer, so that nobody needs the corpus to read what the model
+writes (bytes need no file). Each of the `checkpoints/` is a folder itself, see checkpoint.py.
 """
 
 from __future__ import annotations

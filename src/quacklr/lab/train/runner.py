@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from quacklr.lab.config import KINDS, Config, Machine, Watch, differences, fingerprint, kind_of, values_of
-from quacklr.lab.data import open_corpus
+from quacklr.lab.data import Corpus, open_corpus
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import locked
 from quacklr.lab.optim import Constant
@@ -58,14 +58,14 @@ def _run(config: Config, folder: Folder, resume: bool, wandb: str | None, world:
     if corpus.fingerprint != world.told(lambda: corpus.fingerprint):
         raise UserError(f"--corpus {config.training.corpus} is other text here than for the leading process")
     session = Session(config, corpus)
-    name = f"{fingerprint(essence(session.config))}-{corpus.fingerprint}"
+    name = name_of_checkpoints(session.config, corpus.fingerprint)
     about = environment(session.device) | {"corpus": corpus.fingerprint, "processes": world.size, "job": job()}
     with ExitStack() as stack:
         found = world.told(lambda: _taken(folder, resume, stack))
         saves = stack.enter_context(Checkpoints(folder.checkpoints, name, config.watch.keep))
         if found:
             session.load_rest(saves.load(found, session.model, session.optimizers))
-        writer = _writer(session, folder, about, wandb) if world.leads else nullcontext(_nowhere)
+        writer = _writer(session, corpus, folder, about, wandb) if world.leads else nullcontext(_nowhere)
         with writer as write:
             _train(session, saves, write)
         saves.wait()
@@ -87,11 +87,14 @@ def _train(session: Session, saves: Checkpoints, write: Callable[[Row], None]) -
 
 
 @contextmanager
-def _writer(session: Session, folder: Folder, about: Row, wandb: str | None) -> Iterator[Callable[[Row], None]]:
+def _writer(
+    session: Session, corpus: Corpus, folder: Folder, about: Row, wandb: str | None
+) -> Iterator[Callable[[Row], None]]:
     """What writes a row to the folder, to the trackers and to the terminal, from where the session stands."""
     folder.forget_after(session.step if session.first_val_loss is not None else -1)
     folder.reopen()
     watchers = trackers(folder.path, session.config, session.step, wandb)
+    corpus.leave_tokenizer(folder.path)
     folder.begin(session.config, about)
     try:
         with progress("training", session.config.training.steps, "steps", session.step) as show:
@@ -160,6 +163,11 @@ def essence(config: Config) -> Config:
     steps = 10**9 if isinstance(config.schedule, Constant) else config.training.steps
     training = replace(config.training, steps=steps, corpus="")
     return replace(config, training=training, watch=Watch(), machine=Machine())
+
+
+def name_of_checkpoints(config: Config, corpus: str) -> str:
+    """What the checkpoints of a run say of themselves, so that none is taken for another's."""
+    return f"{fingerprint(essence(config))}-{corpus}"
 
 
 def _save_if_due(session: Session, saves: Checkpoints, last: bool) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from quacklr.lab.errors import UserError
 
+MODEL = "model."
 Kind: TypeAlias = tuple[torch.Size, torch.dtype]
 """What a checkpoint says about a tensor without its numbers; the shape is that of all shards together."""
 
@@ -29,7 +30,7 @@ def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, T
     """
     own = model.state_dict(keep_vars=True)
     first = {tensor: name for name, tensor in reversed(own.items())}
-    found = {f"model.{name}": tensor.detach() for name, tensor in own.items() if first[tensor] == name}
+    found = {f"{MODEL}{name}": tensor.detach() for name, tensor in own.items() if first[tensor] == name}
     for name, optimizer, _, param in _stepped(optimizers):
         found |= {f"{name}.{key}": value for key, value in sorted(optimizer.state.get(param, {}).items())}
     return found

@@ -1,0 +1,75 @@
+"""A run that has ended, opened to be used: the model as its last checkpoint has it, and the tokenizer.
+
+run = open_run(Path("runs/mine"))
+run.model(tokens_BT)                            # (B, T, V) logits
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.nn.utils import parametrize
+
+from quacklr.lab.config import Config, Machine
+from quacklr.lab.data import Tokenizer, left_tokenizer
+from quacklr.lab.errors import UserError
+from quacklr.lab.methods import alter
+from quacklr.lab.model import Decoder, unfilled
+from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
+from quacklr.lab.train.device import device_of
+from quacklr.lab.train.folder import Folder
+from quacklr.lab.train.runner import name_of_checkpoints
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run has made. Its weights are plain: what a method computes them from was computed once."""
+
+    config: Config
+    step: int
+    model: Decoder
+    tokenizer: Tokenizer
+
+
+def open_run(path: Path, step: int | None = None, device: str = "cpu") -> Trained:
+    """The run in a folder, after its last step or after a step that has a checkpoint.
+
+    UserError if it has not ended, unless a step is named, and for whatever else a user can mend.
+    """
+    folder = Folder(path)
+    config = folder.config()
+    found = {int(each.name.removeprefix("step-")): each for each in checkpoints(folder.checkpoints) if each.is_dir()}
+    step = _ended(folder, config, list(found)) if step is None else step
+    if step not in found:
+        raise UserError(f"{path} has no checkpoint of step {step}; {_choice(list(found))}")
+    tokenizer = left_tokenizer(path)
+    model = unfilled(config.shape, config.attention, device_of(Machine(device=device)))
+    alter(config.method, model)
+    name = name_of_checkpoints(config, str(folder.environment.get("corpus")))
+    with Checkpoints(folder.checkpoints, name, keep=config.watch.keep) as saves:
+        saves.load(found[step], model, optimizers=[])
+    for module in list(model.modules()):
+        if parametrize.is_parametrized(module, "weight"):
+            parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+    return Trained(config, step, model.eval().requires_grad_(False), tokenizer)
+
+
+def _ended(folder: Folder, config: Config, steps: list[int]) -> int:
+    """The last step of a run; UserError if it was not the one that was asked for."""
+    result = folder.result
+    if result is None:
+        begun = folder.rows()
+        reached = begun[-1]["step"] if begun else 0
+        raise UserError(
+            f"the run in {folder.path} has not finished: it is at step {reached} of {config.training.steps}; go on "
+            f"with `quacklr train --resume {folder.path}`; {_choice(steps)}"
+        )
+    if result["status"] != "finished":
+        raise UserError(f"the run in {folder.path} has diverged: {result['reason']}; {_choice(steps)}")
+    return int(result["step"])
+
+
+def _choice(steps: list[int]) -> str:
+    """The way out: which steps can be asked for."""
+    return f"--step {' or '.join(map(str, steps))} takes a checkpoint that it has" if steps else "it has no checkpoint"
