@@ -63,8 +63,9 @@ def assert_same_numbers(found: Any, wanted: Any, rtol: float, where: str = "") -
         assert found == wanted, where
 
 
-@pytest.mark.parametrize(("attention", "method"), PAIRS)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("attention", "method", "kind"), [(*p, "fsdp") for p in PAIRS] + [(*p, "ddp") for p in PAIRS if p[0] == "mla"]
+)
 def test_two_processes_train_as_one_does(method: str, attention: str, kind: str, corpus: File, two: Crew) -> None:
     """Losses, gradient norms, validation, logits of every head, norms and rates of every weight."""
     alone = trained(0, asked(corpus, method, attention))
