@@ -1,7 +1,7 @@
 """What both kinds of attention share: the product itself, and what the rival methods change in it.
 
-Shapes: B batch, T position, S position so far, H head, G head of keys and values, D size of a query or key, E of one
-of the values.
+Shapes: B batch, T position, S position so far, H head, G head of keys and values, R = H / G, D size of a query or key,
+E size of a value.
 """
 
 from __future__ import annotations
@@ -52,11 +52,20 @@ class Attention(nn.Module, ABC):
         q_BHTD, k_BGSD, v_BGSE = q_BTHD.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGE.transpose(1, 2)
         if cache is not None:
             k_BGSD, v_BGSE = cache.add(k=k_BGSD, v=v_BGSE)
+        if q_BHTD.shape[2] == 1 and cache is not None:
+            return self.mixed(products(q_BHTD[:, :, 0], k_BGSD), v_BGSE)
         if self.cap is None:
             mixed_BHTE = causal_attention(q_BHTD, k_BGSD, v_BGSE)
         else:
             mixed_BHTE = capped_attention(q_BHTD, k_BGSD, v_BGSE, self.cap)
         return mixed_BHTE.transpose(1, 2).flatten(2)
+
+    def mixed(self, product_BHS: Tensor, v_BGSE: Tensor) -> Tensor:
+        """(B, 1, H * E): what one position reads, from the products of its queries with all keys."""
+        logit_BHS = product_BHS * self.query_size**-0.5
+        logit_BHS = logit_BHS if self.cap is None else capped(logit_BHS, self.cap)
+        share_BGRS = logit_BHS.softmax(dim=-1).unflatten(1, (v_BGSE.shape[1], -1))
+        return (share_BGRS @ v_BGSE).flatten(1).unsqueeze(1)
 
     @abstractmethod
     def cached(self) -> dict[str, tuple[int, int]]:
@@ -87,7 +96,7 @@ def causal_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> Tensor:
     grouped, new, seen = q_BHTD.shape[1] != k_BGSD.shape[1], q_BHTD.shape[2], k_BGSD.shape[2]
     if new == seen:
         return F.scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSE, is_causal=True, enable_gqa=grouped)
-    mask = None if new == 1 else ~future(new, seen, q_BHTD.device)
+    mask = ~future(new, seen, q_BHTD.device)
     return F.scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSE, attn_mask=mask, enable_gqa=grouped)
 
 
@@ -98,6 +107,12 @@ def capped_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, cap: float)
     logit_BHTS = capped((q_BHTD * q_BHTD.shape[-1] ** -0.5) @ k_BHSD.mT, cap)
     hidden_TS = future(q_BHTD.shape[2], k_BGSD.shape[2], q_BHTD.device)
     return torch.softmax(logit_BHTS.masked_fill(hidden_TS, -torch.inf), dim=-1) @ v_BHSE
+
+
+def products(q_BHD: Tensor, k_BGSD: Tensor) -> Tensor:
+    """(B, H, S): one position's queries with all keys. Keys come first: a CPU reads them faster than their transpose."""
+    q_BGRD = q_BHD.unflatten(1, (k_BGSD.shape[1], -1))
+    return (k_BGSD @ q_BGRD.mT).mT.flatten(1, 2)
 
 
 def capped(logit: Tensor, cap: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quacklr import Path, mla
-from quacklr.lab.model.attention import Attention, capped
+from quacklr.lab.model.attention import Attention, products
 from quacklr.lab.model.cache import Cache
 from quacklr.lab.model.norm import PartsNorm, RMSNorm
 from quacklr.lab.model.rope import Rotary
@@ -77,7 +77,7 @@ class Latent(Attention):
         remembered["latent"] = torch.cat([latent_BTL, k_BT1R.squeeze(2)], dim=-1).unsqueeze(1)
         *inverse_rms, seen_B1SX = cache.add(**remembered)
         if new == 1:
-            return self._absorbed(q_BTHN[:, 0], q_BTHR[:, 0], seen_B1SX[:, 0], *inverse_rms)
+            return self._absorbed(q_BTHN[:, 0], q_BTHR[:, 0], seen_B1SX, *inverse_rms)
         latent_BSL, k_BSR = seen_B1SX[:, 0].split([latent_BTL.shape[-1], k_BT1R.shape[-1]], dim=-1)
         k_BSHN = self._by_head(self.uk(latent_BSL))
         k_BSHN = k_norm.content(k_BSHN) if isinstance(k_norm, PartsNorm) else k_BSHN
@@ -85,23 +85,21 @@ class Latent(Attention):
         return self.attend(joined(q_BTHN, q_BTHR), joined(k_BSHN, k_BSR.unsqueeze(2)), values_BSHE)
 
     def _absorbed(
-        self, q_BHN: Tensor, q_BHR: Tensor, seen_BSX: Tensor, inverse_rms_BHS1: Tensor | None = None
+        self, q_BHN: Tensor, q_BHR: Tensor, seen_B1SX: Tensor, inverse_rms_BHS1: Tensor | None = None
     ) -> Tensor:
         """(B, 1, H * E): uk goes to the query, uv to what was read, and what is read are the latents themselves.
 
         A norm of keys is a gain, which goes to the query as well, and a number a position and head, for the logit.
         """
         uk_HNL, uv_HEL = (linear.weight.unflatten(0, (self.heads, -1)) for linear in (self.uk, self.uv))
-        latent_BSL, k_BSR = seen_BSX.split([uk_HNL.shape[-1], q_BHR.shape[-1]], dim=-1)
+        latent_B1SL, k_B1SR = seen_B1SX.split([uk_HNL.shape[-1], q_BHR.shape[-1]], dim=-1)
         gain_N = self.k_norm.content.weight if isinstance(self.k_norm, PartsNorm) else 1
         q_BHL = torch.einsum("bhn,hnl->bhl", q_BHN * gain_N, uk_HNL)
         if inverse_rms_BHS1 is None:
-            logit_BHS = torch.cat([q_BHL, q_BHR], dim=-1) @ seen_BSX.mT
+            product_BHS = products(torch.cat([q_BHL, q_BHR], dim=-1), seen_B1SX)
         else:
-            logit_BHS = (q_BHL @ latent_BSL.mT) * inverse_rms_BHS1.squeeze(-1) + q_BHR @ k_BSR.mT
-        logit_BHS = logit_BHS * self.query_size**-0.5
-        logit_BHS = logit_BHS if self.cap is None else capped(logit_BHS, self.cap)
-        read_BHL = logit_BHS.softmax(dim=-1) @ latent_BSL
+            product_BHS = products(q_BHL, latent_B1SL) * inverse_rms_BHS1.squeeze(-1) + products(q_BHR, k_B1SR)
+        read_BHL = self.mixed(product_BHS, latent_B1SL).squeeze(1).unflatten(-1, (self.heads, -1))
         return torch.einsum("bhl,hel->bhe", read_BHL, uv_HEL).flatten(1).unsqueeze(1)
 
     def logit_paths(self) -> list[Path]:
