@@ -26,14 +26,14 @@ demo: $(LAB)  ## see in minutes what QuacK is for: the default breaks, QuacK doe
 	$(BIN)/quacklr demo
 
 study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; resumes), then its figures and claims
-	$(BIN)/quacklr sweep interventions rivals sensitivity latents norms adamw critical
+	$(BIN)/quacklr sweep interventions rivals sensitivity latents absorbed norms adamw critical
 	$(BIN)/quacklr sweep speed --seeds 5
 	$(BIN)/quacklr report
 
 models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)
 	PYTHONPATH=tests $(BIN)/python benchmarks/catalogue.py
 
-bench: $(READY)  ## what QuacK costs a step, whole and sharded, Muon, the lab, measuring a model, watching and clipping logits
+bench: $(READY)  ## what QuacK costs a step, whole and sharded, Muon, the lab, measuring a model, watching and clipping logits, a token
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/muon_step.py
 	$(BIN)/python benchmarks/lab_speed.py
@@ -42,6 +42,7 @@ bench: $(READY)  ## what QuacK costs a step, whole and sharded, Muon, the lab, m
 	$(BIN)/python benchmarks/sharded_step.py
 	$(BIN)/python benchmarks/muon_sharded.py
 	$(BIN)/python benchmarks/communication.py
+	$(BIN)/python benchmarks/decode.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -128,7 +128,7 @@ def main() -> None:
             "# What a token costs at inference",
             "",
             f"Measured by `python benchmarks/decode.py {options}`: one attention layer of",
-            "the paper's size, fp32 on the CPU; time of a token's attention to that of MHA, by the length of the context.",
+            "the paper's size, fp32 on the CPU; the time of a token to that of MHA, by the length of the context.",
             "",
             f"| layer | bytes of cache a token | to MHA | {lengths} |",
             "|---|---|---|" + "---|" * len(given.contexts),

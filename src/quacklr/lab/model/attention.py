@@ -110,7 +110,7 @@ def capped_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, cap: float)
 
 
 def products(q_BHD: Tensor, k_BGSD: Tensor) -> Tensor:
-    """(B, H, S): one position's queries with all keys. Keys come first: a CPU reads them faster than their transpose."""
+    """(B, H, S): one position's queries with all keys. Keys first: a CPU reads them faster than their transpose."""
     q_BGRD = q_BHD.unflatten(1, (k_BGSD.shape[1], -1))
     return (k_BGSD @ q_BGRD.mT).mT.flatten(1, 2)
 

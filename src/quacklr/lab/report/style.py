@@ -17,7 +17,7 @@ from quacklr.lab.sweep.ledger import Entry
 COLOURS: dict[str, str] = dict(
     zip(
         NAMES.values(),
-        ("#666666", "#e69f00", "#d55e00", "#56b4e9", "#0b6e4f", "#cc79a7", "#8c6d31", "#7b5ea7"),
+        ("#666666", "#e69f00", "#0072b2", "#d55e00", "#56b4e9", "#0b6e4f", "#cc79a7", "#8c6d31", "#7b5ea7"),
         strict=True,
     )
 )

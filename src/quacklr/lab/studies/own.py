@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quacklr.lab.methods import (
+    AbsorbedQKNorm,
     ConstantTau,
     Default,
     Method,
@@ -51,6 +52,13 @@ def sigma_of_logits(results: Results) -> Answer:
     return _no_worse(results, SigmaReparametrised("qk"))
 
 
+def absorbed_norm(results: Results) -> Answer:
+    """The QK norm that keeps latent decoding removes the need for QuacK in MLA, each at its best learning rate."""
+    other, quack = (results.best("mla", method) for method in (AbsorbedQKNorm, Quack))
+    gap = differ("MLA, each at its best lr", other, quack)
+    return Answer(below(gap, MARGIN), levels(results, "mla", (AbsorbedQKNorm, Quack, QKNorm), None), [gap])
+
+
 def latent_cut(results: Results) -> Answer:
     """Where latents have norms, cutting the paths there beats Algorithm 2 taken literally."""
     lr = results.scale.high
@@ -90,7 +98,7 @@ def highest_is_best(results: Results) -> Answer:
 def best_when_tuned(results: Results) -> Answer:
     """When every method may choose its learning rate too, QuacK is the best for MLA that allows latent decoding."""
     quack = results.best("mla", Quack)
-    others = (Default, QKClipping, ConstantTau)
+    others = (Default, AbsorbedQKNorm, QKClipping, ConstantTau)
     evidence = [differ("MLA, each at its best lr", quack, results.best("mla", other)) for other in others]
     return Answer(
         all_of(less(each) for each in evidence), levels(results, "mla", (Quack, *others, QKNorm), None), evidence
@@ -129,6 +137,7 @@ OWN: dict[str, Claim] = {
     "soft-capping": soft_cap,
     "sigma-Reparam": sigma,
     "sigma-Reparam of q and k": sigma_of_logits,
+    "absorbed QK norm": absorbed_norm,
     "latent norms": latent_cut,
     "AdamW": with_adamw,
     "highest rate": highest_is_best,

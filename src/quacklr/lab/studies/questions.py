@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from quacklr.lab.config import Config
 from quacklr.lab.methods import (
+    AbsorbedQKNorm,
     ConstantTau,
     Default,
     Method,
@@ -117,6 +118,15 @@ def latents(scale: Scale) -> Iterator[Config]:
         yield normed.run("mla", method, scale.high)
 
 
+def absorbed(scale: Scale) -> Iterator[Config]:
+    """Does the QK norm that keeps latent decoding (arXiv 2606.16310) remove the need for QuacK in MLA?
+
+    Scientific: the norm on the parts of queries and keys, with `interventions` for the rest; the learning rate.
+    """
+    for lr in reversed(scale.rates):
+        yield scale.run("mla", AbsorbedQKNorm(), lr)
+
+
 def adamw(scale: Scale) -> Iterator[Config]:
     """Does it hold with AdamW instead of Muon?
 
@@ -158,6 +168,7 @@ STUDIES: dict[str, Study] = {
     "interventions": interventions,
     "rivals": rivals,
     "latents": latents,
+    "absorbed": absorbed,
     "norms": norms,
     "adamw": adamw,
     "sensitivity": sensitivity,
