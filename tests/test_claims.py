@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from quacklr.lab.config import Config, fingerprint
-from quacklr.lab.methods import ConstantTau, Default, Method, MuonSplit, QKClipping, QKNorm, Quack, SoftCap
+from quacklr.lab.methods import (
+    AbsorbedQKNorm,
+    ConstantTau,
+    Default,
+    Method,
+    MuonSplit,
+    QKClipping,
+    QKNorm,
+    Quack,
+    SoftCap,
+)
 from quacklr.lab.methods import SigmaReparametrised as Sigma
 from quacklr.lab.report.command import findings_of
 from quacklr.lab.studies.claims import CLAIMS
@@ -55,6 +65,8 @@ def as_the_paper_says(config: Config) -> tuple[float, float, float]:
             found = (2.4 + 0.5 * abs(math.log10(tau / 0.1)), 50.0, 0.5)
         case Quack(tau, _, _, literal):
             found = (2.2 + 0.01 * abs(math.log10(tau)) + 0.3 * literal, 40.0, 0.4)
+        case AbsorbedQKNorm():
+            found = (2.3, 10.0, 0.3)
         case SoftCap() | Sigma():
             found = (2.21, 40.0, 0.4)
         case _:
@@ -91,6 +103,7 @@ def test_all_claims_hold_where_the_numbers_are_the_papers() -> None:
         "soft-capping": "holds",
         "sigma-Reparam": "holds",
         "sigma-Reparam of q and k": "fails",
+        "absorbed QK norm": "fails",
         "latent norms": "holds",
         "AdamW": "holds",
         "highest rate": "holds",

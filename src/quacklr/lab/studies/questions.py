@@ -121,7 +121,8 @@ def latents(scale: Scale) -> Iterator[Config]:
 def absorbed(scale: Scale) -> Iterator[Config]:
     """Does the QK norm that keeps latent decoding (arXiv 2606.16310) remove the need for QuacK in MLA?
 
-    Scientific: the norm on the parts of queries and keys, with `interventions` for the rest; the learning rate.
+    Scientific: the norm on both parts of queries and keys; what it is compared with is in `interventions`. Fixed:
+    MLA, the learning rates.
     """
     for lr in reversed(scale.rates):
         yield scale.run("mla", AbsorbedQKNorm(), lr)
