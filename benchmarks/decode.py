@@ -1,7 +1,7 @@
 """What a token costs at inference: memory of the cache, and time of its attention against the length of the context.
 
     python benchmarks/decode.py                                 two minutes or so on 2 cores
-    python benchmarks/decode.py --out results/decode.md         the tables as a file, too
+    python benchmarks/decode.py --out results/decode.md         the tables as a file, and a figure
 
 Measured: one attention layer at the paper's size (width 2048, 32 heads of 64, latents of 512 and 256), one sequence,
 fp32 on the CPU, a cache that holds all but the last position of the context. A round decodes one token with each layer
@@ -16,21 +16,26 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import median
 
 import torch
+from matplotlib.ticker import NullLocator, StrMethodFormatter
 from torch import Tensor
 
+from quacklr.integrations.figures import save
 from quacklr.lab.model import Attention, Shape
 from quacklr.lab.model.cache import Cache
 from quacklr.lab.model.mha import MultiHead
 from quacklr.lab.model.mla import Latent
 from quacklr.lab.model.rope import Rotary
 from quacklr.lab.presets import ATTENTIONS, PRESETS
+from quacklr.lab.report.style import panels
 
 SHAPE: Shape = PRESETS["paper-mha"].shape
 SPECS = ATTENTIONS["paper-mha"]
+Times = dict[int, list[dict[str, float]]]
 EPS, LAYERS, BF16 = SHAPE.norm_eps, SHAPE.layers, 2
 
 
@@ -70,41 +75,67 @@ class Decoding:
         return taken
 
 
-def numbers(attention: Attention) -> int:
-    """How many are remembered of a token."""
-    return sum(heads * x for heads, x in attention.cached().values())
+@cache
+def count(name: str) -> int:
+    """How many numbers a layer remembers of a token."""
+    with torch.device("meta"):
+        return sum(heads * x for heads, x in LAYER[name]().cached().values())
 
 
 @torch.inference_mode()
-def measured(contexts: list[int], rounds: int) -> list[str]:
-    """Lines of a table: time to MHA's, by layer and context; and MHA's own to that of the shortest context."""
+def measured(contexts: list[int], rounds: int) -> Times:
+    """By context: for every round, the seconds of each layer."""
     torch.manual_seed(0)
     attentions = {name: make() for name, make in LAYER.items()}
-    found: dict[str, list[float]] = {name: [] for name in LAYER}
-    base = []
+    layers = {c: {name: Decoding(attention, c) for name, attention in attentions.items()} for c in contexts}
     x_B1C = torch.randn(1, 1, SHAPE.d_model)
-    for context in contexts:
-        decoding = {name: Decoding(attention, context) for name, attention in attentions.items()}
-        times = [{name: each.seconds(x_B1C) for name, each in decoding.items()} for _ in range(rounds + 2)][2:]
-        for name in LAYER:
-            found[name].append(median(row[name] / row["MHA"] for row in times))
-        base.append(median(row["MHA"] for row in times))
-    first = attentions["MHA"]
-    lines = []
-    for name, attention in attentions.items():
-        share = numbers(attention) / numbers(first)
-        cells = " | ".join(f"{ratio:.2f}" for ratio in found[name])
-        lines.append(f"| {name} | {4 * numbers(attention):,} | {share:.3f} | {cells} |")
+    found: Times = {context: [] for context in contexts}
+    for _ in range(rounds + 1):
+        for context, decoding in layers.items():
+            found[context].append({name: each.seconds(x_B1C) for name, each in decoding.items()})
+    return {context: rows[1:] for context, rows in found.items()}
+
+
+def lines_of(times: Times) -> list[str]:
+    """Of a table: time to MHA's, by layer and context; and MHA's own to that of the shortest context."""
+    base = [median(row["MHA"] for row in rows) for rows in times.values()]
+    lines, first = [], count("MHA")
+    for name in LAYER:
+        ratios = (median(row[name] / row["MHA"] for row in rows) for rows in times.values())
+        cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+        lines.append(f"| {name} | {4 * count(name):,} | {count(name) / first:.3f} | {cells} |")
     grown = " | ".join(f"{each / base[0]:.1f}" for each in base)
     return [*lines, f"| *MHA, to its shortest context* | | | {grown} |"]
+
+
+def draw(times: Times, path: Path) -> None:
+    """Both against the length of the context: time, to MHA's at the shortest; and the cache of the whole model."""
+    figure, ((left, right),) = panels(1, 2, width=3.8, height=2.9)
+    unit = median(row["MHA"] for row in next(iter(times.values())))
+    contexts = list(times)
+    for name, colour in zip(LAYER, ("#666666", "#0b6e4f", "#e69f00", "#0072b2"), strict=True):
+        took = [median(row[name] for row in rows) / unit for rows in times.values()]
+        left.plot(contexts, took, color=colour, marker=".", label=name)
+        right.plot(contexts, [count(name) * LAYERS * BF16 * each / 2**20 for each in contexts], color=colour)
+    for axes, title in (
+        (left, "time of a token, attention only"),
+        (right, "cache of the paper's model, MB"),
+    ):
+        axes.set(xscale="log", xlabel="tokens in the context", title=title)
+        axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+        axes.xaxis.set_minor_locator(NullLocator())
+    left.set(ylim=(0, None), ylabel=f"MHA at {contexts[0]} tokens = 1")
+    right.set_yscale("log")
+    right.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
+    figure.legend(loc="outside lower center", ncols=2)
+    save(figure, path)
 
 
 def computed() -> list[str]:
     """Lines of a table: the cache of the paper's whole model."""
     lines = []
-    for name, make in LAYER.items():
-        with torch.device("meta"):
-            each = numbers(make())
+    for name in LAYER:
+        each = count(name)
         sizes = [each * LAYERS * BF16 * context / 2**20 for context in (SHAPE.context, 131_072)]
         lines.append(
             f"| {name} | {each:,} | {each * LAYERS * BF16:,} | " + " | ".join(f"{s:,.0f}" for s in sizes) + " |"
@@ -118,9 +149,10 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="lengths")
     parser.add_argument("--rounds", type=int, default=30, help="tokens of each layer at each length")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file, and figures/decode.png beside it")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    times = measured(given.contexts, given.rounds)
     lengths = " | ".join(f"{context:,}" for context in given.contexts)
     options = f"--contexts {' '.join(map(str, given.contexts))} --rounds {given.rounds} --threads {given.threads}"
     text = "\n".join(
@@ -132,7 +164,7 @@ def main() -> None:
             "",
             f"| layer | bytes of cache a token | to MHA | {lengths} |",
             "|---|---|---|" + "---|" * len(given.contexts),
-            *measured(given.contexts, given.rounds),
+            *lines_of(times),
             "",
             f"Computed: the paper's {LAYERS} layers in bf16.",
             "",
@@ -144,6 +176,7 @@ def main() -> None:
     print(text)
     if given.out:
         given.out.write_text(text + "\n", encoding="utf-8")
+        draw(times, given.out.parent / "figures" / "decode.png")
 
 
 if __name__ == "__main__":

@@ -75,8 +75,11 @@ def interventions(results: Results) -> Figure:
         final_losses(results, attention, row[-1])
     if not any(axes.lines for row in grid for axes in row):
         raise NotRun("no run of any method")
-    handles, labels = grid[0][-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    named: dict[str, Any] = {}
+    for row in reversed(grid):  # MHA's last: there no line is dashed
+        named |= dict(zip(*reversed(row[-1].get_legend_handles_labels()), strict=True))
+    shown = [named[name] for name in NAMES.values() if name in named]
+    figure.legend(handles=shown, loc="outside lower center", ncols=len(shown))
     return figure
 
 
