@@ -1,6 +1,7 @@
 """Settings for all tests: hypothesis draws the same examples every time, and a slow machine is not a failure."""
 
 from collections.abc import Iterator
+from pathlib import Path as File
 
 import pytest
 import torch
@@ -21,6 +22,14 @@ def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUACKLR_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> File:
+    """A small corpus of bytes for the tests of the lab, which only read it."""
+    from lab_runs import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")

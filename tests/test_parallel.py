@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from crew import Crew
-from lab_runs import ATTENTIONS, METHODS, PAIRS, comparable, make_corpus, small
+from lab_runs import ATTENTIONS, METHODS, PAIRS, comparable, small
 from models import assert_equal
 from quacklr.lab.config import Config
 from quacklr.lab.data import open_corpus
@@ -27,11 +27,6 @@ from quacklr.lab.train.session import Session
 
 STEPS = 6
 Rows = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> File:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def asked(corpus: File, method: str, attention: str, **machine: Any) -> Config:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lab_runs import ATTENTIONS, environment, make_corpus, read_rows, small
+from lab_runs import ATTENTIONS, environment, read_rows, small
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.errors import UserError
 from quacklr.lab.methods import Default, Quack
@@ -26,11 +26,6 @@ from quacklr.lab.sweep.sweep import ATTEMPTS, State, missing, sweep
 from quacklr.lab.train.checkpoint import checkpoints
 from quacklr.lab.train.runner import run
 from swept_runs import long, made, three
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> File:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def numbers(entry: Entry) -> dict[str, object]:

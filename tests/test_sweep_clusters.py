@@ -15,7 +15,7 @@ import pytest
 import ray
 import submitit
 
-from lab_runs import ATTENTIONS, METHODS, make_corpus, read_rows, small
+from lab_runs import ATTENTIONS, METHODS, read_rows, small
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.errors import UserError
 from quacklr.lab.sweep import on_ray, on_slurm
@@ -38,11 +38,6 @@ def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
     places = ((place, "pause") for place in (Local, Ray, Slurm))
     for owner, wait in (*places, (on_slurm, "ASK"), (on_slurm, "LAG")):
         monkeypatch.setattr(owner, wait, 0.02)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> File:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from crew import Crew
-from lab_runs import ATTENTIONS, make_corpus, quacklr, read_rows, small
+from lab_runs import ATTENTIONS, quacklr, read_rows, small
 from quacklr.lab.methods import Quack
 from quacklr.lab.train import runner, storage, world
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
@@ -31,11 +31,6 @@ from quacklr.lab.train.session import Session
 MODEL = "--d-model 16 --layers 2 --d-ff 24 --context 16 --heads 2 --kv-heads 1 --head-dim 8 --batch-tokens 128"
 RUN = f"{MODEL} --micro-batch 2 --lr 0.02 --steps 60 --warmup 4 --checkpoint-every 10 --method quack --threads 1"
 KILL_AFTER = 25
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> File:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path as File
 import pytest
 import torch
 
-from lab_runs import ATTENTIONS, environment, make_corpus, quacklr, read_rows, small
+from lab_runs import ATTENTIONS, environment, quacklr, read_rows, small
 from quacklr.lab.files import locked
 from quacklr.lab.methods import Quack
 from quacklr.lab.train.command import main
@@ -19,11 +19,6 @@ from quacklr.lab.train.runner import run
 
 SIZES = {"d-model": 16, "layers": 1, "d-ff": 24, "context": 16, "heads": 2, "kv-heads": 2, "head-dim": 8}
 OPTIONS = ["--batch-tokens=128", "--threads=1", *(f"--{name}={value}" for name, value in SIZES.items())]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> File:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ COMMANDS = {  # the module whose main(argv) it is, and what it does
     "sweep": ("quacklr.lab.sweep.command", "run the grids of the studies, several runs at once, resumable"),
     "report": ("quacklr.lab.report.command", "make figures, a table of claims and one page from a sweep's ledger"),
     "generate": ("quacklr.lab.inference.command", "let the model of a run go on with a text"),
+    "export": ("quacklr.lab.export.command", "write a run as a transformers checkpoint: Llama, Qwen3 or DeepSeek-V3"),
     "prepare": ("quacklr.lab.data.command", "turn text into shards of tokens to train on"),
 }
 

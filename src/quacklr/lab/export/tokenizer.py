@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quacklr.lab.data.manifest import TOKENIZER
 from quacklr.lab.data.tokenizer import Bytes
@@ -21,9 +21,10 @@ def made(run: Trained, path: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of the run in this folder; special tokens in a text are text, as they were in the corpus."""
     from transformers import PreTrainedTokenizerFast
 
+    kind: Any = PreTrainedTokenizerFast
     is_bytes = isinstance(run.tokenizer, Bytes)
     end = END if is_bytes else run.tokenizer.end_token
-    return PreTrainedTokenizerFast(
+    return kind(
         tokenizer_object=of_bytes() if is_bytes else of_file(path / TOKENIZER),
         bos_token=end,
         eos_token=end,
@@ -46,12 +47,12 @@ def of_file(path: Path) -> Tokenizer:
 
 def of_bytes() -> Tokenizer:
     """UTF-8, a byte a token, as BPE that never merges. Byte 0 has no token, so that a NUL in a text is dropped."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    letters = {letter: byte for byte, letter in bytes_to_unicode().items() if byte}
+    letter_of_byte: Any = bytes_to_unicode  # which has no types
+    letters = {letter: byte for byte, letter in letter_of_byte().items() if byte}
     tokenizer = Tokenizer(models.BPE(vocab={END: 0} | letters, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END, special=True)])
     return tokenizer

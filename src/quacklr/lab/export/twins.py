@@ -33,11 +33,14 @@ def twin_of(config: Config) -> str:
     width, eps = config.shape.d_model, config.shape.norm_eps
     match config.attention, config.method:
         case _, SoftCap():
-            raise no_twin("Llama and DeepSeek-V3 do not cap their logits, and Gemma 2, which does, has other blocks")
+            raise no_twin(
+                "Llama and DeepSeek-V3 do not cap their logits, and Gemma 2, which does, has other blocks; train with "
+                "another --method"
+            )
         case MHA(), QKNorm():
             return "Qwen3"
         case MHA(heads), _ if width % heads:
-            raise no_twin(f"transformers' Llama refuses a --d-model, here {width}, that is no multiple of its heads")
+            raise no_twin(f"its Llama wants --heads to divide --d-model; train with others than {heads} and {width}")
         case MHA(), _:
             return "Llama"
         case MLA(), QKNorm() | AbsorbedQKNorm():
@@ -62,12 +65,11 @@ def made(model: Decoder, config: Config, end: int) -> PreTrainedModel:
     import transformers
 
     name = twin_of(config)
+    configured = getattr(transformers, f"{name}Config")(**settings(config, end))
+    configured.rope_theta = config.shape.rope_theta  # where older readers look; they would take their default instead
     with torch.device("meta"):
-        twin: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(
-            getattr(transformers, f"{name}Config")(**settings(config, end))
-        )
+        twin: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(configured)
     twin.load_state_dict(weights(model), strict=True, assign=True)
-    twin.tie_weights()
     return twin
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from torch import Tensor
 
 from quacklr.lab.errors import UserError, exit_code, refuse_unless_positive
 from quacklr.lab.inference.sample import Choice, continued
@@ -36,11 +39,11 @@ class Generate:
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]]
     """The folder of a run of `quacklr train`."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")]
-    """What to go on with; - reads it from stdin."""
-    tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """What to go on with; - reads it from stdin. (--prompt=-x if it begins with a dash.)"""
+    tokens: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Most tokens to add; as many as the context has room for unless given."""
-    choice: Choice = field(default=Choice())
-    step: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    sampling: Choice = field(default=Choice())
+    step: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Take the checkpoint of this step, also of a run that has not finished."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
@@ -56,14 +59,22 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     given = tyro.cli(Generate, prog="quacklr generate", args=list(argv), description=ABOUT, config=OPTIONS)
-    text = sys.stdin.read() if given.prompt == "-" else given.prompt
+    text = readable(sys.stdin.buffer.read() if given.prompt == "-" else os.fsencode(given.prompt))
     if not text:
         raise UserError("--prompt is empty; give at least a character to go on with")
     run = open_run(given.run, given.step, given.device)
     prompt = run.tokenizer.encode(text)
     most = room(run, prompt, given.tokens)
-    tell(run, text, prompt, most, given.choice)
+    tell(run, text, prompt, most, given.sampling)
     return 0
+
+
+def readable(content: bytes) -> str:
+    """UTF-8 as text; UserError if it is something else."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt is no text in UTF-8: {error}") from error
 
 
 def room(run: Trained, prompt: Sequence[int], wanted: int | None) -> int:
@@ -86,18 +97,23 @@ def room(run: Trained, prompt: Sequence[int], wanted: int | None) -> int:
 
 def tell(run: Trained, text: str, prompt: Sequence[int], most: int, choice: Choice) -> None:
     """Print the prompt, and what comes after it while it comes; then how it went."""
-    times = [time.perf_counter()]
+    times, choose = [time.perf_counter()], choice.sampler()
+
+    def known(logits_V: Tensor) -> int:  # a vocabulary may be larger than the tokenizer's
+        return choose(logits_V[: run.tokenizer.vocab])
 
     def timed() -> Iterator[int]:
-        for token in continued(run.model, prompt, most, choice.sampler()):
+        for token in continued(run.model, prompt, most, known):
             times.append(time.perf_counter())
             if token == run.tokenizer.end:
                 return
             yield token
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where a terminal cannot show a character
     print(text, end="", flush=True)
     try:
-        for piece in pieces(run.tokenizer, timed()):
+        for piece in pieces(run.tokenizer, timed(), prompt):
             print(piece, end="", flush=True)
     finally:  # also after Ctrl-C
         print(flush=True)
@@ -111,4 +127,5 @@ def summary(run: Trained, prompt: int, times: Sequence[float]) -> str:
     size = sum(cache.bytes_per_position for cache in caches)
     speed = f", {(tokens - 1) / seconds:,.0f} a second" if tokens > 1 else ""
     full = "; the context is full" if prompt + tokens == run.config.shape.context else ""
-    return f"{tokens} tokens after a prompt of {prompt}{speed}; {size:,.0f} bytes of cache a token{full}"
+    count = f"{tokens} token{'' if tokens == 1 else 's'}"
+    return f"{count} after a prompt of {prompt}{speed}; {size:,.0f} bytes of cache a token{full}"

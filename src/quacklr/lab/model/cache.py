@@ -20,14 +20,15 @@ class Cache:
 
     def __init__(self, room: Mapping[str, tuple[int, int]], batch: int, positions: int, **kind: Any) -> None:
         self._kept = {name: torch.empty(batch, heads, positions, x, **kind) for name, (heads, x) in room.items()}
-        self.length = 0
+        self.positions, self.length = positions, 0
 
     def add(self, **new_BGTX: Tensor) -> list[Tensor]:
         """Remember new positions; what is remembered of all of them, in the order of the arguments."""
-        end = self.length
+        start, end = self.length, self.length + next(iter(new_BGTX.values())).shape[2]
+        if end > self.positions:
+            raise ValueError(f"a cache with room for {self.positions} positions cannot remember {end}")
         for name, tensor_BGTX in new_BGTX.items():
-            end = self.length + tensor_BGTX.shape[2]
-            self._kept[name][:, :, self.length : end] = tensor_BGTX
+            self._kept[name][:, :, start:end] = tensor_BGTX
         self.length = end
         return [self._kept[name][:, :, :end] for name in new_BGTX]
 

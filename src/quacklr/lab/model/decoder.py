@@ -6,7 +6,6 @@ Shapes: B batch, T position, C width, F feed-forward, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -79,8 +78,8 @@ class Decoder(nn.Module):
     def caches(self, batch: int = 1, positions: int | None = None) -> list[Cache]:
         """A cache for each block, empty, with room for that many positions; for the whole context unless given."""
         kind = {"device": self.embedding.weight.device, "dtype": self.embedding.weight.dtype}
-        rooms = (attention.cached() for attention in self.attentions().values())
-        return [Cache(room, batch, positions or self.shape.context, **kind) for room in rooms]
+        positions = self.shape.context if positions is None else positions
+        return [Cache(attention.cached(), batch, positions, **kind) for attention in self.attentions().values()]
 
     def go_on(self, tokens_BT: Tensor, caches: Sequence[Cache]) -> Tensor:
         """(B, V) logits of what comes after tokens that follow those in the caches, where they are remembered too."""
@@ -92,8 +91,9 @@ class Decoder(nn.Module):
         if end > self.shape.context:
             raise UserError(f"a sequence of {end} tokens, but the model's context is {self.shape.context}")
         x_BTC = self.embedding(tokens_BT)
-        for block, cache in zip_longest(self.blocks, caches):
-            if self.recompute and torch.is_grad_enabled():
+        every: Sequence[Cache | None] = caches or [None] * len(self.blocks)
+        for block, cache in zip(self.blocks, every, strict=True):
+            if self.recompute and torch.is_grad_enabled() and cache is None:
                 x_BTC = checkpoint(block, x_BTC, self.rotary, use_reentrant=False, context_fn=once_followed)
             else:
                 x_BTC = block(x_BTC, self.rotary, cache)

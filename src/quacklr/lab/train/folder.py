@@ -39,7 +39,7 @@ class Folder:
         """How the run ended, if it has."""
         path = self.path / "result.json"
         result = read_json(path) if path.exists() else None
-        if result is not None and not isinstance(result, dict):
+        if result is not None and not (isinstance(result, dict) and result.keys() >= {"status", "step"}):
             raise UserError(f"{path} is damaged: it is not what quacklr writes; remove it")
         return result
 
@@ -54,7 +54,8 @@ class Folder:
     def config(self) -> Config:
         """What the run was asked to do."""
         if not self.taken:
-            raise UserError(f"{self.path} is not the folder of a run: it has no config.json")
+            what = "is not the folder of a run: it has no config.json" if self.path.exists() else "does not exist"
+            raise UserError(f"{self.path} {what}")
         return from_json(read_json(self.path / "config.json"))
 
     @property

@@ -39,20 +39,25 @@ def open_run(path: Path, step: int | None = None, device: str = "cpu") -> Traine
     """
     folder = Folder(path)
     config = folder.config()
-    found = {int(each.name.removeprefix("step-")): each for each in checkpoints(folder.checkpoints) if each.is_dir()}
+    found = {
+        int(number): each
+        for each in checkpoints(folder.checkpoints)
+        if (number := each.name.removeprefix("step-")).isdigit()
+    }
     step = _ended(folder, config, list(found)) if step is None else step
     if step not in found:
-        raise UserError(f"{path} has no checkpoint of step {step}; {_choice(list(found))}")
+        raise UserError(f"{path} has no checkpoint of step {step}{_choice(list(found)) or ', nor any other'}")
     tokenizer = left_tokenizer(path)
     model = unfilled(config.shape, config.attention, device_of(Machine(device=device)))
     alter(config.method, model)
     name = name_of_checkpoints(config, str(folder.environment.get("corpus")))
     with Checkpoints(folder.checkpoints, name, keep=config.watch.keep) as saves:
         saves.load(found[step], model, optimizers=[])
+    model.eval()  # first: in training Sigma-Reparam moves on whenever its weight is read
     for module in list(model.modules()):
         if parametrize.is_parametrized(module, "weight"):
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
-    return Trained(config, step, model.eval().requires_grad_(False), tokenizer)
+    return Trained(config, step, model.requires_grad_(False), tokenizer)
 
 
 def _ended(folder: Folder, config: Config, steps: list[int]) -> int:
@@ -63,13 +68,13 @@ def _ended(folder: Folder, config: Config, steps: list[int]) -> int:
         reached = begun[-1]["step"] if begun else 0
         raise UserError(
             f"the run in {folder.path} has not finished: it is at step {reached} of {config.training.steps}; go on "
-            f"with `quacklr train --resume {folder.path}`; {_choice(steps)}"
+            f"with `quacklr train --resume {folder.path}`{_choice(steps)}"
         )
     if result["status"] != "finished":
-        raise UserError(f"the run in {folder.path} has diverged: {result['reason']}; {_choice(steps)}")
+        raise UserError(f"the run in {folder.path} has diverged: {result['reason']}{_choice(steps)}")
     return int(result["step"])
 
 
 def _choice(steps: list[int]) -> str:
     """The way out: which steps can be asked for."""
-    return f"--step {' or '.join(map(str, steps))} takes a checkpoint that it has" if steps else "it has no checkpoint"
+    return f"; --step {' or '.join(map(str, steps))} takes a checkpoint that it has" if steps else ""

@@ -1,0 +1,124 @@
+"""`quacklr export`: a run as a checkpoint of transformers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from quacklr.lab.errors import UserError, exit_code
+from quacklr.lab.export import tokenizer, twins
+from quacklr.lab.export.check import agreement
+from quacklr.lab.train.folder import Folder
+from quacklr.lab.train.trained import Trained, open_run
+
+OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+
+ABOUT = """\
+Write the model of a finished run as a checkpoint of transformers (safetensors), with its configuration and tokenizer.
+
+MHA becomes Llama, MHA with QK norm Qwen3, and MLA with latent norms DeepSeek-V3. What was written is read again by
+transformers, and its logits are compared with ours.
+
+    quacklr export runs/mine --out exports/mine
+"""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What goes where."""
+
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]]
+    """The folder of a run of `quacklr train`."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """The folder to write, which must be new or empty."""
+    step: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    """Take the checkpoint of this step, also of a run that has not finished."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command: 0, or 2 for what a user can mend."""
+    return exit_code("quacklr export", lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    given = tyro.cli(Export, prog="quacklr export", args=list(argv), description=ABOUT, config=OPTIONS)
+    twins.twin_of(Folder(given.run).config())  # before a large checkpoint is read for nothing
+    if given.out.exists() and (given.out.is_file() or any(given.out.iterdir())):
+        raise UserError(f"--out {given.out} is not empty; choose a folder that is new")
+    with quiet_transformers():
+        run = open_run(given.run, given.step)
+        with appearing(given.out) as folder:
+            with told(given.out):
+                write(run, given.run, folder)
+            found = agreement(run, folder)
+    size = f"{found.difference:.1g} of {found.largest:.1f}"
+    print(f"{given.run} as {found.name}: {given.out} (logits differ by at most {size})")
+    print(f'transformers.pipeline("text-generation", "{given.out}")("Once upon a time")')
+    return 0
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and warnings in here; UserError if the package is not there."""
+    try:
+        from transformers.utils import logging as of_transformers
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise UserError(f"an export needs the package {package}: pip install 'quacklr[hf]'") from error
+    logging: Any = of_transformers  # half of it has no types
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A folder that takes its name when all is done; on any error, and after Ctrl-C, it is removed.
+
+    A process killed in between leaves `.<name>.exporting`, which the next export of that name removes.
+    """
+    place = out.resolve()
+    part = place.with_name(f".{place.name}.exporting")
+    try:
+        with told(out):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        yield part
+        with told(out):
+            part.replace(place)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def write(run: Trained, path: Path, folder: Path) -> None:
+    """Weights, configuration and tokenizer; `path` is the run's folder."""
+    twins.made(run.model, run.config, run.tokenizer.end).save_pretrained(folder)
+    tokenizer.made(run, path).save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):  # which only their owner could read, unlike the rest
+        shutil.copymode(folder / "config.json", weights)
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """UserError for what the system says about a full disk or a forbidden directory."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    except SafetensorError as error:  # what the system says, in its words
+        raise UserError(f"cannot write {path}: {error}") from error
