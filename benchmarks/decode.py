@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="lengths")
     parser.add_argument("--rounds", type=int, default=30, help="tokens of each layer at each length")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--out", type=Path, help="also write the tables to this file, and figures/decode.png beside it")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file, and a figure beside it")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     times = measured(given.contexts, given.rounds)
@@ -176,7 +176,7 @@ def main() -> None:
     print(text)
     if given.out:
         given.out.write_text(text + "\n", encoding="utf-8")
-        draw(times, given.out.parent / "figures" / "decode.png")
+        draw(times, given.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
