@@ -1,4 +1,4 @@
-"""What only some corpora need: packages of the extra `quacklr[data]`, and files of the Hugging Face hub."""
+"""What only some need: packages of an extra such as `quacklr[data]`, and files of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quacklr.lab.errors import UserError
 
 
 @contextmanager
-def extra(purpose: str) -> Iterator[None]:
-    """Import in here what the extra brings; UserError that names it when it is not installed."""
+def extra(purpose: str, name: str = "data") -> Iterator[None]:
+    """Import in here what an extra brings; UserError that names it when it is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        raise UserError(f"{purpose} needs the package {package}: pip install 'quacklr[data]'") from error
+        raise UserError(f"{purpose} needs the package {package}: pip install 'quacklr[{name}]'") from error
 
 
 def fetch(repo: str, name: str, kind: str, way_out: str) -> Path:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from quacklr.lab.data.extra import extra
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.export import tokenizer, twins
 from quacklr.lab.export.check import agreement
@@ -66,11 +67,8 @@ def _main(argv: Sequence[str]) -> int:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No progress bars and warnings in here; UserError if the package is not there."""
-    try:
+    with extra("an export", "hf"):
         from transformers.utils import logging as of_transformers
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        raise UserError(f"an export needs the package {package}: pip install 'quacklr[hf]'") from error
     logging: Any = of_transformers  # half of it has no types
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
