@@ -1,6 +1,6 @@
 """What a token costs at inference: memory of the cache, and time of its attention against the length of the context.
 
-    python benchmarks/decode.py                                 two minutes or so on 2 cores
+    python benchmarks/decode.py                                 half a minute
     python benchmarks/decode.py --out results/decode.md         the tables as a file, and a figure
 
 Measured: one attention layer at the paper's size (width 2048, 32 heads of 64, latents of 512 and 256), one sequence,
@@ -82,6 +82,12 @@ def count(name: str) -> int:
         return sum(heads * x for heads, x in LAYER[name]().cached().values())
 
 
+def stored(name: str) -> float:
+    """The bytes that these take in its cache."""
+    with torch.device("meta"):
+        return Cache(LAYER[name]().cached(), 1, 1).bytes_per_position
+
+
 @torch.inference_mode()
 def measured(contexts: list[int], rounds: int) -> Times:
     """By context: for every round, the seconds of each layer."""
@@ -103,7 +109,7 @@ def lines_of(times: Times) -> list[str]:
     for name in LAYER:
         ratios = (median(row[name] / row["MHA"] for row in rows) for rows in times.values())
         cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
-        lines.append(f"| {name} | {4 * count(name):,} | {count(name) / first:.3f} | {cells} |")
+        lines.append(f"| {name} | {stored(name):,.0f} | {count(name) / first:.3f} | {cells} |")
     grown = " | ".join(f"{each / base[0]:.1f}" for each in base)
     return [*lines, f"| *MHA, to its shortest context* | | | {grown} |"]
 
@@ -119,7 +125,7 @@ def draw(times: Times, path: Path) -> None:
         right.plot(contexts, [count(name) * LAYERS * BF16 * each / 2**20 for each in contexts], color=colour)
     for axes, title in (
         (left, "time of a token, attention only"),
-        (right, "cache of the paper's model, MB"),
+        (right, "cache of the paper's model, MiB"),
     ):
         axes.set(xscale="log", xlabel="tokens in the context", title=title)
         axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
@@ -151,6 +157,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--out", type=Path, help="also write the tables to this file, and a figure beside it")
     given = parser.parse_args()
+    if given.rounds < 1 or min(given.contexts) < 2:
+        parser.error("--rounds must be at least 1, and every one of --contexts at least 2")
     torch.set_num_threads(given.threads)
     times = measured(given.contexts, given.rounds)
     lengths = " | ".join(f"{context:,}" for context in given.contexts)
@@ -168,7 +176,7 @@ def main() -> None:
             "",
             f"Computed: the paper's {LAYERS} layers in bf16.",
             "",
-            "| model | numbers a token and layer | bytes a token | MB at 2,048 tokens | MB at 131,072 |",
+            "| model | numbers a token and layer | bytes a token | MiB at 2,048 tokens | MiB at 131,072 |",
             "|---|---|---|---|---|",
             *computed(),
         ]

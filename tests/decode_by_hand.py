@@ -55,6 +55,22 @@ def qkv_latent(a: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def normed_products_from_latents(a: Any, x_BTC: Tensor) -> Tensor:
+    """(B, H, T, S) under plain QK norm, where c, a rotary key and a number a head are kept of a position, and no key."""
+    q, _, _ = qkv_latent(a, x_BTC)
+    content_q, rotary_q = q.split(a.parts, -1)
+    content_gain, rotary_gain = a.k_norm.weight.double().split(a.parts)
+    c, r = of(x_BTC, a.dkv), of(x_BTC, a.kr, 1)
+    key = torch.cat([of(c, a.uk, a.heads), r.expand(-1, -1, a.heads, -1)], -1)
+    number_BSH = 1 / (key.square().mean(-1) + 1e-6).sqrt()
+    absorbed = torch.einsum(
+        "bthn,hnl->bthl", content_q * content_gain, a.uk.weight.double().unflatten(0, (a.heads, -1))
+    )
+    kept = turned(r * rotary_gain)[:, :, 0]
+    both = torch.einsum("bthl,bsl->bhts", absorbed, c) + torch.einsum("bthr,bsr->bhts", rotary_q, kept)
+    return both * number_BSH.transpose(1, 2)[:, :, None]
+
+
 def attention(a: Any, x_BTC: Tensor, cap: float | None) -> Tensor:
     """Position by position and head by head."""
     q, k, v = qkv_latent(a, x_BTC) if hasattr(a, "uk") else qkv_multi_head(a, x_BTC)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode_by_hand import by_hand
+from decode_by_hand import by_hand, normed_products_from_latents, qkv_latent
 from lab_runs import block
 from quacklr import QuacK
 from quacklr.lab.config import KINDS
@@ -248,6 +248,12 @@ def louder(model: Decoder, role: str) -> Decoder:
         for rows in linear.weight.chunk(heads):
             rows.mul_(rng.uniform(2, 5))
     return model
+
+
+def test_plain_qk_norm_too_could_be_decoded_from_latents() -> None:
+    a, x = block(perturbed(ATTENTIONS["MLA"], QKNorm())).attention, torch.randn(2, 9, 48, dtype=torch.float64)
+    q, k, _ = qkv_latent(a, x)
+    torch.testing.assert_close(normed_products_from_latents(a, x), torch.einsum("bthd,bshd->bhts", q, k))
 
 
 @pytest.mark.parametrize("role", ["uk", "kr", "uq", "qr", "dq"])

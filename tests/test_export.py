@@ -157,6 +157,10 @@ def test_the_folder_is_what_others_expect_of_a_checkpoint(exported: Made) -> Non
     wanted = {"rope_interleave": True, "rope_theta": 50.0, "max_position_embeddings": 32, "vocab_size": 259}
     wanted |= {"first_k_dense_replace": 2, "num_nextn_predict_layers": 0, "tie_word_embeddings": True}
     assert {name: written[name] for name in wanted} == wanted
+    generation = json.loads((exported("MLA") / "generation_config.json").read_text())
+    assert (generation["max_length"], generation["suppress_tokens"]) == (32, [256, 257, 258])
+    tokenizer = json.loads((exported("MLA") / "tokenizer_config.json").read_text())
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast", "which transformers 4 knows too"
     with safe_open(exported("MLA") / "model.safetensors", "pt") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - it is no dictionary
 
@@ -183,13 +187,14 @@ def test_one_line_says_how_well_they_agree_and_one_how_to_use_it(
 ) -> None:
     warnings = BufferingHandler(100)
     logging.getLogger("transformers").addHandler(warnings)
+    path = str(trained("MHA"))  # which talks if it is the first to ask
     capfd.readouterr()
-    assert command.main([str(trained("MHA")), "--out", str(tmp_path / "new/out")]) == 0
+    assert command.main([path, "--out", str(tmp_path / "new/out")]) == 0
     said, complaints = capfd.readouterr()
     logging.getLogger("transformers").removeHandler(warnings)
     first, second = said.splitlines()
-    assert first.startswith(f"{trained('MHA')} as LlamaForCausalLM: {tmp_path}/new/out (logits differ by at most ")
-    assert second == f'transformers.pipeline("text-generation", "{tmp_path}/new/out")("Once upon a time")'
+    assert first.startswith(f"{trained('MHA')} as LlamaForCausalLM: {tmp_path}/new/out (logits of up to ")
+    assert second == f'import transformers; transformers.pipeline("text-generation", "{tmp_path}/new/out")("The ")'
     assert (complaints, warnings.buffer) == ("", [])
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
 

@@ -106,7 +106,7 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(
 ) -> None:
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path, tmp_path / "file"):
-        assert f"--out {out} is not empty" in complaint(capsys, finished, "--out", out)
+        assert f"--out {out} is there already" in complaint(capsys, finished, "--out", out)
     assert "Not a directory" in complaint(capsys, finished, "--out", tmp_path / "file/out")
     (tmp_path / "out").mkdir()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -20,7 +20,7 @@ import torch
 from lab_runs import ATTENTIONS, METHODS, WORDS, environment, make_corpus, quacklr, small
 from quacklr.lab.data import open_corpus
 from quacklr.lab.data.command import main as prepare
-from quacklr.lab.inference import command
+from quacklr.lab.inference import command, sample
 from quacklr.lab.methods import Default
 from quacklr.lab.model import Decoder
 from quacklr.lab.train.runner import run
@@ -142,7 +142,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tokens: Sequence[int]) -> list[str
             yield token
         seen.append(terminal.shown)
 
-    monkeypatch.setattr(command, "continued", continued)
+    monkeypatch.setattr(sample, "continued", continued)
     return seen
 
 

@@ -23,6 +23,7 @@ from quacklr.lab.data.command import main as prepare
 from quacklr.lab.inference.command import main
 from quacklr.lab.methods import Default
 from quacklr.lab.optim import MuonRecipe
+from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.runner import run
 
 Complaint = Callable[..., str]
@@ -192,7 +193,11 @@ def test_a_damaged_checkpoint_is_told(copy: File, complaint: Complaint) -> None:
 
 def test_a_missing_vocabulary_is_told(copy: File, complaint: Complaint) -> None:
     (copy / "vocabulary.json").unlink()
-    assert f"{copy} has no vocabulary.json" in complaint(copy)
+    said = complaint(copy)
+    assert f"{copy} has no vocabulary.json" in said
+    assert f"`quacklr train --resume {copy}` with more --steps adds it" in said
+    run(replace(Folder(copy).config(), training=replace(Folder(copy).config().training, steps=13)), copy, resume=True)
+    assert main([str(copy), "--prompt", "the"]) == 0
 
 
 def test_a_run_without_checkpoints_is_told(copy: File, complaint: Complaint) -> None:

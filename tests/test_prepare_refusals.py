@@ -90,7 +90,7 @@ def test_a_source_too_small_for_three_splits_says_so_and_leaves_the_folder_free(
     tmp_path: Path, source: Path, complaint: Complaint
 ) -> None:
     assert complaint(source, "--val", "1e-9", "--probe", "1e-9") == (
-        "none of 80 documents fell to val and probe; raise --val and --probe"
+        "none of 80 documents fell to val and probe; raise --val to 0.06 and --probe to 0.06 or so"
     )
     assert complaint(source, "--val", "0.5", "--probe", "0.499999") == (
         "none of 80 documents fell to train; lower --val and --probe"

@@ -89,6 +89,11 @@ def test_the_study_was_run_with_three_seeds_and_nothing_crashed(results: Results
         assert all(comparison.seeds >= 3 for comparison in finding.evidence), finding.name
 
 
+def test_docs_show_the_tables_of_results() -> None:
+    table = (RESULTS / "decode.md").read_text(encoding="utf-8").partition("\n\n")[2]
+    assert table in (RESULTS.parent / "docs/inference.md").read_text(encoding="utf-8")
+
+
 def test_every_figure_of_results_exists_in_three_formats() -> None:
     figures = sorted((RESULTS / "figures").iterdir())
     assert len(figures) == 18

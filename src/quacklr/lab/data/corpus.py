@@ -54,7 +54,7 @@ class Corpus:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """What it was written with; needs the extra `quacklr[data]` unless that is bytes."""
-        return _tokenizer(self.manifest.tokenizer, self.where)
+        return _tokenizer(self.manifest.tokenizer, self.where, AGAIN)
 
     def leave_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer to a folder, so that `left_tokenizer` needs no corpus."""
@@ -88,18 +88,22 @@ class Corpus:
 def left_tokenizer(folder: Path) -> Tokenizer:
     """What `leave_tokenizer` has left; UserError if it is not there, or damaged."""
     if not (folder / VOCABULARY).exists():
-        raise UserError(f"{folder} has no {VOCABULARY}, so nobody knows its tokenizer: an older quacklr made it")
+        raise UserError(
+            f"{folder} has no {VOCABULARY}, which says what its tokens mean: an older quacklr made it; `quacklr train "
+            f"--resume {folder}` with more --steps adds it"
+        )
     try:
         stated = Vocabulary(**read_json(folder / VOCABULARY))
     except TypeError as error:
         raise UserError(f"{folder / VOCABULARY} is damaged: it is not what quacklr writes") from error
-    return _tokenizer(stated, folder)
+    return _tokenizer(stated, folder, "the corpus of the run has a copy of it")
 
 
-def _tokenizer(stated: Vocabulary, folder: Path) -> Tokenizer:
+def _tokenizer(stated: Vocabulary, folder: Path, way_out: str) -> Tokenizer:
     if stated.sha256 is None:
         return Bytes()
-    return FromJson(check_hash(folder / TOKENIZER, stated.sha256).read_bytes(), stated.name, stated.end_token)
+    content = check_hash(folder / TOKENIZER, stated.sha256, way_out).read_bytes()
+    return FromJson(content, stated.name, stated.end_token)
 
 
 def open_corpus(where: str) -> Corpus:

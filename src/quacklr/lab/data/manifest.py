@@ -91,10 +91,10 @@ def hash_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_hash(path: Path, sha256: str) -> Path:
+def check_hash(path: Path, sha256: str, way_out: str = AGAIN) -> Path:
     """The same path; UserError when there is no such file, or when it is not the one that was written."""
     if not path.exists():
-        raise UserError(f"{path} is missing; {AGAIN}")
+        raise UserError(f"{path} is missing; {way_out}")
     if hash_of(path) != sha256:
-        raise UserError(f"{path} is not what was written: its hash is another; {AGAIN}")
+        raise UserError(f"{path} is not what was written: its hash is another; {way_out}")
     return path

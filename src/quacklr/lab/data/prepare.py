@@ -125,7 +125,9 @@ def _too_few(splits: Mapping[str, Split], empty: Sequence[str]) -> str:
     count = sum(split.documents for split in splits.values())
     if count < len(SPLITS):
         return f"too few documents ({count}): train, val and probe need one each; give more files, or a jsonl"
-    way_out = "lower --val and --probe" if "train" in empty else f"raise {' and '.join(f'--{name}' for name in empty)}"
+    enough = f"{min(0.25, 5 / count):.1g}"  # of each five documents, on the mean
+    raised = " and ".join(f"--{name} to {enough}" for name in empty)
+    way_out = "lower --val and --probe" if "train" in empty else f"raise {raised} or so"
     return f"none of {count} documents fell to {' and '.join(empty)}; {way_out}"
 
 

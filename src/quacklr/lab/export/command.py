@@ -15,6 +15,7 @@ from quacklr.lab.data.extra import extra
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.export import tokenizer, twins
 from quacklr.lab.export.check import agreement
+from quacklr.lab.files import read_json, write_json
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.trained import Trained, open_run
 
@@ -50,17 +51,18 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str]) -> int:
     given = tyro.cli(Export, prog="quacklr export", args=list(argv), description=ABOUT, config=OPTIONS)
     twins.twin_of(Folder(given.run).config())  # before a large checkpoint is read for nothing
-    if given.out.exists() and (given.out.is_file() or any(given.out.iterdir())):
-        raise UserError(f"--out {given.out} is not empty; choose a folder that is new")
+    with told(given.out):
+        if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
+            raise UserError(f"--out {given.out} is there already; choose a folder that is new or empty")
     with quiet_transformers():
         run = open_run(given.run, given.step)
         with appearing(given.out) as folder:
             with told(given.out):
                 write(run, given.run, folder)
             found = agreement(run, folder)
-    size = f"{found.difference:.1g} of {found.largest:.1f}"
-    print(f"{given.run} as {found.name}: {given.out} (logits differ by at most {size})")
-    print(f'transformers.pipeline("text-generation", "{given.out}")("Once upon a time")')
+    agreed = f"logits of up to {found.largest:.1f} differ by at most {found.difference:.1g}"
+    print(f"{given.run} as {found.name}: {given.out} ({agreed})")
+    print(f'import transformers; transformers.pipeline("text-generation", "{given.out}")("The ")')
     return 0
 
 
@@ -103,8 +105,14 @@ def appearing(out: Path) -> Iterator[Path]:
 
 def write(run: Trained, path: Path, folder: Path) -> None:
     """Weights, configuration and tokenizer; `path` is the run's folder."""
-    twins.made(run.model, run.config, run.tokenizer.end).save_pretrained(folder)
+    twin: Any = twins.made(run.model, run.config, run.tokenizer.end)
+    twin.generation_config.max_length = run.config.shape.context
+    strangers = list(range(run.tokenizer.vocab, run.model.embedding.num_embeddings))
+    twin.generation_config.suppress_tokens = strangers or None  # ids that the tokenizer does not have
+    twin.save_pretrained(folder)
     tokenizer.made(run, path).save_pretrained(folder)
+    known = folder / "tokenizer_config.json"  # transformers 5 has another name for the class, which 4 does not know
+    write_json(known, read_json(known) | {"tokenizer_class": "PreTrainedTokenizerFast"})
     for weights in folder.glob("*.safetensors"):  # which only their owner could read, unlike the rest
         shutil.copymode(folder / "config.json", weights)
 

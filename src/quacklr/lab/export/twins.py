@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quacklr.lab.config import Config
+import quacklr
+from quacklr.lab.config import Config, kind_of
 from quacklr.lab.errors import UserError
 from quacklr.lab.methods import AbsorbedQKNorm, QKNorm, SoftCap
 from quacklr.lab.model import MHA, MLA, Attention, Decoder
@@ -66,6 +67,7 @@ def made(model: Decoder, config: Config, end: int) -> PreTrainedModel:
 
     name = twin_of(config)
     configured = getattr(transformers, f"{name}Config")(**settings(config, end))
+    configured.quacklr = {"version": quacklr.__version__, "method": kind_of("method", config.method)}
     configured.rope_theta = config.shape.rope_theta  # where older readers look; they would take their default instead
     with torch.device("meta"):
         twin: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(configured)

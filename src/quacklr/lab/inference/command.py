@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from torch import Tensor
 
 from quacklr.lab.errors import UserError, exit_code, refuse_unless_positive
-from quacklr.lab.inference.sample import Choice, continued
+from quacklr.lab.inference.sample import Choice, written
 from quacklr.lab.inference.stream import pieces
 from quacklr.lab.train.trained import Trained, open_run
 
@@ -27,8 +26,8 @@ Let the model of a finished run go on with a text, token after token, as they co
 The prompt and what follows it are printed to stdout, how it went to stderr. It ends with the document, after --tokens,
 or when the context is full.
 
-    quacklr generate runs/mine --prompt "def main("
-    echo "import torch" | quacklr generate runs/mine --prompt - --temperature 0
+    quacklr generate runs/mine --prompt "import "
+    quacklr generate runs/mine --prompt - --temperature 0.7 --top-p 0.9 < prompt.txt
 """
 
 
@@ -41,7 +40,7 @@ class Generate:
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")]
     """What to go on with; - reads it from stdin. (--prompt=-x if it begins with a dash.)"""
     tokens: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Most tokens to add; as many as the context has room for unless given."""
+    """Tokens to add, if the document does not end before; as many as the context has room for unless given."""
     sampling: Choice = field(default=Choice())
     step: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Take the checkpoint of this step, also of a run that has not finished."""
@@ -97,16 +96,11 @@ def room(run: Trained, prompt: Sequence[int], wanted: int | None) -> int:
 
 def tell(run: Trained, text: str, prompt: Sequence[int], most: int, choice: Choice) -> None:
     """Print the prompt, and what comes after it while it comes; then how it went."""
-    times, choose = [time.perf_counter()], choice.sampler()
-
-    def known(logits_V: Tensor) -> int:  # a vocabulary may be larger than the tokenizer's
-        return choose(logits_V[: run.tokenizer.vocab])
+    times: list[float] = []
 
     def timed() -> Iterator[int]:
-        for token in continued(run.model, prompt, most, known):
+        for token in written(run, prompt, most, choice):
             times.append(time.perf_counter())
-            if token == run.tokenizer.end:
-                return
             yield token
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -115,17 +109,19 @@ def tell(run: Trained, text: str, prompt: Sequence[int], most: int, choice: Choi
     try:
         for piece in pieces(run.tokenizer, timed(), prompt):
             print(piece, end="", flush=True)
-    finally:  # also after Ctrl-C
+    except KeyboardInterrupt:
         print(flush=True)
+        raise
+    print(flush=True)
     print(summary(run, len(prompt), times), file=sys.stderr)
 
 
 def summary(run: Trained, prompt: int, times: Sequence[float]) -> str:
-    """How many tokens it was, how fast they came, and what the caches take."""
-    tokens, seconds = len(times) - 1, times[-1] - times[1]
+    """How many tokens it was, how fast they came after the first, and what the caches take."""
+    tokens = len(times)
     caches = run.model.caches(positions=1)
     size = sum(cache.bytes_per_position for cache in caches)
-    speed = f", {(tokens - 1) / seconds:,.0f} a second" if tokens > 1 else ""
+    speed = f", {(tokens - 1) / (times[-1] - times[0]):,.0f} a second" if tokens > 1 else ""
     full = "; the context is full" if prompt + tokens == run.config.shape.context else ""
     count = f"{tokens} token{'' if tokens == 1 else 's'}"
     return f"{count} after a prompt of {prompt}{speed}; {size:,.0f} bytes of cache a token{full}"

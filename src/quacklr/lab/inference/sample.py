@@ -13,15 +13,16 @@ from torch import Tensor
 
 from quacklr.lab.errors import UserError, refuse_negative, refuse_unless
 from quacklr.lab.model import Decoder
+from quacklr.lab.train.trained import Trained
 
 
 @dataclass(frozen=True)
 class Choice:
     """How the next token is chosen from what the model thinks likely."""
 
-    temperature: float = 0.8
+    temperature: float = 1.0
     """Logits are divided by it: below 1 likely tokens become likelier; 0 always takes the likeliest."""
-    top_p: float = 0.95
+    top_p: float = 1.0
     """Choose among the likeliest tokens that have this much of the probability together; 1 for all."""
     seed: int = 0
     """The same seed gives the same text."""
@@ -56,10 +57,21 @@ class Choice:
 
 @torch.inference_mode()
 def continued(model: Decoder, prompt: Sequence[int], most: int, choose: Callable[[Tensor], int]) -> Iterator[int]:
-    """At most that many tokens after a prompt. The prompt is read at once, then each token by itself."""
+    """That many tokens after a prompt. The prompt is read at once, then each token by itself."""
+    if (end := len(prompt) + most) > model.shape.context:
+        raise UserError(f"a sequence of {end} tokens, but the model's context is {model.shape.context}")
     caches = model.caches(positions=len(prompt) + most)
     device = model.embedding.weight.device
     tokens = list(prompt)
     for _ in range(most):
         tokens = [choose(model.go_on(torch.tensor([tokens], device=device), caches)[0])]
         yield tokens[0]
+
+
+def written(run: Trained, prompt: Sequence[int], most: int, choice: Choice) -> Iterator[int]:
+    """What a run goes on with: at most that many tokens, only such as its tokenizer has, and none after the end."""
+    choose, vocab = choice.sampler(), run.tokenizer.vocab  # the model may have more
+    for token in continued(run.model, prompt, most, lambda logits_V: choose(logits_V[:vocab])):
+        if token == run.tokenizer.end:
+            return
+        yield token

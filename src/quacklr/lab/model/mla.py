@@ -54,7 +54,7 @@ class Latent(Attention):
 
     @property
     def caches_latents(self) -> bool:
-        """Whether latents say all about keys: not if a key is normed as a whole, for then it must be made and kept."""
+        """Whether latents are kept, and not keys. Plain QK norm is done as it usually is: keys are made and kept."""
         return self.q_norm is None or isinstance(self.q_norm, PartsNorm)
 
     def cached(self) -> dict[str, tuple[int, int]]:
@@ -67,7 +67,7 @@ class Latent(Attention):
     def _from_latents(
         self, q_BTHN: Tensor, q_BTHR: Tensor, latent_BTL: Tensor, k_BT1R: Tensor, rotary: Rotary, cache: Cache
     ) -> Tensor:
-        """(B, T, H * E) from cached latents: one new position without making a key or a value, several with them."""
+        """(B, T, H * E) from cached latents: one new position without keys or values of any before, several with."""
         new, start, q_norm, k_norm = q_BTHN.shape[1], cache.length, self.q_norm, self.k_norm
         remembered = {}
         if isinstance(q_norm, PartsNorm) and isinstance(k_norm, PartsNorm):

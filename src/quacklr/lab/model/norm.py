@@ -34,7 +34,7 @@ class PartsNorm(nn.Module):
 
     def __init__(self, sizes: Sequence[int], eps: float, device: Any = None) -> None:
         super().__init__()
-        self.sizes, self.eps = list(sizes), eps
+        self.sizes = list(sizes)
         self.content, self.rotary = (RMSNorm(size, eps, device=device) for size in sizes)
 
     def forward(self, x_C: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class MLA:
     d_cq: int = 64
     """Size of the queries' latent."""
     d_ckv: int = 32
-    """Size of the latent of keys and values, which a decoder would cache."""
+    """Size of the latent of keys and values, which a decoder caches."""
     latent_norm: bool = False
     """RMS norm on both latents, as DeepSeek has; the paper has none."""
 

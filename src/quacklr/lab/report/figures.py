@@ -51,8 +51,8 @@ def critical_rate(results: Results) -> Figure:
 def interventions(results: Results) -> Figure:
     """Figure 2. Validation loss of every method, in MHA and MLA, at each learning rate; on the right at the end.
 
-    QK norm is dashed in MLA, where it rules out latent decoding. What the paper does not test is dotted, in the last
-    column. Where logits stay below its threshold, QK clip is the default. Axes leave out what is far above the rest.
+    QK norm is dashed in MLA, where it usually means that keys are cached. What the paper does not test is dotted, in
+    the last column. Where logits stay below its threshold, QK clip is the default. Axes leave out what is far above.
     """
     rates = results.scale.rates
     figure, grid = panels(2, len(rates) + 1, 2.7, 2.5)

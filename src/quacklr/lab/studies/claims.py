@@ -125,7 +125,7 @@ def norm_is_slightly_better(results: Results) -> Answer:
 
 
 def best_for_latent_decoding(results: Results) -> Answer:
-    """QuacK is the best of the methods that allow latent decoding in MLA, at the highest learning rate."""
+    """QuacK is the best of the paper's methods that allow latent decoding in MLA, at the highest learning rate."""
     lr = results.scale.high
     quack = results.best("mla", Quack, lr)
     others = (Default, QKClipping, ConstantTau)

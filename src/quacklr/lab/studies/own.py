@@ -96,9 +96,9 @@ def highest_is_best(results: Results) -> Answer:
 
 
 def best_when_tuned(results: Results) -> Answer:
-    """When every method may choose its learning rate too, QuacK is the best for MLA that allows latent decoding."""
+    """When every method may choose its learning rate too, QuacK is the best for MLA of all that decode from latents."""
     quack = results.best("mla", Quack)
-    others = (Default, AbsorbedQKNorm, QKClipping, ConstantTau)
+    others = (Default, AbsorbedQKNorm, QKClipping, ConstantTau, MuonSplit, SoftCap, SigmaReparametrised)
     evidence = [differ("MLA, each at its best lr", quack, results.best("mla", other)) for other in others]
     return Answer(
         all_of(less(each) for each in evidence), levels(results, "mla", (Quack, *others, QKNorm), None), evidence

@@ -39,7 +39,9 @@ class Folder:
         """How the run ended, if it has."""
         path = self.path / "result.json"
         result = read_json(path) if path.exists() else None
-        if result is not None and not (isinstance(result, dict) and result.keys() >= {"status", "step"}):
+        if result is not None and not (
+            isinstance(result, dict) and isinstance(result.get("step"), int) and "status" in result
+        ):
             raise UserError(f"{path} is damaged: it is not what quacklr writes; remove it")
         return result
 
@@ -61,7 +63,10 @@ class Folder:
     @property
     def environment(self) -> dict[str, Any]:
         """On what machine it ran last; empty if no run was begun here."""
-        return dict(read_json(self.path / "environment.json")) if self.taken else {}
+        found = read_json(self.path / "environment.json") if self.taken else {}
+        if not isinstance(found, dict):
+            raise UserError(f"{self.path / 'environment.json'} is damaged: it is not what quacklr writes")
+        return found
 
     def begin(self, config: Config, environment: dict[str, Any]) -> None:
         """Write down what is asked for, and on what machine."""

@@ -47,7 +47,11 @@ def open_run(path: Path, step: int | None = None, device: str = "cpu") -> Traine
     step = _ended(folder, config, list(found)) if step is None else step
     if step not in found:
         raise UserError(f"{path} has no checkpoint of step {step}{_choice(list(found)) or ', nor any other'}")
-    tokenizer = left_tokenizer(path)
+    tokenizer, vocab = left_tokenizer(path), config.shape.vocab or 0
+    if tokenizer.vocab > vocab:
+        raise UserError(
+            f"the tokenizer in {path} is of another run: it has {tokenizer.vocab} tokens, the model {vocab}"
+        )
     model = unfilled(config.shape, config.attention, device_of(Machine(device=device)))
     alter(config.method, model)
     name = name_of_checkpoints(config, str(folder.environment.get("corpus")))
@@ -65,13 +69,13 @@ def _ended(folder: Folder, config: Config, steps: list[int]) -> int:
     result = folder.result
     if result is None:
         begun = folder.rows()
-        reached = begun[-1]["step"] if begun else 0
+        reached = begun[-1].get("step") if begun else 0
         raise UserError(
-            f"the run in {folder.path} has not finished: it is at step {reached} of {config.training.steps}; go on "
-            f"with `quacklr train --resume {folder.path}`{_choice(steps)}"
+            f"the run in {folder.path} has not finished: it is at step {reached} of {config.training.steps}; wait "
+            f"for it, or if it has stopped, go on with `quacklr train --resume {folder.path}`{_choice(steps)}"
         )
     if result["status"] != "finished":
-        raise UserError(f"the run in {folder.path} has diverged: {result['reason']}{_choice(steps)}")
+        raise UserError(f"the run in {folder.path} has diverged: {result.get('reason')}{_choice(steps)}")
     return int(result["step"])
 
 
