@@ -56,7 +56,7 @@ def qkv_latent(a: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def normed_products_from_latents(a: Any, x_BTC: Tensor) -> Tensor:
-    """(B, H, T, S) under plain QK norm, from what is kept: c, a rotary key and a number a head of a position; no key."""
+    """(B, H, T, S) under plain QK norm, from c, a rotary key and a number a head of each position, and no key."""
     q, _, _ = qkv_latent(a, x_BTC)
     content_q, rotary_q = q.split(a.parts, -1)
     content_gain, rotary_gain = a.k_norm.weight.double().split(a.parts)

@@ -58,7 +58,7 @@ class Latent(Attention):
         return self.q_norm is None or isinstance(self.q_norm, PartsNorm)
 
     def cached(self) -> dict[str, tuple[int, int]]:
-        """The latent and the rotary key, side by side; or, where these are not enough, keys and values."""
+        """The latent and the rotary key, side by side, and under a norm a number a head; or keys and values."""
         if not self.caches_latents:
             return {"k": (self.heads, self.query_size), "v": (self.heads, self.uv.out_features // self.heads)}
         latents = {"latent": (1, self.dkv.out_features + self.kr.out_features)}
