@@ -217,7 +217,23 @@ def test_a_tokenizer_that_was_changed_is_told(tmp_path: File, complaint: Complai
     path.write_text(path.read_text() + " ")
     assert str(path) in complaint(tmp_path / "run")
     path.unlink()
-    assert str(path) in complaint(tmp_path / "run")
+    assert f"{path} is missing; the corpus of the run has a copy of it" in complaint(tmp_path / "run")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_of_another_run(copy: File, complaint: Complaint) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["shape"]["vocab"] = 200
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "the tokenizer in" in complaint(copy)
+    assert "is of another run: it has 256 tokens, the model 200" in complaint(copy)
+
+
+def test_a_disk_that_is_full_is_told(finished: File) -> None:
+    with File("/dev/full").open("w") as full:
+        line = [sys.executable, "-m", "quacklr.cli", "generate", str(finished), "--prompt", "the"]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment())
+    assert "quacklr generate: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 SPOILT: dict[str, Any] = {"result.json": "{}", "environment.json": "[]", "config.json": "[]", "vocabulary.json": "{"}
