@@ -123,7 +123,7 @@ def test_differences_are_told_as_options() -> None:
         ("--device meta", "--device meta cannot be used here"),
         ("--vocab 200", "--vocab 200 is less than the 256 tokens of stdlib"),
         ("--corpus nowhere", "nowhere does not exist"),
-        ("--resume nowhere", "nowhere is not the folder of a run"),
+        ("--resume nowhere", "nowhere does not exist"),
     ],
 )
 def test_what_contradicts_itself_is_one_sentence_and_exit_code_2(
