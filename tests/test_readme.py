@@ -89,9 +89,12 @@ def test_the_study_was_run_with_three_seeds_and_nothing_crashed(results: Results
         assert all(comparison.seeds >= 3 for comparison in finding.evidence), finding.name
 
 
-def test_docs_show_the_tables_of_results() -> None:
-    table = (RESULTS / "decode.md").read_text(encoding="utf-8").partition("\n\n")[2]
-    assert table in (RESULTS.parent / "docs/inference.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("result", "doc"), [("decode", "inference"), ("watching", "monitor")])
+def test_docs_show_the_tables_of_results(result: str, doc: str) -> None:
+    shown = (RESULTS.parent / f"docs/{doc}.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in (RESULTS / f"{result}.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    assert len(rows) > 10
+    assert [row for row in rows if row not in shown] == []
 
 
 def test_every_figure_of_results_exists_in_three_formats() -> None:
