@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -25,10 +25,9 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from torch import Tensor
 
 from quacklr.integrations.figures import save
-from quacklr.lab.model import Attention, Shape
+from quacklr.lab.methods import AbsorbedQKNorm, Default, Method, QKNorm, Quack, alter
+from quacklr.lab.model import Attention, Decoder, Shape
 from quacklr.lab.model.cache import Cache
-from quacklr.lab.model.mha import MultiHead
-from quacklr.lab.model.mla import Latent
 from quacklr.lab.model.rope import Rotary
 from quacklr.lab.presets import ATTENTIONS, PRESETS
 from quacklr.lab.report.style import panels
@@ -36,25 +35,23 @@ from quacklr.lab.report.style import panels
 SHAPE: Shape = PRESETS["paper-mha"].shape
 SPECS = ATTENTIONS["paper-mha"]
 Times = dict[int, list[dict[str, float]]]
-EPS, LAYERS, BF16 = SHAPE.norm_eps, SHAPE.layers, 2
+LAYERS, BF16 = SHAPE.layers, 2
 
 
-def latent() -> Latent:
-    return Latent(SHAPE, SPECS["mla"])  # type: ignore[arg-type]
-
-
-def normed(apart: bool) -> Latent:
-    attention = latent()
-    attention.add_qk_norm(EPS, apart)
-    return attention
-
-
-LAYER: dict[str, Callable[[], Attention]] = {
-    "MHA": lambda: MultiHead(SHAPE, SPECS["mha"]),  # type: ignore[arg-type]
-    "MLA + QuacK": latent,  # which changes nothing at inference
-    "MLA + QK norm": lambda: normed(apart=False),
-    "MLA + absorbed QK norm": lambda: normed(apart=True),
+LAYER: dict[str, tuple[str, Method]] = {
+    "MHA": ("mha", Default()),
+    "MLA + QuacK": ("mla", Quack()),
+    "MLA + QK norm": ("mla", QKNorm()),
+    "MLA + absorbed QK norm": ("mla", AbsorbedQKNorm()),
 }
+
+
+def layer(name: str) -> Attention:
+    """The attention of a decoder that has hardly anything else."""
+    kind, method = LAYER[name]
+    model = Decoder(replace(SHAPE, layers=1, d_ff=1, vocab=1), SPECS[kind])
+    alter(method, model)
+    return next(iter(model.attentions().values()))
 
 
 class Decoding:
@@ -62,8 +59,7 @@ class Decoding:
 
     def __init__(self, attention: Attention, context: int) -> None:
         self.attention, self.rooms = attention, attention.cached()
-        rotated = SPECS["mha"].head_dim if isinstance(attention, MultiHead) else attention.parts[1]  # type: ignore[union-attr]
-        self.rotary = Rotary(rotated, context, SHAPE.rope_theta)
+        self.rotary = Rotary(attention.parts[-1], context, SHAPE.rope_theta)
         self.cache = Cache(self.rooms, 1, context)
         self.cache.add(**{name: torch.randn(1, heads, context - 1, x) for name, (heads, x) in self.rooms.items()})
 
@@ -79,20 +75,20 @@ class Decoding:
 def count(name: str) -> int:
     """How many numbers a layer remembers of a token."""
     with torch.device("meta"):
-        return sum(heads * x for heads, x in LAYER[name]().cached().values())
+        return sum(heads * x for heads, x in layer(name).cached().values())
 
 
 def stored(name: str) -> float:
     """The bytes that these take in its cache."""
     with torch.device("meta"):
-        return Cache(LAYER[name]().cached(), 1, 1).bytes_per_position
+        return Cache(layer(name).cached(), 1, 1).bytes_per_position
 
 
 @torch.inference_mode()
 def measured(contexts: list[int], rounds: int) -> Times:
     """By context: for every round, the seconds of each layer."""
     torch.manual_seed(0)
-    attentions = {name: make() for name, make in LAYER.items()}
+    attentions = {name: layer(name) for name in LAYER}
     layers = {c: {name: Decoding(attention, c) for name, attention in attentions.items()} for c in contexts}
     x_B1C = torch.randn(1, 1, SHAPE.d_model)
     found: Times = {context: [] for context in contexts}

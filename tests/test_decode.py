@@ -96,7 +96,8 @@ class Made(TorchDispatchMode):
     """The sizes of all memory that is new, in numbers of 4 bytes."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        start: Any = super().__init__  # which has no types
+        start()
         self._old = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
         self.sizes: list[int] = []
 

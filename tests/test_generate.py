@@ -6,7 +6,8 @@ import codecs
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import tokenizers
@@ -22,6 +23,7 @@ from quacklr.lab.errors import UserError
 from quacklr.lab.inference.sample import Choice, continued
 from quacklr.lab.inference.stream import pieces
 from quacklr.lab.model import Decoder, Shape, build
+from quacklr.lab.model.cache import Cache
 
 SHAPE = Shape(d_model=16, layers=2, d_ff=24, context=16, vocab=256, init_std=0.3)
 HALVES = [0.5, 0.25, 0.125, 0.0625, 0.0625]  # sums of these are exact
@@ -102,9 +104,9 @@ class Watched(Decoder):
 
     read: list[int]
 
-    def go_on(self, tokens_BT: Tensor, caches: object) -> Tensor:
+    def go_on(self, tokens_BT: Tensor, caches: Sequence[Cache]) -> Tensor:
         self.read.append(tokens_BT.shape[1])
-        return super().go_on(tokens_BT, caches)  # type: ignore[arg-type]
+        return super().go_on(tokens_BT, caches)
 
 
 def watched(attention: str) -> Watched:
@@ -160,14 +162,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> FromJson:
     return FromJson((folder / "corpus/tokenizer.json").read_bytes(), "trained")
 
 
-def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
+def bytes_of(tokenizer: Any, token: int) -> bytes:
     """GPT-2's letters for bytes: printable ones stand for themselves, the others for 256 and on."""
     if isinstance(tokenizer, Bytes):
         return bytes([token])
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {chr(byte): byte for byte in plain}
     letters |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in plain)}
-    return bytes(letters[letter] for letter in tokenizer._tokenizer.id_to_token(token))  # type: ignore[attr-defined]
+    return bytes(letters[letter] for letter in tokenizer._tokenizer.id_to_token(token))
 
 
 def told(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:

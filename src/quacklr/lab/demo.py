@@ -21,6 +21,7 @@ from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.errors import UserError, exit_code, refuse_unless, refuse_unless_positive
 from quacklr.lab.files import locked
 from quacklr.lab.methods import Default, Method, QKClipping, QKNorm, Quack
+from quacklr.lab.options import OPTIONS
 from quacklr.lab.report.command import draw, write
 from quacklr.lab.report.page import page
 from quacklr.lab.report.style import colour, curve, panels, validation
@@ -35,7 +36,6 @@ from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import missing, sweep
 
 METHODS: tuple[type[Method], ...] = (Default, QKClipping, Quack, QKNorm)
-OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 NEXT = """\
 In your own script, once the weights are initialised or loaded, add two lines; the training loop stays as it is:
 

@@ -41,9 +41,6 @@ def exit_code(command: str, call: Callable[[], int]) -> int:
         return int(stop.code or 0)
     except BrokenPipeError:  # somebody reads the first lines only
         return 1
-    except OSError as error:
-        print(f"{command}: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
-        return 2
     except UserError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2

@@ -16,10 +16,9 @@ from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.export import tokenizer, twins
 from quacklr.lab.export.check import agreement
 from quacklr.lab.files import read_json, write_json
+from quacklr.lab.options import OPTIONS
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.trained import Trained, open_run
-
-OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 ABOUT = """\
 Write the model of a finished run as a checkpoint of transformers (safetensors), with its configuration and tokenizer.

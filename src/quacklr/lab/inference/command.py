@@ -16,9 +16,8 @@ import tyro
 from quacklr.lab.errors import UserError, exit_code, refuse_unless_positive
 from quacklr.lab.inference.sample import Choice, written
 from quacklr.lab.inference.stream import pieces
+from quacklr.lab.options import OPTIONS
 from quacklr.lab.train.trained import Trained, open_run
-
-OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 ABOUT = """\
 Let the model of a finished run go on with a text, token after token, as they come.
@@ -105,15 +104,25 @@ def tell(run: Trained, text: str, prompt: Sequence[int], most: int, choice: Choi
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # where a terminal cannot show a character
-    print(text, end="", flush=True)
+    say(text)
     try:
         for piece in pieces(run.tokenizer, timed(), prompt):
-            print(piece, end="", flush=True)
+            say(piece)
     except KeyboardInterrupt:
-        print(flush=True)
+        say("\n")
         raise
-    print(flush=True)
+    say("\n")
     print(summary(run, len(prompt), times), file=sys.stderr)
+
+
+def say(text: str) -> None:
+    """Print it now; UserError if it cannot be written, but for a reader who has read enough."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot write the text: {error.strerror}") from error
 
 
 def summary(run: Trained, prompt: int, times: Sequence[float]) -> str:

@@ -13,6 +13,7 @@ import tyro
 from quacklr.integrations.figures import FORMATS, RC, drawn
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.files import whole
+from quacklr.lab.options import OPTIONS
 from quacklr.lab.report import markdown
 from quacklr.lab.report.figures import FIGURES, Draw
 from quacklr.lab.report.page import Figure, page
@@ -23,8 +24,6 @@ from quacklr.lab.studies.results import NotRun, Results
 from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.studies.verdicts import check
 from quacklr.lab.sweep.ledger import Ledger
-
-OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 
 @dataclass(frozen=True)

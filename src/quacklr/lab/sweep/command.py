@@ -15,6 +15,7 @@ from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.data import open_corpus
 from quacklr.lab.errors import UserError, exit_code, refuse_unless_positive
 from quacklr.lab.files import locked
+from quacklr.lab.options import OPTIONS
 from quacklr.lab.studies.questions import STUDIES
 from quacklr.lab.studies.scale import Size, scale_of, seeded
 from quacklr.lab.sweep.display import display, listing
@@ -23,7 +24,6 @@ from quacklr.lab.sweep.place import Place
 from quacklr.lab.sweep.sweep import State, missing, sweep
 from quacklr.lab.sweep.turns import Turns
 
-OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalRequiredArgs)
 TIMED = "speed"  # the study whose runs take turns
 
 
@@ -136,7 +136,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the command: 0, 1 if a run crashed, 2 for what a user can mend, 130 or 143 when stopped by a signal."""
 
     def call() -> int:
-        given = tyro.cli(Sweep, prog="quacklr sweep", args=list(argv), description=ABOUT, config=OPTIONS)
+        given = tyro.cli(
+            Sweep,
+            prog="quacklr sweep",
+            args=list(argv),
+            description=ABOUT,
+            config=(*OPTIONS, tyro.conf.PositionalRequiredArgs),
+        )
         if not given.studies or not set(given.studies) <= set(STUDIES):
             raise UserError(f"which study? One or more of {', '.join(STUDIES)}; see quacklr sweep --help")
         state = execute(given)

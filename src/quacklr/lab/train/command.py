@@ -21,6 +21,7 @@ import tyro
 
 from quacklr.lab.config import KINDS, Config, fingerprint, kind_of, values_of
 from quacklr.lab.errors import UserError
+from quacklr.lab.options import OPTIONS
 from quacklr.lab.presets import ATTENTIONS, PRESETS, with_kinds
 from quacklr.lab.train.checkpoint import checkpoints
 from quacklr.lab.train.folder import Folder
@@ -35,7 +36,6 @@ Train one model and write everything about it to a folder.
 The default is a model of a million parameters on the source of Python's standard library:
 about a minute on two cores, and nothing to download.
 """
-OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 
 CHOICES = {  # what --help says of the options that choose kinds
