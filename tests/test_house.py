@@ -44,9 +44,9 @@ def test_nothing_but_the_lab_itself_imports_the_lab() -> None:
 
 
 @pytest.mark.parametrize("file", CODE, ids=lambda file: str(file.relative_to(ROOT)))
-def test_a_file_has_less_than_300_lines_says_what_it_is_for_and_is_ascii(file: File) -> None:
+def test_a_file_says_what_it_is_for_and_is_ascii_and_source_has_less_than_300_lines(file: File) -> None:
     text = file.read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 300
+    assert len(text.splitlines()) < 300 or "tests" in file.relative_to(ROOT).parts
     assert ast.get_docstring(ast.parse(text))
     assert text.isascii()
 
