@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 
 from quacklr.blocks import Copies, Memory
 from quacklr.find import logit_paths
+from quacklr.find.rules.finding import Finding
+from quacklr.find.verify import Verification
 from quacklr.fixed import Fixed
 from quacklr.norms import Norm, frobenius
 from quacklr.optimizers import as_optimizers, first_after_step, is_idle
@@ -58,6 +60,9 @@ class QuacK:
     `floor` bounds every norm from below, for weights that start at zero. All rates are relative to the weights found
     here, so save `state_dict()` beside the optimizer's, and load it when resuming.
 
+    With `verify`, attention that was found by rule is measured before the first step, on a few tokens of the first
+    batch; if a rule is wrong, that step raises a ValueError. Compiled and sharded models cannot be measured.
+
     Rates are computed from the weights before the step; of several optimizers, all that step before one of them steps
     again use the same rates. Parameters may be sharded (FSDP2, HSDP, tensor parallelism): attach afterwards, in every
     process; a step then takes one small all-reduce for the whole model.
@@ -75,6 +80,7 @@ class QuacK:
         norm: Norm = frobenius,
         adapt: bool = True,
         floor: float = 0.0,
+        verify: bool = True,
     ) -> None:
         refuse_settings(tau, norm, floor)
         self._norm, self._adapt, self._floor = norm, adapt, floor
@@ -84,6 +90,7 @@ class QuacK:
             reshard(model)
         paths: Iterable[Path] = logit_paths(model) if isinstance(model, nn.Module) else model
         self.left_alone: Mapping[str, str] = getattr(paths, "left_alone", {})
+        found: Mapping[str, Finding] = getattr(paths, "found", {})
         paths = as_paths(paths, "the model must be an nn.Module or")
         refuse_meta(weight for path in paths for weight in path.weights)
         self._rule = Rule(paths)
@@ -101,6 +108,8 @@ class QuacK:
         self._step_check = StepCheck(
             model if isinstance(model, nn.Module) else None, self._rule.weights, self.optimizers
         )
+        self._origin = {name: finding.origin for name, finding in found.items()}
+        self._verification = Verification(model, found, verify) if isinstance(model, nn.Module) else None
         self._hooks = [hook for each in self.optimizers for hook in self._hook(each)]
         _attached.add(self)
 
@@ -168,6 +177,8 @@ class QuacK:
         self._step_check.before_step(tensors, self._stepped if new_iteration else ())
         if not tensors:
             return
+        if self._verification is not None:
+            self._verification.finish()
         if new_iteration:
             self._stepped.clear()
         self._stepped |= tensors
@@ -249,6 +260,8 @@ class QuacK:
         for hook in self._hooks:
             hook.remove()
         self._running.clear()
+        if self._verification is not None:
+            self._verification.remove()
         _attached.discard(self)
 
     def __reduce__(self) -> NoReturn:
@@ -269,7 +282,10 @@ class QuacK:
         settings = f"tau={self.tau:g}, norm={norm_name(self.norm)}, adapt={self.adapt}, floor={self.floor:g}"
         alone = isinstance(self._rule.blocks, Sharded)  # one process may print by itself, so others are not asked
         when = "last rates" if alone else "rates now"
-        return f"QuacK({settings}) on {names}\n" + describe(self._rule, when, self.rates(alone), self.left_alone)
+        rates, notes = self.rates(alone), self._verification.notes if self._verification is not None else {}
+        return f"QuacK({settings}) on {names}\n" + describe(
+            self._rule, when, rates, self.left_alone, self._origin, notes
+        )
 
 
 def _largest(sensitivity: Tensor) -> float:
