@@ -22,8 +22,8 @@ from quacklr.path import Path, as_paths
 
 UNSEEN = (
     "no attention was seen in a forward of the sample. A model may have no softmax attention (Mamba, RWKV, linear "
-    "attention): then train it without. Otherwise: scaled_dot_product_attention and a softmax written out are seen, not "
-    "a kernel of its own such as flash or flex attention; switch the model to sdpa or eager, or leave the sample out"
+    "attention): then train it without. Otherwise: scaled_dot_product_attention and a softmax written out are seen, "
+    "a kernel of its own such as flash or flex attention is not; switch the model to sdpa or eager, or leave it out"
 )
 NOT_SEEN = "not recognised, and not seen to attend in a forward of the sample"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
