@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import quacklr.find.survey as survey
 from crew import Crew
 from models import Separate, assert_equal
-from quacklr import LogitMonitor, QuacK, logit_paths
+from quacklr import LogitMonitor, QKClip, QuacK, logit_paths
 from quacklr.modules import Call
 
 RULED = "quacklr.find.survey.by_rule"
@@ -355,3 +355,19 @@ def test_no_warning_where_all_is_verified() -> None:
         warnings.simplefilter("error")
         model, optimizer, _ = made()
         step(model, optimizer, tokens())
+
+
+def test_qk_clip_verifies_rules_too() -> None:
+    for split in (consecutive, interleaved):
+        torch.manual_seed(0)
+        model = Model(split)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        QKClip(model, optimizer)
+        if split is consecutive:
+            step(model, optimizer, tokens())
+            continue
+        with pytest.raises(ValueError, match="layers.0: the rule for Attention is wrong here"):
+            step(model, optimizer, tokens())
+        with QKClip(model, torch.optim.SGD(model.parameters(), lr=0.1), verify=False):
+            pass
+        assert not any(module._forward_pre_hooks for module in (model, *model.layers))

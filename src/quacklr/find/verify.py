@@ -15,12 +15,12 @@ from quacklr.modules import Call, unwrapped, wrappers
 from quacklr.shards import is_sharded
 
 TAKE_MEASURED = (
-    "to use what was measured, attach with QuacK(logit_paths(model, batch, rules=False), optimizer); to use the rule "
-    "all the same, pass verify=False"
+    "to use what was measured, pass the paths that logit_paths(model, batch, rules=False) returns; to use the rule all "
+    "the same, pass verify=False"
 )
 NOT_FOUND = (
-    "{}: attention was measured in a {} that no rule knows, so QuacK does not control it; attach with "
-    "QuacK(logit_paths(model, batch), optimizer)"
+    "{}: attention was measured in a {} that no rule knows, so it is not controlled; to control it, pass the paths "
+    "that logit_paths(model, batch) returns"
 )
 WAITS = "not verified yet: the first batch will be measured before the first step"
 NO_BATCH = "not verified: the model ran no batch before the first step"
