@@ -31,17 +31,17 @@ with progress("training", total=200, unit="steps", done=100) as show:
 def test_a_log_gets_plain_lines_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with progress("training", total=4, unit="steps") as show:
-        for step, now in ((1, 4.0), (2, 9.9)):
+        for step, clock[0] in ((1, 4.0), (2, 9.9)):
             show(step, "loss 2.5")
         assert capsys.readouterr().err == ""
-        now = 12.0
+        clock[0] = 12.0
         show(3, "loss 2.4")
         assert capsys.readouterr().err == "training: 3/4 steps, 0.25/s, 0:00:04 left, loss 2.4\n"
         show.line("a result")
-        now = 16.0
+        clock[0] = 16.0
         show(4)
         assert capsys.readouterr() == ("a result\n", "")
     assert capsys.readouterr() == ("", "training: 4/4 steps, 0.25/s, 0:00:16 so far\n")

@@ -229,6 +229,34 @@ def test_a_run_that_waits_for_room_is_stopped_too_and_so_is_one_that_does_not_li
     assert not (tmp_path / "second").exists()
 
 
+@pytest.mark.parametrize(
+    ("named", "reason", "tries"),
+    [
+        ("local", "The current node timed out during startup.", on_ray.STARTS),
+        ("", "Timed out waiting for a port", on_ray.STARTS),
+        ("elsewhere:6379", "The connection timed out", 1),
+        ("local", "no room in /dev/shm", 1),
+    ],
+)
+def test_a_ray_that_is_slow_to_start_is_started_again_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, named: str, reason: str, tries: int
+) -> None:
+    """Its own limit is 30 seconds, and cannot be set."""
+    started: list[int] = []
+
+    def slow(**_: Any) -> None:
+        started.append(1)
+        raise RuntimeError(reason)
+
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", slow)
+    with pytest.raises(UserError, match=f"cannot start or find Ray .*: RuntimeError: {reason}"):
+        Ray(1, 1)
+    assert len(started) == tries
+
+
 @pytest.mark.usefixtures("started_ray")
 def test_more_threads_than_any_node_has_are_refused() -> None:
     with pytest.raises(UserError, match=f"--threads {cores() + 1}: no node of the Ray cluster has more than"):
