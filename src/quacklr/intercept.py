@@ -128,8 +128,13 @@ class ModuleCall:
     attentions: int = 0
     autocast: tuple[str, bool, torch.dtype] = field(init=False)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that were given, by place and by name."""
+        return tensors_in([*self.args, *self.kwargs.values()])
+
     def __post_init__(self) -> None:
-        device = next((t.device.type for t in tensors_in([*self.args, *self.kwargs.values()])), "cpu")
+        device = next((tensor.device.type for tensor in self.tensors), "cpu")
         self.autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
@@ -188,9 +193,8 @@ def intercept(
 
     def read(shape: Sequence[int], said: int | None) -> Reading:
         inside = next((known[name] for name in reversed(now.modules) if name in known), None)
-        if orders is None or said is not None:
-            reading = (inside if said is None else said), None
-        else:
+        reading: Reading = (inside if said is None else said), None
+        if orders is not None and said is None:
             reading = orders.read(now.forwards, shape, inside)
         for forward in now.forwards:
             forward.attentions += 1

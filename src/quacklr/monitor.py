@@ -76,9 +76,9 @@ class LogitMonitor:
             tallies[name] = Tally(logits, self._last.get(name))
 
         model = unwrapped(self.model)
-        with undisturbed(model), own_buffers(model), resharded(model):
-            with intercept(model, listen, self._heads, self._orders):
-                run(model, self.probe)
+        watched = intercept(model, listen, self._heads, self._orders)
+        with undisturbed(model), own_buffers(model), resharded(model), watched:
+            run(model, self.probe)
         groups = groups_of(self.model)
         heard = [(name, len(tally.largest_H)) for name, tally in tallies.items()]
         if groups and not agree(heard, groups, next(model.parameters()).device):
