@@ -423,10 +423,31 @@ def test_under_autocast_no_weight_loses_its_gradient() -> None:
 
 
 class Interacting(Attention):
-    """Every example is centred by the mean of the batch."""
+    """Every example is centred by the mean of the batch: all of them make the logits of each."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return super().forward(x_BTD - x_BTD.mean(0))
+
+
+@pytest.mark.parametrize("layout", ["batch x heads", "heads x batch", "heads, batch"])
+def test_where_examples_interact_heads_are_told_apart_by_the_rows_that_they_read(layout: str) -> None:
+    model, x_BTD = built(LAYOUTS[layout], Interacting), inputs(3)
+    model.inside = nn.Identity()
+    wanted = logits_by_hand(model, x_BTD - x_BTD.mean(0)).amax((0, 2, 3))
+    torch.testing.assert_close(LogitMonitor(model, x_BTD).measure()["attention"].max, wanted)
+    assert check(model, SGD(model.parameters(), lr=0.1), x_BTD, steps=1).ok
+
+
+class Tangled(Interacting):
+    """And queries and keys are normed over all heads: there is nothing that belongs to one head or one example."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__(attend)
+        self.attend = lambda q, k, v: attend(normed(q), normed(k), v)
+
+
+def normed(x_BTHK: Tensor) -> Tensor:
+    return nn.functional.rms_norm(x_BTHK, (H, K))
 
 
 class Once(Attention):
@@ -437,12 +458,12 @@ class Once(Attention):
         return super().forward(x_BTD)
 
 
-@pytest.mark.parametrize("kind", [Interacting, Once])
+@pytest.mark.parametrize("kind", [Tangled, Once])
 def test_an_order_that_cannot_be_measured_is_an_error_and_no_guess(kind: type[Attention]) -> None:
     model = built(LAYOUTS["heads x batch"], kind)
     optimizer = SGD(model.parameters(), lr=0.1)
     sentence = "attention: its logits have heads and batch in one axis, and it cannot be measured which entry is which"
-    if kind is Interacting:
+    if kind is Tangled:
         with pytest.raises(ValueError, match=f"{sentence}.*; give the heads an axis of their own"):
             LogitMonitor(model, inputs(3)).measure()
         wiring = check(model, optimizer, inputs(3), steps=1)

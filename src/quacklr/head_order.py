@@ -6,6 +6,7 @@
 
 The order is measured (nan_runs.py): the attention module runs again, up to its softmax, with some examples set to NaN
 (and some tokens, where a module cuts sequences into windows). All heads of a sequence then become NaN, or none of them.
+Where that does not tell sequences apart, one output of a projection is set to NaN, which is one head's in all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from quacklr.intercept import ModuleCall, Reading
 from quacklr.logits import Order, arranged
-from quacklr.nan_runs import inputs_of
+from quacklr.nan_runs import Reruns
 
 UNTOLD = "its logits have heads and batch in one axis, and it cannot be measured which entry is which"
 OTHERWISE = "give the heads an axis of their own, (batch, heads, queries, keys), or the model a batch of one sequence"
@@ -52,7 +53,7 @@ class HeadOrders:
         known = self._known.setdefault((call.name, call.attentions, heads), [])
         reading = next(filter(None, (each.reading_of(lead, shapes) for each in known)), None)
         if reading is None:
-            found = next(filter(None, (measured(one, lead, heads) for one in reversed(calls))), None)
+            found = measured(calls, lead, heads)
             if found is None and len(lead) == 1:
                 return self._cannot_tell(call.name, heads)
             known.append(Known.of(found, lead, heads, shapes))
@@ -84,7 +85,7 @@ class Known:
         """By convention, whatever the shapes, if nothing was found."""
         if found is None:
             return cls((heads, None), lead, None, None)
-        return cls(as_reading(found.index_BH, lead), lead, shapes, found.batch)
+        return cls(as_reading(found.index_BH, lead), lead, shapes if len(lead) == 1 else None, found.batch)
 
     def reading_of(self, lead: list[int], shapes: Shapes) -> Reading | None:
         """Of logits with these leading axes; None if they must be measured."""
@@ -128,29 +129,55 @@ class Found:
     batch: tuple[int, int] | None = None
 
 
-def measured(call: ModuleCall, lead: Sequence[int], heads: int | None) -> Found | None:
-    """Of the attention that a module has come to: where its heads are; None if that cannot be told.
+def measured(calls: Sequence[ModuleCall], lead: Sequence[int], heads: int | None) -> Found | None:
+    """Of the attention that some modules have come to: where its heads are; None if that cannot be told.
+
+    The innermost module is asked first; queries may have been projected in a module around it.
+    """
+    for call in reversed(calls):
+        runs = Reruns.of(call, tuple(lead))
+        found = runs and (by_examples(runs, math.prod(lead), heads) or by_rows(runs, math.prod(lead), heads))
+        if found:
+            return found if call is calls[-1] else Found(found.index_BH)
+    return None
+
+
+def by_examples(runs: Reruns, count: int, heads: int | None) -> Found | None:
+    """All heads of a sequence become NaN together.
 
     First an axis is looked for that counts the sequences, if it is known how many there are; then all axes together.
     An input with more than three axes may have heads among them, so it must agree with their number. Where the logits
-    of a batch depend on all of its examples, nothing can be told.
+    of an example depend on all of the batch, nothing can be told.
     """
-    inputs = inputs_of(call, tuple(lead))
-    if heads and math.prod(lead) % heads == 0:
-        for each in inputs:
-            axes = [axis for axis, size in enumerate(each.shape) if size * heads == math.prod(lead)]
-            fits = {axis: index for axis in axes if has(index := grouped(each.along(axis)), heads)}
-            if fits:
-                (axis, index_BH), *others = fits.items()
-                same = all(torch.equal(other, index_BH) for _, other in others)
-                return Found(index_BH, each.batch(axis)) if same else None
+    inputs = runs.inputs()
+    for each in inputs if heads and count % heads == 0 else ():
+        axes = [axis for axis, size in enumerate(each.shape) if size * (heads or 0) == count]
+        fits = {axis: index for axis in axes if has(index := grouped(each.along(axis)), heads)}
+        if fits:
+            (axis, index_BH), *others = fits.items()
+            same = all(torch.equal(other, index_BH) for _, other in others)
+            batch = (each.argument, axis) if each.argument >= 0 else None
+            return Found(index_BH, batch) if same else None
     small = [(each.shape, answers) for each in inputs if len(each.shape) <= 3 and (answers := each.all())]
     index = grouped([answer for _, answers in small for answer in answers])
-    if index is not None and index.shape[1] <= (heads or math.prod(lead)):
+    if index is not None and index.shape[1] <= (heads or count):
         interact = len(index) == 1 and any(len(shape) == 3 and 1 not in shape[:2] for shape, _ in small)
         return None if interact else Found(index)
     alone = (grouped(each.all()) for each in inputs if len(each.shape) > 3)
     return next((Found(index) for index in alone if has(index, heads)), None)
+
+
+def by_rows(runs: Reruns, count: int, heads: int | None) -> Found | None:
+    """All sequences of a head become NaN together, if the output of a projection is that head's alone."""
+    if heads is None or count % heads:
+        return None
+    entries, inner = torch.arange(count), [size for size in range(1, count // heads + 1) if count // heads % size == 0]
+    for answer in runs.by_outputs():
+        for size in inner if int(answer.sum()) * heads == count else ():
+            head = entries // size % heads
+            if torch.equal(head == head[answer][0], answer):
+                return Found(entries.view(-1, heads, size).movedim(1, -1).reshape(-1, heads))
+    return None
 
 
 def has(index_BH: Tensor | None, heads: int | None) -> TypeGuard[Tensor]:

@@ -290,5 +290,5 @@ def arranged(tensor: Tensor, heads: int | None, order: Order | None = None) -> T
     if heads and len(lead) == 1 and lead[0] % heads == 0:
         return tensor.unflatten(0, (-1, heads))
     if len(lead) > 2 and heads in lead:
-        return tensor.movedim(lead.index(heads), -3).flatten(0, -4)
+        return tensor.movedim(len(lead) - 1 - lead[::-1].index(heads), -3).flatten(0, -4)
     return tensor.flatten(0, -4) if len(lead) > 1 else tensor.reshape(1, *tensor.shape[-3:])
