@@ -15,6 +15,7 @@ import by_hand
 from models import assert_equal
 from quacklr import LogitMonitor
 from quacklr.inspect.tiny import tiny_config
+from tiny_models import build as tiny
 
 BATCH, TOKENS = 2, 11
 LLAMA = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
@@ -261,3 +262,24 @@ def test_a_compiled_model_is_measured_as_it_is_uncompiled(how: str, implementati
             by_hand.assert_measured(measured, {s: getattr(expected[name], s) for s in by_hand.STATISTICS}, when)
         with torch.no_grad():
             compiled(**probe("left"))
+
+
+@pytest.mark.parametrize("name", ["big_bird", "reformer"])
+def test_heads_are_not_taken_for_as_many_blocks_or_examples(name: str) -> None:
+    """Axes of four examples, four heads and (in big_bird) four blocks: larger queries of one head are that head's."""
+    model, batch = tiny(name)
+    batch = {key: torch.cat([each, each.flip(1)]) if len(each) == 2 else each for key, each in batch.items()}
+    monitor = LogitMonitor(model, batch)
+    before = monitor.measure()
+    queries = [of for of, _ in model.named_parameters() if of.endswith(("query.weight", "query_key.weight"))]
+    first = model.get_parameter(queries[0])
+    rows = slice(len(first) // 4 * 2, len(first) // 4 * 3)
+    with torch.no_grad():
+        first[rows] *= 20
+    after = monitor.measure()
+    module = queries[0].rpartition(".query")[0]
+    assert module in after
+    for attention, stats in after.items():
+        if attention.partition("#")[0] == module:
+            moved = (stats.max - before[attention].max).abs() > 1e-5
+            assert moved.tolist() == [False, False, True, False], attention

@@ -1,14 +1,19 @@
-"""Calls of torch's functions, as a function mode sees them: which of them are one and the same, and what is given."""
+"""Calls of torch's functions, as a function mode sees them, and of modules: which of them are one and the same, what
+is given, and copies of what is given.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 SDPA: Any = F.scaled_dot_product_attention
 MULTIHEAD: Any = F.multi_head_attention_forward
@@ -47,3 +52,79 @@ def tensors_in(values: Sequence[Any]) -> list[Tensor]:
 def bound(args: Sequence[Any], kwargs: dict[str, Any], *names: str) -> list[Any]:
     """The first arguments of a call, given by place or by name; None where they were not."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
+
+
+def copied(given: Any, recorded: Any = None, deep: bool = False) -> Any:
+    """What a module is called with, its floating point tensors copied; or instead those of an earlier copy.
+
+    One tensor given twice is one copy given twice, and views of one tensor are views of one copy. Copied are tensors
+    in tuples, lists and dicts too. All else stays what it is; with `deep`, other objects (caches of keys and values)
+    are copied too.
+    """
+    return _Copies(given if recorded is None else recorded, deep).of(given, given if recorded is None else recorded)
+
+
+class _Copies:
+    """The copies of one call's arguments."""
+
+    def __init__(self, given: Any, deep: bool) -> None:
+        self.deep = deep
+        self._memo: dict[tuple[int, int], Any] = {}
+        self._storages: dict[int, Any] = {}
+        several: dict[int, set[int]] = {}
+        for tensor in _plain_tensors(given):
+            several.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
+        self._shared = {storage for storage, tensors in several.items() if len(tensors) > 1}
+
+    def of(self, given: Any, recorded: Any) -> Any:
+        """A copy of one argument."""
+        key = id(given), id(recorded)
+        if key not in self._memo:
+            self._memo[key] = self._new(given, recorded)
+        return self._memo[key]
+
+    def _new(self, given: Any, recorded: Any) -> Any:
+        if isinstance(given, Tensor):
+            return self._tensor(recorded) if given.is_floating_point() else given
+        if isinstance(given, tuple | list) and type(given) is type(recorded) and len(given) == len(recorded):
+            items = [self.of(*pair) for pair in zip(given, recorded, strict=True)]
+            if all(new is old for new, old in zip(items, given, strict=True)):
+                return given
+            return type(given)(*items) if hasattr(given, "_fields") else type(given)(items)
+        if type(given) is dict and given.keys() == recorded.keys():
+            values = {name: self.of(value, recorded[name]) for name, value in given.items()}
+            return given if all(value is given[name] for name, value in values.items()) else values
+        if self.deep and not isinstance(given, nn.Module):
+            with suppress(Exception), _Cloning():  # what cannot be copied is shared
+                return copy.deepcopy(given)
+        return given
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage() if _is_plain(tensor) else None
+        if storage is None or storage._cdata not in self._shared:
+            return tensor.detach().clone()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = storage.clone()
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return empty.set_(self._storages[storage._cdata], *place)
+
+
+class _Cloning(TorchFunctionMode):
+    """While entered, deepcopy clones tensors that it would refuse, having a graph behind them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def _plain_tensors(given: Any) -> list[Tensor]:
+    values = given.values() if type(given) is dict else given if isinstance(given, tuple | list) else ()
+    found = [tensor for value in values for tensor in _plain_tensors(value)]
+    return [*found, given] if _is_plain(given) else found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor in memory of its own or of another's, and of no other kind."""
+    return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.is_floating_point()

@@ -28,7 +28,6 @@ def is_flex(func: Any) -> bool:
 
 
 def of_flex(
-    _: int | None,
     query: Tensor,
     key: Tensor,
     _value: Tensor,
@@ -62,7 +61,7 @@ def of_flex(
 
 def run_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """What the operator puts out, without gradients, and without all logits at once: torch's own has them."""
-    logits = of_flex(None, query, key, value, *args, **kwargs)
+    logits = of_flex(query, key, value, *args, **kwargs)
     v_BHJD = value.float().expand(query.shape[0], *value.shape[1:])
     v_BHJD = v_BHJD.repeat_interleave(logits.heads // value.shape[1], dim=1)
     output = query.new_empty(*query.shape[:3], value.shape[3])

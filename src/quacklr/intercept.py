@@ -7,11 +7,12 @@ the module that was running: the innermost one whose forward had begun.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from quacklr.calls import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened, tensors_in
 from quacklr.flex import is_flex, of_flex, run_flex
-from quacklr.logits import Logits, Made, Written, arranged, headless
+from quacklr.logits import Logits, Made, Order, Written, arranged, headless
 from quacklr.modules import as_written, named_modules
 from quacklr.trail import Trail
 
-Heads = Callable[[], int | None]
+if TYPE_CHECKING:
+    from quacklr.head_order import HeadOrders
+
+Reading = tuple[int | None, Order | None]  # how many heads, if that is known, and where they are if that was measured
 SEEN = (
     "seen are scaled_dot_product_attention, flex attention, torch.nn.MultiheadAttention, and a softmax over the last "
     "dimension of products of queries and keys; not a kernel with a name of its own, such as flash attention: switch "
@@ -36,12 +40,19 @@ SEEN = (
 class Catch(TorchFunctionMode):
     """While entered, hands the logits of every attention to a listener. The forward itself is untouched.
 
-    `heads` tells how many heads the attention has that runs now, if that is known. Sees nothing inside torch.compile.
+    `read(shape, heads)` is called once for each attention and says how many heads it has and where they are. `shape`
+    is that of the logits, but for the keys; `heads` is given where the function that is called says it and has them
+    last. Sees nothing inside torch.compile.
     """
 
-    def __init__(self, listener: Callable[[Logits], None], heads: Heads = lambda: None) -> None:
+    def __init__(
+        self,
+        listener: Callable[[Logits], None],
+        read: Callable[[Sequence[int], int | None], Reading] = lambda _, heads: (heads, None),
+    ) -> None:
         super().__init__()
-        self.listener, self.heads, self.trail = listener, heads, Trail()
+        self.listener, self.read, self.trail = listener, read, Trail()
+        self._heads: int | None = None  # of torch's own attention, while it runs
         self.told: Any = WeakTensorKeyDictionary()  # some take a softmax of the same logits in two ways
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,7 +61,7 @@ class Catch(TorchFunctionMode):
         if func is MULTIHEAD:
             return self._opened(args, kwargs)
         if func is SDPA:
-            self._tell(sdpa, *args, **kwargs)
+            self._tell(partial(sdpa, self.reading), *args, **kwargs)
         elif func in SOFTMAX or func in LOGSUMEXP:
             self._tell(self._softmax, *bound(args, kwargs, "input", "dim"))
         elif is_flex(func):
@@ -63,15 +74,19 @@ class Catch(TorchFunctionMode):
 
     def _opened(self, args: Any, kwargs: Any) -> Any:
         """torch's own attention, which says how many heads it has."""
-        heads = bound(args, kwargs, "query", "key", "value", "embed_dim_to_check", "num_heads")[4]
-        before, self.heads = self.heads, lambda: heads
+        self._heads = bound(args, kwargs, "query", "key", "value", "embed_dim_to_check", "num_heads")[4]
         try:
             with self:
                 return multihead_opened(*args, **kwargs)
         finally:
-            self.heads = before
+            self._heads = None
 
-    def _softmax(self, heads: int | None, logits: Tensor, dim: int | None) -> Logits | None:
+    def reading(self, *tensors: Tensor, heads: int | None = None) -> Reading:
+        """Of queries and keys, or of logits, which broadcast to the same leading axes."""
+        lead = torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors))
+        return self.read((*lead, tensors[0].shape[-2]), heads if self._heads is None else self._heads)
+
+    def _softmax(self, logits: Tensor, dim: int | None) -> Logits | None:
         mark = self.trail.mark_of(logits)
         if mark is None or logits.ndim < 3 or dim not in (-1, logits.ndim - 1) or logits in self.told:
             return None
@@ -82,19 +97,45 @@ class Catch(TorchFunctionMode):
         if mark.front:  # keys first, then what else the softmax sees
             logits = logits.roll(-mark.front, -1)
             hidden = None if hidden is None else hidden.expand_as(logits).roll(-mark.front, -1)
-        if logits.ndim == 4 and heads and logits.shape[1] != heads == logits.shape[2]:  # (B, I, H, J)
+        heads, order = self.reading(logits)
+        if order is None and logits.ndim == 4 and heads and logits.shape[1] != heads == logits.shape[2]:  # (B, I, H, J)
             hidden, taken = (None if t is None else t.expand_as(logits).transpose(1, 2) for t in (hidden, taken))
             logits = logits.transpose(1, 2)
-        hidden, taken = (None if t is None else headless(t, logits.shape[:-2], heads) for t in (hidden, taken))
+        hidden, taken = (None if t is None else headless(t, logits.shape[:-2], heads, order) for t in (hidden, taken))
         extra = logits.shape[-1] - mark.keys
-        return Written(arranged(logits.detach(), heads), hidden, taken, extra, mark.factors)
+        return Written(arranged(logits.detach(), heads, order), hidden, taken, extra, mark.factors)
 
     def _tell(self, made: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:
         device = tensors_in([*args, *kwargs.values()])[0].device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            logits = made(self.heads(), *args, **kwargs)
+            logits = made(*args, **kwargs)
             if logits is not None:
                 self.listener(logits)
+
+
+@dataclass(slots=True, eq=False)
+class ModuleCall:
+    """A forward that has begun and not ended: what was called with what, under which autocast.
+
+    `attentions`: how many of them have been seen since it began.
+    """
+
+    name: str
+    module: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    attentions: int = 0
+    autocast: tuple[str, bool, torch.dtype] = field(init=False)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that were given, by place and by name."""
+        return tensors_in([*self.args, *self.kwargs.values()])
+
+    def __post_init__(self) -> None:
+        device = next((tensor.device.type for tensor in self.tensors), "cpu")
+        self.autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 @dataclass(slots=True)
@@ -103,15 +144,17 @@ class Running:
 
     modules: tuple[str, ...] = ("",)
     calls: tuple[int, ...] = (0,)
+    forwards: tuple[ModuleCall, ...] = ()
     _count: Iterator[int] = field(default_factory=lambda: count(1))
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, forward: ModuleCall) -> None:
         """A module's forward begins."""
         self.modules, self.calls = (*self.modules, name), (*self.calls, next(self._count))
+        self.forwards = (*self.forwards, forward)
 
     def end(self) -> None:
         """The innermost one's forward ends."""
-        self.modules, self.calls = self.modules[:-1], self.calls[:-1]
+        self.modules, self.calls, self.forwards = self.modules[:-1], self.calls[:-1], self.forwards[:-1]
 
 
 @contextmanager
@@ -119,9 +162,13 @@ def running(model: nn.Module) -> Iterator[Running]:
     """While entered, tells which of the model's modules are running, but for a softmax that is a module."""
     now = Running()
     hooks: list[Any] = []
+
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        now.begin(name, ModuleCall(name, module, module.forward, args, kwargs))
+
     for name, module in named_modules(model):
         if not isinstance(module, nn.Softmax):
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: now.begin(name)))
+            hooks.append(module.register_forward_pre_hook(partial(begin, name), with_kwargs=True))
             hooks.append(module.register_forward_hook(lambda *_: now.end(), always_call=True))
     try:
         yield now
@@ -132,23 +179,33 @@ def running(model: nn.Module) -> Iterator[Running]:
 
 @contextmanager
 def intercept(
-    model: nn.Module, listener: Callable[[str, Logits], None], heads: Mapping[str, int] | None = None
+    model: nn.Module,
+    listener: Callable[[str, Logits], None],
+    heads: Mapping[str, int] | None = None,
+    orders: HeadOrders | None = None,
 ) -> Iterator[None]:
     """While entered, every attention of the model's forwards is told to the listener, with its module's name.
 
-    `heads`: of modules of which it is known, how many. What was compiled is run as it was written.
+    `heads`: of modules of which it is known, how many. `orders`: measures where they are, if their shape does not
+    show it, and remembers. What was compiled is run as it was written.
     """
     known = heads or {}
 
-    def heads_now() -> int | None:
-        return next((known[name] for name in reversed(now.modules) if name in known), None)
+    def read(shape: Sequence[int], said: int | None) -> Reading:
+        inside = next((known[name] for name in reversed(now.modules) if name in known), None)
+        reading: Reading = (inside if said is None else said), None
+        if orders is not None and said is None:
+            reading = orders.read(now.forwards, shape, inside)
+        for forward in now.forwards:
+            forward.attentions += 1
+        return reading
 
-    with running(model) as now, as_written(), Catch(lambda caught: listener(now.modules[-1], caught), heads_now):
+    with running(model) as now, as_written(), Catch(lambda caught: listener(now.modules[-1], caught), read):
         yield
 
 
 def sdpa(
-    heads: int | None,
+    reading: Callable[..., Reading],
     query: Tensor,
     key: Tensor,
     value: Tensor,  # noqa: ARG001
@@ -158,11 +215,15 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Logits | None:
-    """The logits of a call of scaled_dot_product_attention, with its signature; of nested tensors they are not made."""
+    """The logits of a call of scaled_dot_product_attention, with its signature; of nested tensors they are not made.
+
+    With `enable_gqa` the kernel itself says which axis has the heads.
+    """
     if query.is_nested or not (query.numel() and key.numel()):
         return None
     if query.ndim == 2:
         query, key = query[None], key[None]
+    heads, order = reading(query, heads=query.shape[-3]) if enable_gqa else reading(query, key)
     sizes = (query.shape[-2], key.shape[-2])
     lead = query.shape[:-2] if enable_gqa else torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     query = query.expand(*lead, *query.shape[-2:])
@@ -171,7 +232,7 @@ def sdpa(
         offset = sizes[1] - sizes[0] if attn_mask.variant == CausalVariant.LOWER_RIGHT else 0
         attn_mask = None
     if attn_mask is not None:
-        attn_mask = headless(attn_mask, lead, heads)
-    k = arranged(key, None) if enable_gqa else arranged(key.expand(*lead, *key.shape[-2:]), heads)
+        attn_mask = headless(attn_mask, lead, heads, order)
+    k = arranged(key, None) if enable_gqa else arranged(key.expand(*lead, *key.shape[-2:]), heads, order)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    return Made(arranged(query, heads).detach(), k.detach(), factor, offset, attn_mask)
+    return Made(arranged(query, heads, order).detach(), k.detach(), factor, offset, attn_mask)

@@ -7,7 +7,8 @@ since a compiled graph shows nobody its logits; all but flex attention on CUDA, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from quacklr.flex import holders, telling
-from quacklr.intercept import Catch
+from quacklr.head_order import HeadOrders
+from quacklr.intercept import Catch, ModuleCall, Reading
 from quacklr.logits import Logits
 from quacklr.modules import as_written, named_modules
 
@@ -32,14 +34,15 @@ class Listener:
 
     def __init__(self, model: nn.Module, heads: Mapping[str, int], tell: Callable[[str, Tensor], None]) -> None:
         self.heads, self.tell = heads, tell
-        self._running: list[str] = []
+        self._running: list[ModuleCall] = []
+        self._orders = HeadOrders()
         self._flex = holders(model)
         self._heard = [Heard(self, name, module) for name, module in named_modules(model) if name in heads]
 
     @contextmanager
-    def listening(self, name: str) -> Iterator[None]:
+    def listening(self, call: ModuleCall) -> Iterator[None]:
         """While entered, what is heard is this module's."""
-        self._running.append(name)
+        self._running.append(call)
         try:
             with self._catching() if len(self._running) == 1 else nullcontext():
                 yield
@@ -48,7 +51,7 @@ class Listener:
 
     @contextmanager
     def _catching(self) -> Iterator[None]:
-        catch: Any = Catch(self._hear, lambda: self.heads[self._running[-1]])
+        catch: Any = Catch(self._hear, self._read)
 
         @contextmanager
         def pause() -> Iterator[None]:
@@ -62,12 +65,21 @@ class Listener:
         with as_written(), telling(self._flex, self._note, pause), catch:
             yield
 
+    def _read(self, shape: Sequence[int], said: int | None) -> Reading:
+        reading: Reading = said, None
+        heads = self.heads[self._running[-1].name]
+        if said is None and math.prod(shape[:-1]) % heads == 0:
+            reading = self._orders.read(self._running, shape, heads)
+        for call in self._running:
+            call.attentions += 1
+        return reading
+
     def _hear(self, logits: Logits) -> None:
-        if logits.heads == self.heads[self._running[-1]]:
+        if logits.heads == self.heads[self._running[-1].name]:
             self._note(logits.largest())
 
     def _note(self, largest_H: Tensor) -> None:
-        self.tell(self._running[-1], largest_H)
+        self.tell(self._running[-1].name, largest_H)
 
     def remove(self) -> None:
         """Unwrap the forwards."""
@@ -114,7 +126,7 @@ def _uncompiled(heard: Heard, args: Any, kwargs: Any) -> Any:
     """A forward that is listened to in training."""
     if heard.listener is None or not (heard.module.training and torch.is_grad_enabled()):
         return heard.__wrapped__(*args, **kwargs)
-    with heard.listener.listening(heard.name):
+    with heard.listener.listening(ModuleCall(heard.name, heard.module, heard.__wrapped__, args, kwargs)):
         return heard.__wrapped__(*args, **kwargs)
 
 

@@ -247,18 +247,42 @@ def hide_future(logit_BHIJ: Tensor, last: int) -> None:
         corner_BHIJ += to_add(~ones.triu(last + 1 - first))
 
 
-def headless(mask: Tensor, lead: Sequence[int], heads: int | None) -> Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """Which entry of all leading axes, taken as one, belongs to each sequence and head. Made by head_order.py.
+
+    Without an `index_BH` the axis is (heads x sequences); (sequences x heads) needs no Order.
+    """
+
+    sequences: int
+    heads: int
+    index_BH: Tensor | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """(..., I, X) as (B, H, I, X)."""
+        flat = tensor.flatten(0, -3)
+        if self.index_BH is None:
+            return flat.unflatten(0, (self.heads, self.sequences)).transpose(0, 1)
+        return flat[self.index_BH.to(flat.device)]
+
+
+def headless(mask: Tensor, lead: Sequence[int], heads: int | None, order: Order | None = None) -> Tensor:
     """A mask that broadcasts to (*lead, I, J), as one that broadcasts to (B, H, I, J)."""
-    if len(lead) == 2 and (lead[0] == 1 or heads != lead[0] * lead[1]):
+    if math.prod(mask.shape[:-2]) == 1:
+        return mask.reshape(1, 1, *mask[(None,) * (2 - mask.ndim)].shape[-2:])
+    if order is None and len(lead) == 2 and (lead[0] == 1 or heads != lead[0] * lead[1]):
         return mask[(None,) * (4 - mask.ndim)]
-    return arranged(mask.expand(*lead, *mask.shape[-2:]), heads)
+    return arranged(mask.expand(*lead, *mask.shape[-2:]), heads, order)
 
 
-def arranged(tensor: Tensor, heads: int | None) -> Tensor:
+def arranged(tensor: Tensor, heads: int | None, order: Order | None = None) -> Tensor:
     """(..., I, X) as (B, H, I, X), wherever heads are: (B, H, I, X), (B * H, I, X), (B, G, R, I, X) with G * R heads.
 
-    If their number is not known, or does not fit, the axis before the queries counts as heads.
+    If their number is not known, or does not fit, the axis before the queries counts as heads. An `order` that was
+    measured is followed.
     """
+    if order is not None:
+        return order.of(tensor)
     lead = tensor.shape[:-2]
     for start in range(len(lead)):
         if heads == math.prod(lead[start:]):
@@ -266,5 +290,5 @@ def arranged(tensor: Tensor, heads: int | None) -> Tensor:
     if heads and len(lead) == 1 and lead[0] % heads == 0:
         return tensor.unflatten(0, (-1, heads))
     if len(lead) > 2 and heads in lead:
-        return tensor.movedim(lead.index(heads), -3).flatten(0, -4)
+        return tensor.movedim(len(lead) - 1 - lead[::-1].index(heads), -3).flatten(0, -4)
     return tensor.flatten(0, -4) if len(lead) > 1 else tensor.reshape(1, *tensor.shape[-3:])

@@ -135,3 +135,15 @@ def own_buffers(model: nn.Module) -> Iterator[None]:
         for module, buffers in kept:
             module._buffers.clear()
             module._buffers.update(buffers)
+
+
+@contextmanager
+def own_attributes(module: nn.Module) -> Iterator[None]:
+    """Afterwards every attribute of the module, and of those inside, is what it was."""
+    kept = [(each, dict(vars(each))) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, attributes in kept:
+            vars(each).clear()
+            vars(each).update(attributes)

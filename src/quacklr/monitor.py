@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from quacklr.find.survey import found_by_rule
+from quacklr.head_order import HeadOrders
 from quacklr.intercept import SEEN, intercept
 from quacklr.logits import Logits
 from quacklr.modules import named_modules, own_buffers, run, undisturbed, unwrapped
@@ -62,7 +63,7 @@ class LogitMonitor:
             )
         refuse_tensor_parallel(model, "LogitMonitor")
         self.model, self.probe = model, probe
-        self._heads = heads_of(model)
+        self._heads, self._orders = heads_of(model), HeadOrders()
         self._last: dict[str, Tensor] = {}
 
     def measure(self, keep: bool = True) -> dict[str, LogitStats]:
@@ -75,7 +76,8 @@ class LogitMonitor:
             tallies[name] = Tally(logits, self._last.get(name))
 
         model = unwrapped(self.model)
-        with undisturbed(model), own_buffers(model), resharded(model), intercept(model, listen, self._heads):
+        watched = intercept(model, listen, self._heads, self._orders)
+        with undisturbed(model), own_buffers(model), resharded(model), watched:
             run(model, self.probe)
         groups = groups_of(self.model)
         heard = [(name, len(tally.largest_H)) for name, tally in tallies.items()]

@@ -116,7 +116,7 @@ class Trail:
         tensors = tensors_in([*args, *kwargs.values()])
         if func in MATMUL or func in ADDED_MATMUL or func is torch.einsum:
             self._multiplied(func, tensors, kwargs, output)
-        elif tensors and all(map(self._is_weight, tensors)):
+        elif tensors and all(map(self.is_weight, tensors)):
             self.learned.update(dict.fromkeys(tensors_in([output])))
         elif self.marks:
             given = [tensor for tensor in tensors if tensor in self.marks]
@@ -126,13 +126,13 @@ class Trail:
 
     def _multiplied(self, func: Any, tensors: list[Tensor], kwargs: dict[str, Any], output: Tensor) -> None:
         factors = tensors[1:] if func in ADDED_MATMUL else tensors
-        if output.ndim < 3 or len(factors) < 2 or any(map(self._is_weight, factors)):
+        if output.ndim < 3 or len(factors) < 2 or any(map(self.is_weight, factors)):
             return
         hidden = kwargs.get("beta", 1) * tensors[0] <= FAR if func in ADDED_MATMUL else None
         self.marks[output] = Mark(output.shape[-1], hidden=hidden, factors=(float(kwargs.get("alpha", 1.0)),))
         self.sizes.add(tuple(sorted(output.shape)))
 
-    def _is_weight(self, tensor: Tensor) -> bool:
+    def is_weight(self, tensor: Tensor) -> bool:
         """Whether it is a parameter, a view of one, or a cast and the like."""
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return True

@@ -7,6 +7,7 @@ Shapes: B batch, H head, I query, J key.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quacklr.calls import copied
+from quacklr.head_order import HeadOrders
 from quacklr.intercept import intercept
 from quacklr.logits import Logits
 from quacklr.modules import named_modules, own_buffers, run, undisturbed
@@ -28,33 +31,23 @@ class Hearing:
     """A forward of the batch, now; and how far logits are from it whenever it is asked again.
 
     Of each layer, `scales` has the largest factor between q.k and the logit, `sizes` (H,) the largest |logit|,
-    `rounding` (H,) the changes that are none, and `strange` the numbers of heads that were heard in its module and are
-    not its own; `lengths` has those of the inputs.
+    `rounding` (H,) the changes that are none, `strange` the numbers of heads that were heard in its module and are
+    not its own, and `unread` why its logits cannot be read, if they cannot; `lengths` has those of the inputs.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], batch: Any) -> None:
-        self.model, self.layers, self.batch = model, layers, batch
-        self._heads: dict[str, int] = {}
-        self._listen()
-        if flat := {layer.module: layer.heads for layer in self._flattened()}:
-            self._heads = flat
-            self._listen()
-        zeros = [[torch.zeros_like(call_BHIJ) for call_BHIJ in calls] for calls in self.first]
-        self.sizes = self._between(self.first, zeros)
-        self.rounding = [max(STILL, 4 * precision(layer)) * of for layer, of in zip(layers, self.sizes, strict=True)]
-
-    def _listen(self) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], batch: Any, orders: HeadOrders) -> None:
+        self.model, self.layers, self.batch, self.orders = model, layers, batch, orders
+        alone = Counter(layer.module for layer in layers)
+        self._heads = {layer.module: layer.heads for layer in layers if alone[layer.module] == 1}
         self.scales = [0.0] * len(self.layers)
         self.strange: list[set[int]] = [set() for _ in self.layers]
+        self.unread = [""] * len(self.layers)
         self._inputs: dict[str, list[Any]] = {layer.module: [] for layer in self.layers}
         with Inputs([weight for layer in self.layers for term in layer.terms for weight in term.ends]) as self.lengths:
             self.first = self._heard(self._record)
-
-    def _flattened(self) -> Iterator[Layer]:
-        """Layers whose logits seem to have batch and heads in one dimension: only there is the claimed number told."""
-        for layer, heard, strange in zip(self.layers, self.first, self.strange, strict=True):
-            if not heard and any(number > layer.heads and number % layer.heads == 0 for number in strange):
-                yield layer
+        zeros = [[torch.zeros_like(call_BHIJ) for call_BHIJ in calls] for calls in self.first]
+        self.sizes = self._between(self.first, zeros)
+        self.rounding = [max(STILL, 4 * precision(layer)) * of for layer, of in zip(layers, self.sizes, strict=True)]
 
     def change(self) -> list[Tensor]:
         """For each layer (H,): the largest |change| of a logit that a query may look at, since the first time."""
@@ -68,6 +61,9 @@ class Hearing:
 
         def listen(name: str, logits: Logits) -> None:
             for number in self._within(name):
+                if name in self.orders.unknown:
+                    self.unread[number] = self.orders.unknown[name]
+                    continue
                 if logits.heads != self.layers[number].heads:
                     self.strange[number].add(logits.heads)
                     continue
@@ -77,7 +73,7 @@ class Hearing:
                     self.scales[number] = max(self.scales[number], abs(logits.scale))
 
         torch.clear_autocast_cache()  # it keeps casts of weights that have changed since
-        with self._prepared(hook), intercept(self.model, listen, self._heads):
+        with self._prepared(hook), intercept(self.model, listen, self._heads, self.orders):
             run(self.model, self.batch)
         return heard
 
@@ -96,12 +92,12 @@ class Hearing:
 
     def _record(self, module: str, call: int, given: Any) -> Any:
         assert call == len(self._inputs[module])
-        self._inputs[module].append(_mapped(given, None))
+        self._inputs[module].append(copied(given))
         return given
 
     def _replay(self, module: str, call: int, given: Any) -> Any:
         recorded = self._inputs[module]
-        return _mapped(given, recorded[call]) if call < len(recorded) else given
+        return copied(given, recorded[call]) if call < len(recorded) else given
 
 
 def largest(layer: Layer, calls: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
@@ -143,18 +139,3 @@ def _hooked(model: nn.Module, names: Mapping[str, Any], hook: Callable[[str, int
     finally:
         for each in hooks:
             each.remove()
-
-
-def _mapped(given: Any, recorded: Any) -> Any:
-    """A copy of tuples, lists and dicts with the recorded vectors; with copies of the given ones if None is recorded.
-
-    All else stays what it is, caches of keys and values among it.
-    """
-    if isinstance(given, Tensor):
-        return (given.clone() if recorded is None else recorded) if given.is_floating_point() else given
-    if type(given) in (tuple, list):
-        pairs = zip(given, recorded if recorded is not None else [None] * len(given), strict=True)
-        return type(given)(_mapped(*pair) for pair in pairs)
-    if type(given) is dict:
-        return {name: _mapped(value, recorded and recorded[name]) for name, value in given.items()}
-    return given

@@ -38,7 +38,8 @@ class Inputs(TorchFunctionMode):
         for weight, norms in _multiplied(getattr(func, "__name__", ""), (*args, *kwargs.values())):
             if (storage := _storage(weight)) in self._largest:
                 now = float(norms().max())
-                self._largest[storage] = max(now, self._largest[storage])  # a NaN is replaced: comparison is False
+                if now == now:  # NaN is put in on purpose where the order of heads is measured
+                    self._largest[storage] = max(now, self._largest[storage])  # a NaN is replaced: comparison is False
         return func(*args, **kwargs)
 
 

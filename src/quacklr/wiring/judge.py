@@ -30,7 +30,7 @@ class Judge:
     def _silence(self, number: int, change: Tensor) -> str:
         hearing = self.nudges.hearing
         if not hearing.first[number]:
-            return "not heard"
+            return hearing.unread[number] or "not heard"
         return "not the same twice" if (change > hearing.rounding[number]).any() else ""
 
     def faults(self) -> list[list[Fault]]:

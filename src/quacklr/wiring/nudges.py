@@ -58,7 +58,7 @@ class Nudges:
         with torch.no_grad():  # what is multiplied with zeros would move nothing
             for rows in claims.rows:
                 self._add(rows, rows.claimed & ~rows.part.rows_first().reshape(len(rows.block), -1).any(1).cpu())
-        self.hearing = Hearing(twin.model, claims.layers, twin.batch)
+        self.hearing = Hearing(twin.model, claims.layers, twin.batch, twin.orders)
 
     def nudge(self, pick: Pick) -> Nudge:
         """Nudge the claimed rows that are picked."""

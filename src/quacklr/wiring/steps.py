@@ -96,7 +96,7 @@ def changes(stepper: Stepper, steps: int, quack: QuacK | None) -> list[Change]:
 def _step(stepper: Stepper, rates: Mapping[str, Tensor]) -> list[Change]:
     """One step, and the change of every layer that its claimed rows alone make of it."""
     twin, claims = stepper.twin, stepper.claims
-    hearing = Hearing(twin.model, claims.layers, twin.batch)
+    hearing = Hearing(twin.model, claims.layers, twin.batch, twin.orders)
     every = dict.fromkeys([*twin.model.parameters(), *claims.params.values()])
     old = [(param, param.detach().clone()) for param in every]
     taken = stepper.step(rates)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.find import logit_paths
+from quacklr.head_order import HeadOrders
 from quacklr.modules import own_buffers, run, undisturbed, unwrapped
 from quacklr.path import Path
 from quacklr.wiring.claims import Claims
@@ -29,6 +30,7 @@ class Twin:
     paths: list[Path]
     batch: Any
     loss: Loss
+    orders: HeadOrders = field(default_factory=lambda: HeadOrders(strict=False))
 
     @classmethod
     def of(
@@ -47,7 +49,7 @@ class Twin:
 
     def again(self) -> Twin:
         """A copy of the copy."""
-        return Twin(*_copied((self.model, self.optimizers, self.paths)), self.batch, self.loss)
+        return Twin(*_copied((self.model, self.optimizers, self.paths)), self.batch, self.loss, self.orders)
 
     def claims(self) -> Claims:
         """What its paths say."""
