@@ -371,3 +371,22 @@ def test_qk_clip_verifies_rules_too() -> None:
         with QKClip(model, torch.optim.SGD(model.parameters(), lr=0.1), verify=False):
             pass
         assert not any(module._forward_pre_hooks for module in (model, *model.layers))
+
+
+@pytest.mark.parametrize("split", [consecutive, interleaved])
+def test_a_batch_that_a_closure_runs_inside_of_the_step_is_verified_before_the_step_is_scaled(split: Any) -> None:
+    """Lightning steps this way."""
+    model, optimizer, quack = made(split)
+
+    def closure() -> Tensor:
+        loss: Tensor = model(tokens()).square().mean()
+        loss.backward()
+        return loss
+
+    if split is consecutive:
+        optimizer.step(closure)
+        assert "layers.0   verified" in repr(quack)
+        return
+    for _ in range(2):
+        with pytest.raises(ValueError, match="layers.0: the rule for Attention is wrong here"):
+            optimizer.step(closure)

@@ -124,7 +124,7 @@ class QKClip:
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if not is_idle(optimizer):
-            self._verification.finish()
+            self._verification.before_step()
         self._stepping.add(optimizer)
 
     @torch.no_grad()
@@ -132,6 +132,8 @@ class QKClip:
         if optimizer not in self._stepping:  # a step that calls its parent's has hooks called twice
             return
         self._stepping.remove(optimizer)
+        if not is_idle(optimizer):
+            self._verification.finish()
         if optimizer in self._stepped and not is_idle(optimizer):
             self._largest[optimizer].clear()
             warnings.warn(SPENT, stacklevel=4)

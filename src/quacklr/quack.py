@@ -178,7 +178,7 @@ class QuacK:
         if not tensors:
             return
         if self._verification is not None:
-            self._verification.finish()
+            self._verification.before_step()
         if new_iteration:
             self._stepped.clear()
         self._stepped |= tensors
@@ -195,6 +195,8 @@ class QuacK:
             return
         del self._running[optimizer]
         copies, tensors = running.copies, running.tensors
+        if self._verification is not None:
+            self._verification.finish()
         self._step_check.after_step(optimizer, tensors, lambda: self._rule.blocks.have_moved(copies))
         self._rule.blocks.move(copies, self._rates, tensors)
 

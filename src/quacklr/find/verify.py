@@ -44,8 +44,13 @@ class Verification:
         self.notes: dict[str, str] = dict.fromkeys(ruled, why)
         self._batch = FirstBatch(model, ruled) if why == WAITS and ruled else None
 
+    def before_step(self) -> None:
+        """Verify, if there was a batch. In a step with a closure, as Lightning's, it comes only during the step."""
+        if self._batch is not None and self._batch.calls:
+            self.finish()
+
     def finish(self) -> None:
-        """Verify, if there is a batch to do it with. Raises ValueError where the measurement contradicts a rule.
+        """Verify, or say that there was no batch. Raises ValueError where the measurement contradicts a rule.
 
         After an error the verification is still to be done, so that the next step raises again.
         """
