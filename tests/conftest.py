@@ -1,5 +1,6 @@
 """Settings for all tests: hypothesis draws the same examples every time, and a slow machine is not a failure."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path as File
 
@@ -14,6 +15,8 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 torch.set_num_threads(1)
+PAUSING = str(File(__file__).parent / "pausing")  # see paused.py
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [PAUSING, os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(scope="session")

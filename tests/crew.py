@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SECONDS = 120  # for a collective that not all ranks take part in, and for a task
+SECONDS = 600  # for a collective that not all ranks take part in, and for a task; only guards against hanging
 
 
 class Crew:

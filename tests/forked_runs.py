@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from contextlib import redirect_stdout
 from importlib import import_module
 from io import StringIO
 from pathlib import Path as File
 
-from lab_runs import ATTENTIONS, METHODS, PAIRS, read_rows, small
+from lab_runs import ATTENTIONS, METHODS, PAIRS, small
+from paused import go_on, pause, wait_until_paused
 from quacklr.lab.config import Config
 from quacklr.lab.train.runner import run
 
@@ -35,21 +35,21 @@ def fork(config: Config, folder: File) -> int:
     return child
 
 
-def kill_in_the_middle(child: int, folder: File) -> None:
-    while len(read_rows(folder)) <= KILL_AFTER:
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), f"{folder} had ended before it could be killed"
-        time.sleep(0.002)
+def kill_in_the_middle(config: Config, folder: File) -> None:
+    pause(folder, KILL_AFTER)
+    child = fork(config, folder)
+    wait_until_paused(folder)
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not (folder / "result.json").exists()
+    go_on(folder)
 
 
 def main(corpus: File, out: File) -> None:
     for attention, method in PAIRS:
         config, run_name = small(corpus, METHODS[method], ATTENTIONS[attention]), f"{attention}-{method}"
         whole = fork(config, out / "whole" / run_name)
-        killed = fork(config, out / "killed" / run_name)
-        kill_in_the_middle(killed, out / "killed" / run_name)
+        kill_in_the_middle(config, out / "killed" / run_name)
         resumed = fork(config, out / "killed" / run_name)
         for child in (whole, resumed):
             assert os.waitpid(child, 0)[1] == 0, run_name

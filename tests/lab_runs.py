@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -89,6 +90,11 @@ def quacklr(*options: str | File, cwd: File | None = None, **settings: Any) -> s
     """The command, in a process of its own."""
     command = [sys.executable, "-m", "quacklr.cli", *(str(option) for option in options)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, **settings)
+
+
+def heed_ctrl_c() -> None:
+    """For `preexec_fn`: a shell that runs the suite in the background makes its processes ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def environment(**more: str) -> dict[str, str]:

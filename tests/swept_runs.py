@@ -1,6 +1,6 @@
 """Sweeps over tiny models, and ledgers with numbers made by hand.
 
-python swept_runs.py CORPUS OUT      a sweep of three long runs on this machine, to be killed or stopped
+python swept_runs.py CORPUS OUT      a sweep of three runs on this machine, to be killed or stopped
 """
 
 from __future__ import annotations
@@ -32,11 +32,6 @@ def three(corpus: File, **training: Any) -> list[Config]:
     return [small(corpus, method, ATTENTIONS["mla"], **training) for method in methods]
 
 
-def long(corpus: File) -> list[Config]:
-    """Runs that last long enough to be killed."""
-    return three(corpus, steps=150)
-
-
 def made(config: Config, final: float, top: float = 10.0, change: float = 0.1, seconds: float = 0.1) -> Entry:
     """A run that ended like this; its curves are straight lines to the end."""
     layers, heads = config.shape.layers, config.attention.heads
@@ -62,7 +57,7 @@ def seeds_of(config: Config, values: list[float], **more: Any) -> Iterator[Entry
 
 def main(corpus: File, out: File) -> None:
     ledger = Ledger(out / "ledger.jsonl")
-    state = sweep(missing(long(corpus), ledger.entries()), ledger, Local(jobs=2, threads=1), out / "runs")
+    state = sweep(missing(three(corpus), ledger.entries()), ledger, Local(jobs=2, threads=1), out / "runs")
     sys.exit(0 if state.stopped is None else 128 + state.stopped)
 
 

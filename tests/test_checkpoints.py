@@ -57,7 +57,7 @@ def test_in_the_background_or_not_the_bytes_are_the_same(two: Crew, tmp_path: Fi
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
     may_finish, finish = threading.Event(), Writer.finish
-    monkeypatch.setattr(Writer, "finish", lambda *args, **more: (may_finish.wait(60), finish(*args, **more))[1])
+    monkeypatch.setattr(Writer, "finish", lambda *args, **more: (may_finish.wait(600), finish(*args, **more))[1])
     run, saves = trained(seed=0, steps=1), Checkpoints(tmp_path, NAME, keep=2)
     wanted, rest = whole_tensors(run), {"kept": torch.zeros(3)}
     saves.save(1, tensors_of(*run), rest, later=True)

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,17 +69,23 @@ def test_killed_at_any_moment_of_a_save_the_older_or_the_newer_checkpoint_is_the
 
 def test_a_run_stopped_while_a_save_is_under_way_loses_nothing(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(make_corpus(tmp_path), METHODS["quack"], ATTENTIONS["mha"], steps=14)
-    finish, slow = Writer.finish, list[bool]()
+    finish, save, slow, stopping = Writer.finish, Checkpoints.save, list[bool](), threading.Event()
     later = replace(config, watch=replace(config.watch, async_save=True))
 
     def interrupted(*args: Any, **more: Any) -> None:
         if not slow:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)  # while the run ends its step
+            assert stopping.wait(600), "the run has not stopped"
         slow.append(threading.current_thread() is not threading.main_thread())
         finish(*args, **more)
 
+    def saved(saves: Checkpoints, step: int, *args: Any, **more: Any) -> None:
+        if step > 6:  # the first save, of step 6, is under way
+            stopping.set()
+        save(saves, step, *args, **more)
+
     monkeypatch.setattr(Writer, "finish", interrupted)
+    monkeypatch.setattr(Checkpoints, "save", saved)
     with pytest.raises(Stopped) as stopped:
         run(later, tmp_path / "later")
     assert checkpoints(tmp_path / "later/checkpoints")[-1].name == f"step-{stopped.value.step:07}"

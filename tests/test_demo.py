@@ -7,6 +7,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path as File
@@ -132,10 +133,11 @@ def state() -> State:
     return State(deque([Task(config, File("x"))]), [Task(config, File("y"), attempts=2)], [made(config, 2.0), crashed])
 
 
-def test_the_table_shows_what_runs_what_ended_and_how_much_is_left() -> None:
+def test_the_table_shows_what_runs_what_ended_and_how_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     out = StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     meter = Meter()
-    meter.began -= 10
+    meter.began = 90.0
     Console(file=out, width=160).print(_table("a study", state(), 3, meter))
     text = out.getvalue()
     for part in ("a study", "validation loss 2.0000", "crashed: no memory", "0/36 steps, attempt 2"):

@@ -88,7 +88,7 @@ def test_a_transformer_of_torch_attaches_as_it_is() -> None:
 
 
 def test_a_model_without_attention_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"^Linear has no attention that QuacK can control; .* logit_paths\(\)"):
+    with pytest.raises(ValueError, match=r"^Linear has no attention that QuacK can control: .*Mamba.* logit_paths\(\)"):
         logit_paths(nn.Linear(2, 2))
 
 
@@ -116,9 +116,9 @@ def test_the_table_shows_every_attention_with_its_logit_and_rates() -> None:
     quack = QuacK(model, optimizer, tau=0.5)
     lines = repr(quack).splitlines()
     assert lines[0] == "QuacK(tau=0.5, norm=frobenius, adapt=True, floor=0) on AdamW"
-    assert lines[1].split() == ["attention", "heads", "logit", "rates", "now"]
-    assert lines[2].split() == ["a", "4", "q[4]", "k[2]", "q", "0.5", "k", "0.5"]
-    assert " ".join(lines[3].split()).startswith("b 4 dq uq[4] uk[4] dkv + dq qr[4] kr dq 0.5 uq 0.5")
+    assert lines[1].split() == ["attention", "found", "heads", "logit", "rates", "now"]
+    assert lines[2].split() == ["a", "declared", "4", "q[4]", "k[2]", "q", "0.5", "k", "0.5"]
+    assert " ".join(lines[3].split()).startswith("b declared 4 dq uq[4] uk[4] dkv + dq qr[4] kr dq 0.5 uq 0.5")
     attention = model["a"]
     train(attention, optimizer, steps=3)
     assert ".." in repr(quack).splitlines()[2]

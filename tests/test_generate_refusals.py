@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab_runs import ATTENTIONS, environment, make_corpus, quacklr, read_rows, small
+from lab_runs import ATTENTIONS, environment, make_corpus, quacklr, small
+from paused import pause, wait_until_paused
 from quacklr.lab.data.command import main as prepare
 from quacklr.lab.inference.command import main
 from quacklr.lab.methods import Default
@@ -111,21 +111,20 @@ def test_folders_that_are_no_run_are_told(tmp_path: File, complaint: Complaint) 
     assert f"{tmp_path / 'nowhere'} does not exist" in complaint(tmp_path / "nowhere")
 
 
-def started(corpus: File, out: File, rows: int, *options: str) -> subprocess.Popen[bytes]:
-    """A real run of thousands of steps, under way."""
+def started(corpus: File, out: File) -> subprocess.Popen[bytes]:
+    """A real run, under way: it waits at step 5."""
     sizes = "--d-model 16 --layers 1 --d-ff 24 --context 16 --heads 2 --kv-heads 2 --head-dim 8 --batch-tokens 128"
-    line = [sys.executable, "-m", "quacklr.cli", "train", *sizes.split(), "--threads", "1", "--steps", "9000", *options]
+    line = [sys.executable, "-m", "quacklr.cli", "train", *sizes.split(), "--threads", "1", "--steps", "9000"]
+    pause(out, 5)
     process = subprocess.Popen(
         [*line, "--corpus", str(corpus), "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    while len(read_rows(out)) < rows:
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_until_paused(out, process.poll)
     return process
 
 
 def test_a_run_that_was_killed_is_told(corpus: File, tmp_path: File, complaint: Complaint) -> None:
-    process = started(corpus, tmp_path / "run", 5)
+    process = started(corpus, tmp_path / "run")
     process.kill()
     process.wait()
     said = complaint(tmp_path / "run")
@@ -138,10 +137,10 @@ def test_a_run_that_was_killed_is_told(corpus: File, tmp_path: File, complaint: 
 def test_a_run_that_was_stopped_is_told_and_goes_on_from_a_step_if_asked(
     corpus: File, tmp_path: File, complaint: Complaint
 ) -> None:
-    process = started(corpus, tmp_path / "run", 5)
+    process = started(corpus, tmp_path / "run")
     process.send_signal(signal.SIGTERM)
     process.wait()
-    step = read_rows(tmp_path / "run")[-1]["step"]
+    step = 5
     said = complaint(tmp_path / "run")
     assert f"has not finished: it is at step {step} of 9000" in said
     assert f"--step {step} takes" in said

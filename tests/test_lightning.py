@@ -234,3 +234,18 @@ def test_what_quack_refuses_is_refused_and_nothing_stays_attached(tmp_path: File
         fit(other, model, tmp_path / "frobenius.ckpt")
     assert callback.quack is None
     assert is_free(model, other)
+
+
+class Wrapped(Regression):
+    """Calls the model that it holds, not itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 16, batch_first=True)
+        self.attention = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)  # type: ignore[assignment]
+
+
+def test_rules_are_verified_on_the_first_batch(tmp_path: File) -> None:
+    callback = QuacKCallback()
+    fit(make_trainer(tmp_path, callback, max_epochs=1), Wrapped())
+    assert "attention.layers.0.self_attn  verified" in repr(callback.quack)

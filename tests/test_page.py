@@ -26,7 +26,7 @@ from quacklr.lab.train.runner import run
 HOSTILE = '</script><script>window.hacked=1</script>"><img src=x onerror="window.hacked=1">{{7*7}}&amp;'
 SVG = '<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg" width="300" height="200"><path d="M0 0H9"/></svg>'
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-PATIENCE = 120_000  # milliseconds, on a machine that has better things to do
+PATIENCE = 600_000  # milliseconds, on a machine that has better things to do
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 EVIDENCE = (
     Comparison("QuacK - default", -0.5, -0.61, -0.39, seeds=5, spread=0.1),
@@ -45,7 +45,7 @@ def browser() -> Iterator[Browser]:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
     with sync_playwright() as playwright:
         expect.set_options(timeout=PATIENCE)
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=PATIENCE)
         yield browser
         browser.close()
 

@@ -6,11 +6,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lab_runs import heed_ctrl_c
+from paused import MINUTES, wait_for
 from quacklr.lab.data import SPLITS, open_corpus
 from quacklr.lab.data.command import main
 from quacklr.lab.errors import UserError
@@ -61,6 +63,22 @@ assert ended == 0
 """
 
 
+# The command, which waits for a signal when it has given a file this name.
+WAITING = """
+import os, sys, time
+
+def replace_and_wait(source, target, real=os.replace):
+    real(source, target)
+    if os.path.basename(target) == sys.argv[1]:
+        time.sleep(float(sys.argv[2]))
+        raise AssertionError("there was no signal")
+
+os.replace = replace_and_wait
+from quacklr.lab.data.command import main
+sys.exit(main(sys.argv[3:]))
+"""
+
+
 def jsonl(path: Path, count: int, words: int) -> Path:
     path.write_text("".join(json.dumps({"text": f"text {number} " * words}) + "\n" for number in range(count)))
     return path
@@ -68,17 +86,6 @@ def jsonl(path: Path, count: int, words: int) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def hear_ctrl_c() -> None:
-    """What a shell starts in the background is deaf to it, and so are its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def command(arguments: list[str]) -> subprocess.Popen[str]:
-    python = [sys.executable, "-m", "quacklr.lab.data.command", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(python, stdout=pipe, stderr=pipe, text=True, preexec_fn=hear_ctrl_c)
 
 
 def test_killed_at_any_moment_it_leaves_whole_shards_only_and_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
@@ -94,16 +101,12 @@ def test_killed_at_any_moment_it_leaves_whole_shards_only_and_goes_on_to_the_sam
         assert contents(out) == expected, out.name
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.001)
-
-
 def stopped(arguments: list[str], moment: Path, by: signal.Signals) -> tuple[int, str]:
-    """The exit code and the words of a command that gets a signal when this file appears."""
-    process = command(arguments)
-    wait_for(moment, process)
+    """The exit code and the words of a command that gets a signal when it has written this file."""
+    python = [sys.executable, "-c", WAITING, moment.name, str(60 * MINUTES), *arguments]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(python, **pipes, preexec_fn=heed_ctrl_c)
+    wait_for(moment.exists, f"there is no {moment}", process.poll)
     process.send_signal(by)
     _, said = process.communicate()
     return process.returncode, said

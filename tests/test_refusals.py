@@ -27,7 +27,7 @@ def q(rows: Any = (0, 0, 1, 1), **options: Any) -> Weight:
     [
         (lambda: q([0, 0, 1]), "layer.q: 4 rows, but block_of_row has 3 entries"),
         (lambda: q([[0, 0], [1, 1]]), "layer.q: 4 rows, but block_of_row has 4 entries"),
-        (lambda: q([0.0, 0.0, 1.0, 1.0]), "layer.q: block_of_row must hold whole numbers, not torch.float32"),
+        (lambda: q([0.0, 0.0, 1.0, 1.0]), "layer.q: block_of_row must hold whole numbers, one for each row"),
         (lambda: q([0, 0, -2, 1]), "layer.q: block_of_row must number blocks from 0"),
         (lambda: q([-1, -1, -1, -1]), "layer.q: block_of_row must number blocks from 0"),
         (lambda: q([0, 0, 2, 2]), "layer.q: block 1 has no rows"),
@@ -41,7 +41,7 @@ def q(rows: Any = (0, 0, 1, 1), **options: Any) -> Weight:
         ),
         (lambda: Path((), 2), "a path needs at least one weight"),
         (lambda: Path((q(),), 3), "layer.q: 3 heads cannot read 2 blocks in equal runs; pass block_of_head"),
-        (lambda: Path((q(),), 0), "layer.q: 0 heads cannot read"),
+        (lambda: Path((q(),), 0), "layer.q: heads=0; the number of heads"),
         (
             lambda: Path((q(),), 2, (torch.tensor([0, 2]),)),
             "layer.q: block_of_head must give each of 2 heads one of its 2",

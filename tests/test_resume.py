@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lab_runs import PAIRS, environment, make_corpus, quacklr, read_rows
+from paused import go_on, pause, wait_until_paused
 from quacklr.lab.train.checkpoint import checkpoints
 
 
@@ -57,15 +58,16 @@ def test_the_command_killed_and_resumed_ends_as_the_command_left_alone(tmp_path:
     options = (
         f"--corpus {corpus} --d-model 16 --layers 1 --d-ff 24 --context 16 --batch-tokens 128 --heads 2 --head-dim 8"
     )
-    options += " --kv-heads 2 --steps 200 --warmup 4 --checkpoint-every 10 --method quack --tau 0.5 --threads 1"
+    options += " --kv-heads 2 --steps 40 --warmup 4 --checkpoint-every 10 --method quack --tau 0.5 --threads 1"
     command = [sys.executable, "-m", "quacklr.cli", "train", *options.split(), "--out", str(tmp_path / "killed")]
+    pause(tmp_path / "killed", 15)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while len(read_rows(tmp_path / "killed")) < 15:
-            assert process.poll() is None, "it ended before it could be killed"
+        wait_until_paused(tmp_path / "killed", process.poll)
         process.kill()
+    go_on(tmp_path / "killed")
     resumed = quacklr("train", "--resume", tmp_path / "killed", env=environment())
     assert resumed.returncode == 0, resumed.stderr
-    assert "from step 1" in resumed.stdout
+    assert "from step 10 on" in resumed.stdout
     whole = quacklr("train", *options.split(), "--out", tmp_path / "whole", env=environment())
     assert whole.returncode == 0, whole.stderr
     assert read_rows(tmp_path / "killed") == read_rows(tmp_path / "whole")

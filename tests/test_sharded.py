@@ -218,11 +218,15 @@ def continued(_: int, kind: str, norm: Norm, checkpoint: bytes | None) -> tuple[
 
 
 def assert_plain_and_equal(one: Checkpoint, other: Checkpoint) -> None:
-    assert one.keys() == other.keys() == {"norm", "shape", "sensitivity", "memory"}
-    for key in ("sensitivity", "memory"):
-        assert not any(isinstance(value, DTensor) for value in one[key].values())
-        assert_equal(one[key], other[key])
-    assert (one["norm"], one["shape"]) == (other["norm"], other["shape"])
+    assert one.keys() == other.keys() >= {"norm", "shape", "sensitivity", "rates", "stepped"}
+    assert ("memory" in one) == (one["norm"] == "spectral")
+    for key, values in one.items():
+        of_tensors = isinstance(values, dict) and any(isinstance(value, Tensor) for value in values.values())
+        if of_tensors:
+            assert not any(isinstance(value, DTensor) for value in values.values())
+            assert_equal(values, other[key])
+        else:
+            assert values == other[key]
 
 
 @pytest.mark.parametrize("norm", [frobenius, spectral])

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from crew import Crew
+from models import assert_equal
 from quacklr import LogitMonitor, QKClip, QuacK, spectral
 from quacklr.lab.model import MHA, Decoder, Shape, build
 
@@ -50,7 +51,9 @@ def wrong_order(_: int) -> None:
     optimizer = sgd(model)
     quack = QuacK(model, optimizer)
     sharded(model)
-    with pytest.warns(UserWarning, match="no weight on a path had a gradient in this step, so QuacK does nothing"):
+    with pytest.raises(
+        RuntimeError, match=r"^blocks.0.attention.q: all parameters .* replaced .* load and shard first"
+    ):
         train(model, optimizer)
     quack.remove()
     with pytest.raises(ValueError, match=r"attention.q: its parameter is sharded, and in none of the optimizers"):
@@ -114,7 +117,10 @@ def logged_alone(rank: int) -> bool:
         train(model, optimizer)
         found = quack.rates(last=True) if rank == 0 else wanted
         quack.load_state_dict(quack.state_dict())
-        assert "q ?" in repr(quack), "unknown until the next step"
+        assert_equal(quack.rates(last=True), found)
+        old = {key: value for key, value in quack.state_dict().items() if key not in ("rates", "stepped")}
+        quack.load_state_dict(old)
+        assert "q ?" in repr(quack), "a state of 0.1 has no rates: unknown until the next step"
         train(model, optimizer)
         assert "q ?" not in repr(quack)
     return all(torch.equal(found[name], rate) for name, rate in wanted.items())

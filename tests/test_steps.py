@@ -153,7 +153,7 @@ def test_a_step_with_lr_0_captures_and_changes_nothing(lr: float | Tensor) -> No
     assert_equal(parameters(model), before)
     assert_equal(quack.state_dict()["sensitivity"], state["sensitivity"])
     assert not quack._stepped
-    assert not quack._copies
+    assert not quack._running
 
 
 def two_optimizers(order: int, attach: bool) -> tuple[nn.Sequential, list[torch.optim.Optimizer], QuacK | None]:

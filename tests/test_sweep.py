@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path as File
 from typing import Any
 
 import pytest
 
-from lab_runs import ATTENTIONS, environment, read_rows, small
+from lab_runs import ATTENTIONS, environment, heed_ctrl_c, read_rows, small
+from paused import go_on, is_at_pause, pause, wait_for, wait_until_paused
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.errors import UserError
 from quacklr.lab.methods import Default, Quack
@@ -25,7 +25,7 @@ from quacklr.lab.sweep.place import cores
 from quacklr.lab.sweep.sweep import ATTEMPTS, State, missing, sweep
 from quacklr.lab.train.checkpoint import checkpoints
 from quacklr.lab.train.runner import run
-from swept_runs import long, made, three
+from swept_runs import made, three
 
 
 def numbers(entry: Entry) -> dict[str, object]:
@@ -112,52 +112,46 @@ def test_a_run_that_crashes_is_a_line_with_its_reason_and_is_run_again_when_aske
     assert Ledger(tmp_path / "ledger.jsonl").entries()[entry.key].status == "finished"
 
 
-def wait_for_rows(folder: File, rows: int, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while len(read_rows(folder)) < rows:
-        assert time.monotonic() < deadline, f"{folder} has not come to {rows} rows"
-        time.sleep(0.01)
-
-
-def holder(folder: File) -> int:
+def holder(folder: File) -> int | None:
     """The process that has the lock of a run's folder: the one that trains it."""
+    if not (folder / ".lock").exists():
+        return None
     inode = str((folder / ".lock").stat().st_ino)
     for line in File("/proc/locks").read_text().splitlines():
         fields = line.split()
         if fields[1] == "FLOCK" and fields[5].split(":")[-1] == inode:
             return int(fields[4])
-    raise AssertionError(f"nobody holds {folder}")
+    return None
 
 
 def test_a_run_whose_process_is_killed_goes_on_from_its_checkpoint(corpus: File, tmp_path: File) -> None:
-    config = small(corpus, Quack(), ATTENTIONS["mla"], steps=120)
+    config = small(corpus, Quack(), ATTENTIONS["mla"])
     folder = tmp_path / "killed" / fingerprint(config)
+    pause(folder, 20)
     killed: list[int] = []
 
     def kill_once(_: State) -> None:
-        if not killed and len(read_rows(folder)) > 20:
-            killed.append(holder(folder))
-            os.kill(killed[0], signal.SIGKILL)
+        if not killed and is_at_pause(folder) and (process := holder(folder)):
+            killed.append(process)
+            os.kill(process, signal.SIGKILL)
+            go_on(folder)
 
     ledger = Ledger(tmp_path / "ledger.jsonl")
     state = sweep([config], ledger, Local(1, 1), tmp_path / "killed", kill_once)
     assert killed
-    assert (folder / "log.txt").read_text().count("from step") == 1, "the second process went on"
+    assert (folder / "log.txt").read_text().count("from step 18 on") == 1, "the second process went on"
     run(config, tmp_path / "whole")
     assert numbers(state.ended[0]) == numbers(entry_of(config, tmp_path / "whole"))
 
 
 def test_a_run_whose_process_is_killed_every_time_is_given_up(corpus: File, tmp_path: File) -> None:
-    config = small(corpus, Quack(), ATTENTIONS["mla"], steps=3000)
+    config = small(corpus, Quack(), ATTENTIONS["mla"])
     folder = tmp_path / fingerprint(config)
+    pause(folder, 0)
     killed: set[int] = set()
 
-    def kill_always(state: State) -> None:
-        if (folder / ".lock").exists() and state.running:
-            try:
-                process = holder(folder)
-            except AssertionError:
-                return
+    def kill_always(_: State) -> None:
+        if process := holder(folder):
             killed.add(process)
             os.kill(process, signal.SIGKILL)
 
@@ -170,44 +164,34 @@ def test_a_run_whose_process_is_killed_every_time_is_given_up(corpus: File, tmp_
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT], ids=lambda signum: signum.name)
 def test_a_sweep_that_is_killed_or_stopped_resumes_its_runs(corpus: File, tmp_path: File, signum: int) -> None:
     script = [sys.executable, str(File(__file__).parent / "swept_runs.py"), str(corpus), str(tmp_path)]
-    folders = [tmp_path / "runs" / fingerprint(config) for config in long(corpus)[:2]]
+    folders = [tmp_path / "runs" / fingerprint(config) for config in three(corpus)[:2]]
+    for folder in folders:
+        pause(folder, 20)
     settings: Any = {"env": environment(), "stderr": subprocess.PIPE, "preexec_fn": heed_ctrl_c}
     with subprocess.Popen(script, **settings) as process:
         for folder in folders:
-            wait_for_rows(folder, 20)
+            wait_until_paused(folder, process.poll)
         process.send_signal(signum)
         assert process.stderr is not None
         assert process.wait() == (-signum if signum == signal.SIGKILL else 128 + signum), process.stderr.read()
     for folder in folders:
         wait_until_free(folder)
-        steps = len(read_rows(folder)) - 1
-        assert 19 <= steps < 150
-        assert checkpoints(folder / "checkpoints")[-1].name == f"step-{steps:07}", "it was saved where it stopped"
+        assert read_rows(folder)[-1]["step"] == 20
+        assert checkpoints(folder / "checkpoints")[-1].name == "step-0000020", "it was saved where it stopped"
+        go_on(folder)
     again = subprocess.run(script, env=environment(), capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     entries = Ledger(tmp_path / "ledger.jsonl").entries()
-    for config in long(corpus)[:2]:
-        assert "from step" in (tmp_path / "runs" / fingerprint(config) / "log.txt").read_text()
-    run(long(corpus)[1], tmp_path / "whole")
-    whole = entry_of(long(corpus)[1], tmp_path / "whole")
+    for folder in folders:
+        assert "from step 20 on" in (folder / "log.txt").read_text()
+    run(three(corpus)[1], tmp_path / "whole")
+    whole = entry_of(three(corpus)[1], tmp_path / "whole")
     assert numbers(entries[whole.key]) == numbers(whole)
     assert len(entries) == 3
 
 
-def heed_ctrl_c() -> None:
-    """A shell that runs the suite in the background makes its processes ignore Ctrl-C; this one shall not."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def wait_until_free(folder: File) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            holder(folder)
-        except AssertionError:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"somebody still trains in {folder}")
+    wait_for(lambda: holder(folder) is None, f"somebody still trains in {folder}")
 
 
 def test_a_line_that_a_killed_process_left_unfinished_is_not_read_and_makes_room(corpus: File, tmp_path: File) -> None:

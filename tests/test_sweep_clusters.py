@@ -16,6 +16,7 @@ import ray
 import submitit
 
 from lab_runs import ATTENTIONS, METHODS, read_rows, small
+from paused import go_on, is_at_pause, pause
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.errors import UserError
 from quacklr.lab.sweep import on_ray, on_slurm
@@ -28,7 +29,7 @@ from quacklr.lab.sweep.place import Halted, Job, Lost, Outcome, Place, cores
 from quacklr.lab.sweep.sweep import State, Task, sweep
 from quacklr.lab.train.runner import run
 
-SHORT, LONG = 36, 120  # steps; in the middle of the long one there is time to do something to it
+STEPS, MIDDLE = 36, 10  # of a run; where something befalls it, with the last checkpoint at step 6
 NEVER = 10**6  # as checkpoint_every: what is saved was saved because of a signal
 
 
@@ -42,13 +43,10 @@ def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What `run` alone makes of a short and of a long configuration."""
-    found = {}
-    for steps in (SHORT, LONG):
-        config, path = configuration(corpus, steps), tmp_path_factory.mktemp("alone") / "run"
-        run(config, path)
-        found[fingerprint(config)] = comparable(entry_of(config, path))
-    return found
+    """What `run` alone makes of it."""
+    config, path = configuration(corpus), tmp_path_factory.mktemp("alone") / "run"
+    run(config, path)
+    return {fingerprint(config): comparable(entry_of(config, path))}
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +71,8 @@ def place(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
 
-def configuration(corpus: File, steps: int, checkpoint_every: int = 6) -> Config:
-    config = small(corpus, METHODS["quack"], ATTENTIONS["mha"], steps=steps)
+def configuration(corpus: File, checkpoint_every: int = 6) -> Config:
+    config = small(corpus, METHODS["quack"], ATTENTIONS["mha"], steps=STEPS)
     return replace(config, watch=replace(config.watch, checkpoint_every=checkpoint_every))
 
 
@@ -98,19 +96,23 @@ def process_in(path: File) -> int:
     return int(held[4])
 
 
-def in_the_middle(act: Callable[[Task], None]) -> tuple[list[Task], Callable[[State], None]]:
-    """A display for a sweep that does something to the first run once, when that has a checkpoint or ten rows."""
+def in_the_middle(run: File, act: Callable[[], None]) -> tuple[list[Task], Callable[[State], None]]:
+    """A display for a sweep of one run that waits in its middle: there something is done to it, once."""
+    pause(run, MIDDLE)
     done: list[Task] = []
 
     def show(state: State) -> None:
-        for task in state.running[:1]:
-            due = task.config.watch.checkpoint_every == NEVER or any(task.path.glob("checkpoints/step-*"))
-            if not done and due and len(read_rows(task.path)) > 10:
-                assert not (task.path / "result.json").exists(), "it had ended before anything could befall it"
-                act(task)
-                done.append(task)
+        if not done and state.running and is_at_pause(run):
+            done.append(state.running[0])
+            act()
 
     return done, show
+
+
+def send(run: File, signum: signal.Signals) -> None:
+    """Send a signal to the process of a run that waits, and let those that follow it not wait."""
+    os.kill(process_in(run), signum)
+    go_on(run)
 
 
 def waited_for(job: Job) -> Outcome:
@@ -126,7 +128,7 @@ def entries(ledger: Ledger) -> dict[str, dict[str, Any]]:
 def test_entries_are_the_same_wherever_they_were_made(
     corpus: File, undisturbed: dict[str, dict[str, Any]], started_ray: Ray, slurm: Slurm, tmp_path: File
 ) -> None:
-    config = configuration(corpus, SHORT)
+    config = configuration(corpus)
     places: dict[str, Place] = {"here": Local(1, 1), "ray": started_ray, "slurm": slurm}
     for name, each in places.items():
         ledger = Ledger(tmp_path / name / "ledger.jsonl")
@@ -153,14 +155,13 @@ def test_a_run_that_is_disturbed_goes_on_and_gives_the_same_entry(
     signum: signal.Signals,
     attempts: int,
 ) -> None:
-    config = configuration(corpus, LONG, checkpoint_every=6 if signum == signal.SIGKILL else NEVER)
-    disturbed, show = in_the_middle(lambda task: os.kill(process_in(task.path), signum))
+    config = configuration(corpus, checkpoint_every=6 if signum == signal.SIGKILL else NEVER)
+    path = tmp_path / fingerprint(config)
+    disturbed, show = in_the_middle(path, lambda: send(path, signum))
     ledger = Ledger(tmp_path / "ledger.jsonl")
     sweep([config], ledger, request.getfixturevalue(on), tmp_path, show)
     assert entries(ledger) == {fingerprint(config): undisturbed[fingerprint(config)]}
-    began, resumed = starts(disturbed[0].path)
-    assert began == 0
-    assert resumed >= 6
+    assert starts(path) == [0, 6 if signum == signal.SIGKILL else MIDDLE]
     assert disturbed[0].attempts == attempts
 
 
@@ -168,34 +169,35 @@ def test_a_run_that_is_disturbed_goes_on_and_gives_the_same_entry(
 def test_a_worker_that_ray_gives_up_on_is_lost_and_started_again(
     corpus: File, undisturbed: dict[str, dict[str, Any]], tmp_path: File
 ) -> None:
-    config, ledger = configuration(corpus, LONG), Ledger(tmp_path / "ledger.jsonl")
-    disturbed, show = in_the_middle(lambda task: os.kill(process_in(task.path), signal.SIGKILL))
+    config, ledger = configuration(corpus), Ledger(tmp_path / "ledger.jsonl")
+    path = tmp_path / fingerprint(config)
+    disturbed, show = in_the_middle(path, lambda: send(path, signal.SIGKILL))
     second = Ray(1, 1, retries=0)
     sweep([config], ledger, second, tmp_path, show)
     second.close()
     assert ray.is_initialized(), "a place must not end the Ray that another has started"
     assert entries(ledger) == {fingerprint(config): undisturbed[fingerprint(config)]}
-    assert disturbed[0].attempts == len(starts(disturbed[0].path)) == 2
+    assert disturbed[0].attempts == len(starts(path)) == 2
 
 
 def test_a_stopped_sweep_leaves_a_checkpoint_and_goes_on_from_it(
     corpus: File, undisturbed: dict[str, dict[str, Any]], place: Place, tmp_path: File
 ) -> None:
-    config = configuration(corpus, LONG, checkpoint_every=NEVER if isinstance(place, Ray) else 6)
+    config = configuration(corpus, checkpoint_every=NEVER if isinstance(place, Ray) else 6)
     ledger, path = Ledger(tmp_path / "ledger.jsonl"), tmp_path / fingerprint(config)
-    stopped, show = in_the_middle(lambda _: signal.raise_signal(signal.SIGINT))
+    stopped, show = in_the_middle(path, lambda: signal.raise_signal(signal.SIGINT))
     state = sweep([config], ledger, place, tmp_path, show)
     assert (state.stopped, len(state.waiting), ledger.entries()) == (signal.SIGINT, 1, {})
-    (*_, last) = sorted(file.name for file in (path / "checkpoints").glob("step-*"))
     assert not (path / "result.json").exists()
+    go_on(path)
     sweep([config], ledger, place, tmp_path)
     assert entries(ledger) == {fingerprint(config): undisturbed[fingerprint(config)]}
-    assert starts(path) == [0, int(re.sub(r"\D", "", last))]
+    assert starts(path) == [0, MIDDLE]
     assert stopped[0].attempts == 1
 
 
 def test_an_error_of_the_program_is_a_crashed_line_with_its_reason(corpus: File, place: Place, tmp_path: File) -> None:
-    config, ledger = configuration(corpus, SHORT), Ledger(tmp_path / "ledger.jsonl")
+    config, ledger = configuration(corpus), Ledger(tmp_path / "ledger.jsonl")
     (tmp_path / fingerprint(config)).mkdir()
     (tmp_path / fingerprint(config) / "result.json").write_text("[]")
     state = sweep([config], ledger, place, tmp_path)
@@ -210,9 +212,10 @@ def test_an_error_of_the_program_is_a_crashed_line_with_its_reason(corpus: File,
 def test_a_run_that_waits_for_room_is_stopped_too_and_so_is_one_that_does_not_listen(
     corpus: File, tmp_path: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one has all the CPUs, and is in a long step; it is given no time to end that."""
+    """The first one has all the CPUs, and does not go on to its first step; it is given no time."""
     monkeypatch.setattr(on_ray, "PATIENCE", 0.0)
-    config = small(corpus, METHODS["quack"], ATTENTIONS["mha"], batch_tokens=128 * 2000)
+    config = small(corpus, METHODS["quack"], ATTENTIONS["mha"])
+    pause(tmp_path / "first", 0, deaf=True)
     place = Ray(2, cores())
     jobs = [place.start(config, tmp_path / name) for name in ("first", "second")]
     while not read_rows(tmp_path / "first"):
@@ -224,6 +227,34 @@ def test_a_run_that_waits_for_room_is_stopped_too_and_so_is_one_that_does_not_li
     assert len(read_rows(tmp_path / "first")) == 1
     assert not (tmp_path / "first/checkpoints").exists()
     assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize(
+    ("named", "reason", "tries"),
+    [
+        ("local", "The current node timed out during startup.", on_ray.STARTS),
+        ("", "Timed out waiting for a port", on_ray.STARTS),
+        ("elsewhere:6379", "The connection timed out", 1),
+        ("local", "no room in /dev/shm", 1),
+    ],
+)
+def test_a_ray_that_is_slow_to_start_is_started_again_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, named: str, reason: str, tries: int
+) -> None:
+    """Its own limit is 30 seconds, and cannot be set."""
+    started: list[int] = []
+
+    def slow(**_: Any) -> None:
+        started.append(1)
+        raise RuntimeError(reason)
+
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", slow)
+    with pytest.raises(UserError, match=f"cannot start or find Ray .*: RuntimeError: {reason}"):
+        Ray(1, 1)
+    assert len(started) == tries
 
 
 @pytest.mark.usefixtures("started_ray")
@@ -257,7 +288,7 @@ def sbatch(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> File:
 
 def test_a_job_asks_slurm_for_what_the_run_needs(corpus: File, sbatch: File, tmp_path: File) -> None:
     given = Sweep(("interventions",), runs=tmp_path, on="slurm", threads=3, slurm=("partition=gpu", "time=600"))
-    place, config = place_of(given, 1), configuration(corpus, SHORT)
+    place, config = place_of(given, 1), configuration(corpus)
     place.start(config, tmp_path / "run")
     asked = set(re.findall(r"#SBATCH --(\S+)", sbatch.read_text()))
     assert asked >= {"partition=gpu", "time=600", "cpus-per-task=3", "signal=USR2@90", "job-name=quacklr"}
@@ -268,7 +299,7 @@ def test_a_job_asks_slurm_for_what_the_run_needs(corpus: File, sbatch: File, tmp
 
 def test_a_job_that_waits_is_cancelled_and_one_that_is_gone_is_lost(corpus: File, sbatch: File, tmp_path: File) -> None:
     place = Slurm(tmp_path, 1, 1)
-    waiting, gone = (place.start(configuration(corpus, SHORT), tmp_path / "run") for _ in range(2))
+    waiting, gone = (place.start(configuration(corpus), tmp_path / "run") for _ in range(2))
     assert waiting.outcome() is None
     waiting.stop()
     assert sbatch.with_name("state").read_text().startswith("42 ")
@@ -290,4 +321,4 @@ def test_a_job_that_waits_is_cancelled_and_one_that_is_gone_is_lost(corpus: File
 def test_what_slurm_cannot_do_is_refused(corpus: File, tmp_path: File, options: dict[str, Any], sentence: str) -> None:
     given = replace(Sweep(("interventions",), runs=tmp_path, on="slurm"), **options)
     with pytest.raises(UserError, match=sentence):
-        place_of(given, 1).start(configuration(corpus, SHORT), tmp_path / "run")
+        place_of(given, 1).start(configuration(corpus), tmp_path / "run")

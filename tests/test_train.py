@@ -7,7 +7,6 @@ import math
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from lab_runs import ATTENTIONS, METHODS, comparable, environment, make_corpus, quacklr, read_rows, small
+from paused import MINUTES, pause, wait_until_paused
 from quacklr import LogitMonitor
 from quacklr.lab.config import Config
 from quacklr.lab.data import Corpus, batch, open_corpus
@@ -229,25 +229,21 @@ def test_tensorboard_shows_the_numbers_of_the_rows(config: Config, tmp_path: Fil
         assert [value for _, value in got] == pytest.approx([value for _, value in wanted[name]], rel=1e-6)
 
 
-def started(config_options: str, out: File) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "quacklr.cli", "train", *config_options.split(), "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
-    while len(read_rows(out)) < 12:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-    return process
-
-
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
 def test_a_stopped_run_saves_its_last_step_and_says_how_to_go_on(
     corpus: Corpus, tmp_path: File, signum: signal.Signals, code: int
 ) -> None:
     options = f"--corpus {corpus.where} --d-model 16 --layers 1 --d-ff 24 --context 16 --batch-tokens 128 --threads 1"
-    process = started(f"{options} --steps 4000 --heads 2 --kv-heads 2 --head-dim 8", tmp_path / "run")
+    options += f" --steps 20 --warmup 4 --heads 2 --kv-heads 2 --head-dim 8 --out {tmp_path / 'run'}"
+    command = [sys.executable, "-m", "quacklr.cli", "train", *options.split()]
+    pause(tmp_path / "run", 12)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    wait_until_paused(tmp_path / "run", process.poll)
     process.send_signal(signum)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60 * MINUTES)
     assert process.returncode == code
     steps = read_rows(tmp_path / "run")[-1]["step"]
+    assert steps == 12
     assert f"Stopped at step {steps}; go on with: quacklr train --resume {tmp_path / 'run'}" in err
     assert (tmp_path / f"run/checkpoints/step-{steps:07}").exists()
     assert not (tmp_path / "run/result.json").exists()

@@ -294,3 +294,10 @@ def test_a_state_that_the_training_went_on_without_is_not_taken(tmp_path: File) 
     make_trainer(tmp_path, max_steps=STEPS + 2).train(resume_from_checkpoint=True)
     with pytest.warns(UserWarning, match="the checkpoint holds no state of QuacK"):
         make_trainer(tmp_path, QuacKCallback(), max_steps=STEPS + 4).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(("verify", "said"), [(True, "self_attn  verified"), (False, "not verified: verify=False")])
+def test_rules_are_verified_on_the_trainers_first_batch(tmp_path: File, verify: bool, said: str) -> None:
+    callback = QuacKCallback(verify=verify)
+    make_trainer(tmp_path, callback, model=make_llama(lora=False), max_steps=1).train()
+    assert said in repr(callback.quack)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class Rows:
         self.weight, self.tensor = weight, weight.param
         self.sharded = is_sharded(weight.param)
         self.index = index.to(weight.param.device)
+        self.shape = tuple(weight.param.shape)
         self.size = (*index.shape, math.prod(weight.rows_first().shape[1:]))
         self.first = int(index[0, 0])
         self.block_step = int(index[1, 0]) - self.first if len(index) > 1 else 0
@@ -43,37 +45,43 @@ class Rows:
         block, row = (torch.arange(size, device="cpu") for size in index.shape)
         grid = self.first + block.unsqueeze(1) * self.block_step + row * self.row_step
         negative = self.block_step < 0  # torch has no such strides
-        self.regular = torch.equal(index, grid) and not negative and self._is_matrix()
-        self._view, self._address = self.tensor, -1  # made when first read
+        self.is_grid = torch.equal(index, grid) and not negative
+        self._view: Tensor | None = None  # made when first read
+        self._made_of: object = None
 
     def read(self) -> Tensor:
         """(B, R, C): a view of the rows, or a copy of them where there is no regular grid.
 
-        The view is kept for as long as the tensor stays where it is in memory.
+        The view is kept for as long as the tensor has the same memory, dtype, shape and strides.
         """
-        address = (here(self.tensor) if self.sharded else self.tensor).data_ptr()
-        if address == self._address:
-            return self._view
-        if not self.regular:
-            return self._rows_first()[self.index].reshape(self.size)
-        self._view, self._address = self._new_view(), address
-        return self._view
+        data = here(self.tensor) if self.sharded else self.tensor
+        made_of = data.data_ptr(), data.dtype, data.shape, data.stride()
+        if made_of != self._made_of:
+            self._view, self._made_of = self._new_view(), made_of
+        return self._view if self._view is not None else self._rows_first()[self.index].reshape(self.size)
 
     def move(self, old_BRC: Tensor, rate_B11: Tensor) -> None:
         """Rows become old + rate * (now - old); exactly `now` where the rate is 1."""
         now_BRC = self.read()
-        if now_BRC.dtype == rate_B11.dtype:
-            torch.lerp(old_BRC, now_BRC, rate_B11, out=now_BRC)
-        elif now_BRC.dtype == torch.float64:
-            torch.lerp(old_BRC, now_BRC, rate_B11.to(torch.float64), out=now_BRC)
+        if now_BRC.dtype in (torch.float32, torch.float64):
+            torch.lerp(old_BRC.to(now_BRC.dtype), now_BRC, rate_B11.to(now_BRC.dtype), out=now_BRC)
         else:  # in fp32, since a rate in bf16 would be off by up to 0.2 %
             now_BRC.copy_(now_BRC.to(torch.float32).sub_(old_BRC).mul_(rate_B11).add_(old_BRC))
-        if not self.regular:
+        if self._view is None:
             tensor = self._rows_first()
             tensor[self.index] = now_BRC.view(*self.index.shape, *tensor.shape[1:])
 
-    def _new_view(self) -> Tensor:
-        matrix = self._rows_first().view(-1, self.size[2])
+    def _new_view(self) -> Tensor | None:
+        """The view, or None if strides cannot describe it."""
+        if tuple(self.tensor.shape) != self.shape:
+            raise ValueError(
+                f"{self.weight.name}: its parameter has shape {tuple(self.tensor.shape)} now, and had {self.shape} "
+                "when QuacK was attached; attach a new one"
+            )
+        rows = self._rows_first()
+        if not self.is_grid or not _is_matrix(rows):
+            return None
+        matrix = rows.view(-1, self.size[2])
         row, column = matrix.stride()
         stride = self.block_step * row, self.row_step * row, column
         return matrix.as_strided(self.size, stride, matrix.storage_offset() + self.first * row)
@@ -81,13 +89,11 @@ class Rows:
     def _rows_first(self) -> Tensor:
         return self.weight.rows_first()
 
-    def _is_matrix(self) -> bool:
-        """Whether everything else of a row is evenly spaced in memory, so that (rows, everything else) is a view."""
-        tensor = self._rows_first()
-        strides = tensor.stride()[1:]
-        return all(
-            outer == inner * size for outer, inner, size in zip(strides, strides[1:], tensor.shape[2:], strict=False)
-        )
+
+def _is_matrix(rows: Tensor) -> bool:
+    """Whether everything else of a row is evenly spaced in memory, so that (rows, everything else) is a view."""
+    strides = rows.stride()[1:]
+    return all(outer == inner * size for outer, inner, size in zip(strides, strides[1:], rows.shape[2:], strict=False))
 
 
 class Piece:
@@ -108,8 +114,9 @@ class Piece:
     def copy(self) -> Tensor:
         """(B, R, C): the rows as they are now, laid out in memory as the parameter is."""
         columns_BRC = [rows.read() for rows in self.columns]
+        dtype = reduce(torch.promote_types, [column_BRC.dtype for column_BRC in columns_BRC])
         out, self._spare = self._spare, None
-        if out is not None and out.dtype != columns_BRC[0].dtype:
+        if out is not None and out.dtype != dtype:
             out = None
         if out is not None and len(columns_BRC) == 1:
             return out.copy_(columns_BRC[0])
@@ -121,6 +128,11 @@ class Piece:
         """On the CPU, keep a used copy for the next step: fresh pages cost more than the copying."""
         if self._keeps:
             self._spare = copy_BRC
+
+    def has_moved(self, old_BRC: Tensor) -> bool:
+        """Whether any row differs from its copy. Waits for the device."""
+        olds = old_BRC.split_with_sizes(self.widths, 2)
+        return not all(torch.equal(rows.read(), old) for rows, old in zip(self.columns, olds, strict=True))
 
     def move(self, old_BRC: Tensor, rate_B11: Tensor, tensors: Container[int]) -> None:
         """Every row of these tensors (by id) becomes old + rate of its block * (now - old). Takes `old_BRC` back."""
@@ -183,6 +195,10 @@ class Blocks:
         for piece, copy_BRC in zip(self.pieces, copies, strict=True):
             if copy_BRC is not None:
                 piece.take_back(copy_BRC)
+
+    def have_moved(self, copies: Copies) -> bool:
+        """Whether any row differs from its copy. Waits for the device."""
+        return any(p.has_moved(old) for p, old in zip(self.pieces, copies, strict=True) if old is not None)
 
     def measure(self, norm: Norm, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
         """A copy of every piece, the norms of all blocks, and what the norm remembers of each run.

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.find import logit_paths
+from quacklr.find.rules.finding import Finding
 from quacklr.find.survey import by_module
+from quacklr.find.verify import Verification
 from quacklr.intercept import SEEN
 from quacklr.listen import Listener
 from quacklr.optimizers import as_optimizers, is_idle
@@ -61,7 +63,8 @@ class QKClip:
     alone. Waits for no device, but where a model writes its logits out.
 
     `clip=False` only watches: `max_logits()` tells what would have been clipped. For a model that is not known by
-    itself, pass the `paths` that `logit_paths(model, batch)` measures.
+    itself, pass the `paths` that `logit_paths(model, batch)` measures. With `verify`, what rules found is measured on a
+    few tokens of the first batch before the first step; if a rule is wrong, that step raises a ValueError.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class QKClip:
         *,
         clip: bool = True,
         paths: Iterable[Path] | None = None,
+        verify: bool = True,
     ) -> None:
         if not 0 < float(threshold) < float("inf"):
             raise ValueError(f"threshold={threshold!r}: the largest logit allowed must be a positive number")
@@ -101,6 +105,8 @@ class QKClip:
         self._stepping: set[Optimizer] = set()
         self._stepped: set[Optimizer] = set()
         self._warned = False
+        known: Mapping[str, Finding] = getattr(found, "found", {}) if paths is None else {}
+        self._verification = Verification(model, known, verify)
         self._listener = Listener(model, {name: paths[0].heads for name, paths in self._paths.items()}, self._hear)
         eager: Any = torch.compiler.disable
         self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
@@ -117,6 +123,8 @@ class QKClip:
             heard[name] = torch.fmax(heard[name], largest_H) if name in heard else largest_H
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if not is_idle(optimizer):
+            self._verification.before_step()
         self._stepping.add(optimizer)
 
     @torch.no_grad()
@@ -124,6 +132,8 @@ class QKClip:
         if optimizer not in self._stepping:  # a step that calls its parent's has hooks called twice
             return
         self._stepping.remove(optimizer)
+        if not is_idle(optimizer):
+            self._verification.finish()
         if optimizer in self._stepped and not is_idle(optimizer):
             self._largest[optimizer].clear()
             warnings.warn(SPENT, stacklevel=4)
@@ -181,6 +191,7 @@ class QKClip:
     def remove(self) -> None:
         """Take the hooks off."""
         _attached.discard(self)
+        self._verification.remove()
         self._listener.remove()
         for hook in self._hooks:
             hook.remove()

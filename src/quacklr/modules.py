@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
@@ -69,8 +69,42 @@ def as_written() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
+class Call(NamedTuple):
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors in it, also in lists, tuples and dicts."""
+        found: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.map(keep)
+        return found
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Call:
+        """The same call with a function of every tensor in it."""
+        return Call(_mapped(function, self.args), _mapped(function, self.kwargs))
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(function, each) for each in value))
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(function, each) for each in value)
+    return {key: _mapped(function, each) for key, each in value.items()} if type(value) is dict else value
+
+
 def run(model: nn.Module, probe: Any) -> Any:
     """One forward of a batch in the form the model takes it."""
+    if isinstance(probe, Call):
+        return model(*probe.args, **probe.kwargs)
     if isinstance(probe, Mapping):
         return model(**probe)
     return model(*probe) if isinstance(probe, tuple) else model(probe)

@@ -33,7 +33,7 @@ def spectral(blocks_BRC: Tensor, memory: Tensor | None = None) -> tuple[Tensor, 
     remembers 8 C numbers a block (fewer if it has fewer rows), and copies blocks of lower precision to fp32.
     """
     blocks_BRC = blocks_BRC.to(precision(blocks_BRC))
-    basis_BCV = memory
+    basis_BCV = memory if memory is None else memory.to(blocks_BRC.dtype)  # a model may have become double
     if basis_BCV is None:
         basis_BCV = random_basis(*blocks_BRC.shape).to(blocks_BRC)
         for _ in range(FIRST_ITERATIONS):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quacklr.weight import Weight
+from quacklr.weight import Weight, whole_numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -36,6 +36,9 @@ class Path:
         object.__setattr__(self, "weights", tuple(self.weights))
         if not self.weights:
             raise ValueError("a path needs at least one weight")
+        heads: object = self.heads
+        if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+            raise ValueError(f"{self}: heads={heads!r}; the number of heads is a positive whole number")
         for weight in self.weights[1:-1]:
             if weight.bias is not None:
                 raise ValueError(
@@ -51,12 +54,12 @@ class Path:
 
     def _read(self, weight: Weight, given: Tensor | None) -> Tensor:
         if given is None:
-            if self.heads < 1 or self.heads % weight.blocks:
+            if self.heads % weight.blocks:
                 blocks = f"{weight.blocks} blocks in equal runs"
                 raise ValueError(f"{weight.name}: {self.heads} heads cannot read {blocks}; pass block_of_head")
             return torch.arange(self.heads, device="cpu") // (self.heads // weight.blocks)
-        read = torch.as_tensor(given, device="cpu").to(torch.long)
-        if read.shape != (self.heads,) or read.min() < 0 or read.max() >= weight.blocks:
+        read = whole_numbers(given)
+        if read is None or read.shape != (self.heads,) or read.min() < 0 or read.max() >= weight.blocks:
             raise ValueError(
                 f"{weight.name}: block_of_head must give each of {self.heads} heads one of its {weight.blocks} blocks"
             )

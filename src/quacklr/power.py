@@ -41,6 +41,7 @@ class Seats(list[Seat]):
 def spectral_norms(seats: Seats, pieces: list[Tensor], bases: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The norms of each run's blocks, and the bases for the next step; without bases it starts as spectral does."""
     pieces = [piece_BRC.to(precision(piece_BRC)) for piece_BRC in pieces]
+    bases = [basis_BCV.to(precision(run.weight.param)) for run, basis_BCV in zip(seats.runs, bases, strict=False)]
     if not bases:
         bases = [_random_basis(run) for run in seats.runs]
         for _ in range(FIRST_ITERATIONS):

@@ -19,11 +19,15 @@ from torch.optim import Optimizer
 
 from quacklr.blocks import Copies, Memory
 from quacklr.find import logit_paths
+from quacklr.find.rules.finding import Finding
+from quacklr.find.verify import Verification
+from quacklr.fixed import Fixed
 from quacklr.norms import Norm, frobenius
 from quacklr.optimizers import as_optimizers, first_after_step, is_idle
 from quacklr.path import Path, as_paths
 from quacklr.ranks import reshard
 from quacklr.refuse import (
+    FLOAT32,
     refuse_flattened,
     refuse_meta,
     refuse_settings,
@@ -32,8 +36,10 @@ from quacklr.refuse import (
     refuse_unusable,
 )
 from quacklr.rule import Rule, rates_from
+from quacklr.running import Running, running_steps
 from quacklr.sharded import Sharded
-from quacklr.state import norm_name, read_state, write_state
+from quacklr.state import Saved, norm_name, read_state, write_state
+from quacklr.stepped import StepCheck, ids_in_groups
 from quacklr.table import describe
 
 _attached: WeakSet[QuacK] = WeakSet()
@@ -41,11 +47,6 @@ _attached: WeakSet[QuacK] = WeakSet()
 RESUMED_ALONE = (
     "the optimizer's state was loaded but QuacK's was not, so all rates start again from tau; "
     "call quack.load_state_dict(...) too when you resume a run"
-)
-
-UNTRAINED = (
-    "no weight on a path had a gradient in this step, so QuacK does nothing: was the model sharded, or were its "
-    "parameters replaced, after QuacK was attached? Shard first, then make the optimizer, then attach"
 )
 
 
@@ -58,6 +59,9 @@ class QuacK:
     to the optimizer's lr: the one knob to tune. `adapt=False` leaves it there (the paper's constant-tau ablation).
     `floor` bounds every norm from below, for weights that start at zero. All rates are relative to the weights found
     here, so save `state_dict()` beside the optimizer's, and load it when resuming.
+
+    With `verify`, attention that was found by rule is measured before the first step, on a few tokens of the first
+    batch; if a rule is wrong, that step raises a ValueError. Compiled and sharded models cannot be measured.
 
     Rates are computed from the weights before the step; of several optimizers, all that step before one of them steps
     again use the same rates. Parameters may be sharded (FSDP2, HSDP, tensor parallelism): attach afterwards, in every
@@ -76,28 +80,36 @@ class QuacK:
         norm: Norm = frobenius,
         adapt: bool = True,
         floor: float = 0.0,
+        verify: bool = True,
     ) -> None:
         refuse_settings(tau, norm, floor)
-        self.norm, self.adapt, self.floor = norm, adapt, floor
+        self._norm, self._adapt, self._floor = norm, adapt, floor
         self.optimizers = as_optimizers(optimizer)
         if isinstance(model, nn.Module):
             refuse_flattened(model)
             reshard(model)
         paths: Iterable[Path] = logit_paths(model) if isinstance(model, nn.Module) else model
         self.left_alone: Mapping[str, str] = getattr(paths, "left_alone", {})
+        found: Mapping[str, Finding] = getattr(paths, "found", {})
         paths = as_paths(paths, "the model must be an nn.Module or")
         refuse_meta(weight for path in paths for weight in path.weights)
         self._rule = Rule(paths)
+        self._on_paths = {id(part.param) for part in self._rule.parts}
         refuse_unstepped(self._rule.weights, self.optimizers)
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         refuse_taken(self._rule.weights, [weight for other in here for weight in other._rule.weights])
         self._start, self._memory = self._measure_start()
+        self._largest = _largest(self._start)
         self._rates = torch.full_like(self._start, tau)
         self.tau = tau
-        self._stepped: set[Optimizer] = set()
-        self._copies: dict[Optimizer, Copies] = {}
-        self._shares: dict[Optimizer, tuple[int, set[int]]] = {}
-        self._loaded = self._resumed_alone = self._trained = False
+        self._stepped: set[int] = set()  # ids of the tensors that have stepped in this iteration
+        self._running: dict[Optimizer, Running] = {}
+        self._loaded = self._resumed_alone = False
+        self._step_check = StepCheck(
+            model if isinstance(model, nn.Module) else None, self._rule.weights, self.optimizers
+        )
+        self._origin = {name: finding.origin for name, finding in found.items()}
+        self._verification = Verification(model, found, verify) if isinstance(model, nn.Module) else None
         self._hooks = [hook for each in self.optimizers for hook in self._hook(each)]
         _attached.add(self)
 
@@ -109,6 +121,10 @@ class QuacK:
             optimizer.register_load_state_dict_post_hook(self._optimizer_loaded),
         ]
 
+    norm = Fixed[Norm]()
+    adapt = Fixed[bool]()
+    floor = Fixed[float]()
+
     @property
     def tau(self) -> float:
         """The rate at the start, relative to lr. Can be set while training, for a schedule."""
@@ -117,6 +133,8 @@ class QuacK:
     @tau.setter
     def tau(self, tau: float) -> None:
         refuse_settings(tau, self.norm, self.floor)
+        if self.adapt and tau * self._largest > FLOAT32.max:
+            raise ValueError(f"tau={tau!r}: with these weights, tau * sensitivity is more than float32 can hold")
         self._tau = tau
         self._target = tau * self._start
         if not self.adapt:
@@ -134,47 +152,53 @@ class QuacK:
         refuse_unusable(self._rule, torch.cat(norms), start, self.adapt)
         return start, memory
 
-    def _share(self, optimizer: Optimizer) -> set[int]:
-        """Ids of the tensors that this optimizer steps; looked up again when it gets a new param group."""
-        groups = optimizer.param_groups
-        count, share = self._shares.get(optimizer, (0, set()))
-        if count != len(groups):
-            share = {id(param) for group in groups for param in group["params"]}
-            self._shares[optimizer] = len(groups), share
-        return share
+    def _tensors(self, optimizer: Optimizer) -> set[int]:
+        """Ids of the tensors on a path that this optimizer moves, but for those that a step moves which calls it."""
+        tensors = ids_in_groups(optimizer) & self._on_paths
+        return tensors.difference(*(running.tensors for running in self._running.values()))
+
+    def _drop_failed(self, optimizer: Optimizer) -> None:
+        """Forget steps that raised, so that their post-hooks never ran: all that are not on the call stack."""
+        for other, running in list(self._running.items()):
+            running.calls_step = running_steps(other) > (other is optimizer)
+            if not running.calls_step:
+                del self._running[other]
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        self._copies.pop(optimizer, None)  # left there by a step that raised
-        if is_idle(optimizer):
+        if self._running:
+            self._drop_failed(optimizer)
+        if optimizer in self._running or is_idle(optimizer):  # the former: its step called its parent class's
             return
         if self._resumed_alone:
             self._resumed_alone = False
             warnings.warn(RESUMED_ALONE, stacklevel=4)  # the line that called optimizer.step
-        new_iteration = not self._stepped or optimizer in self._stepped
+        tensors = self._tensors(optimizer)
+        new_iteration = not self._stepped or not self._stepped.isdisjoint(tensors)
+        self._step_check.before_step(tensors, self._stepped if new_iteration else ())
+        if not tensors:
+            return
+        if self._verification is not None:
+            self._verification.before_step()
         if new_iteration:
             self._stepped.clear()
-        self._stepped.add(optimizer)
+        self._stepped |= tensors
         if new_iteration and self.adapt:
             copies, norms, self._memory = self._measure(self._memory)
             rates_from(self._target, self._rule.sensitivity(norms), self._tau, out=self._rates)
         else:
-            copies = self._rule.blocks.copy(self._share(optimizer))
-        self._copies[optimizer] = copies
+            copies = self._rule.blocks.copy(tensors)
+        self._running[optimizer] = Running(copies, tensors)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        copies = self._copies.pop(optimizer, None)
-        if copies is not None:
-            self._rule.blocks.move(copies, self._rates, self._share(optimizer))
-        if copies is not None and not self._trained:
-            self._look_for_gradients(self._share(optimizer))
-
-    def _look_for_gradients(self, share: set[int]) -> None:
-        """Until one is found, warn if none is there: parameters that were replaced stay in their optimizer for ever."""
-        stepped = [p for part in self._rule.parts for p in [part.param] if p.requires_grad and id(p) in share]
-        self._trained = not stepped or any(param.grad is not None for param in stepped)
-        if not self._trained:
-            self._trained = True
-            warnings.warn(UNTRAINED, stacklevel=5)
+        running = self._running.get(optimizer)
+        if running is None or (running.calls_step and running_steps(optimizer) > 1):
+            return
+        del self._running[optimizer]
+        copies, tensors = running.copies, running.tensors
+        if self._verification is not None:
+            self._verification.finish()
+        self._step_check.after_step(optimizer, tensors, lambda: self._rule.blocks.have_moved(copies))
+        self._rule.blocks.move(copies, self._rates, tensors)
 
     def _optimizer_loaded(self, optimizer: Optimizer) -> None:
         self._resumed_alone = bool(optimizer.state) and not self._loaded
@@ -183,7 +207,7 @@ class QuacK:
         """For each weight's name the (blocks,) multipliers of lr for a step from the weights as they are now.
 
         Of sharded weights every process must ask, at the same time. With `last` they are those of the last step: that
-        asks nobody, so one process can log them. NaN between loading a state and the next step.
+        asks nobody, so one process can log them. NaN between loading a state of quacklr 0.1 and the next step.
         """
         if last:
             return self._named(self._rates)
@@ -213,25 +237,33 @@ class QuacK:
         return parts[0][1].spread(of_row)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the sensitivities at the start, and the norm's memory, by weight name.
+        """What a resumed run needs, by weight name: the sensitivities at the start, the rates, the norm's memory.
 
-        Plain tensors, loadable with `weights_only`. tau, adapt and floor are not in it: the script says them.
+        Plain tensors, numbers and strings, loadable with `weights_only`. tau, adapt and floor are not in it: the script
+        says them.
         """
-        return write_state(self._rule, self.norm, self._start, self._memory)
+        return write_state(self._rule, self.norm, self._saved())
+
+    def _saved(self) -> Saved:
+        rates = None if bool(self._rates.isnan().any()) else self._rates
+        return Saved(self._start, rates, self._stepped, self._memory)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`. One of another model or norm is a ValueError that lists the difference."""
-        self._start, self._memory = read_state(self._rule, self.norm, state_dict)
-        self._rates.fill_(torch.nan)
+        saved = read_state(self._rule, self.norm, state_dict, self._saved(), self.adapt)
+        self._start, self._memory, self._stepped = saved.start, saved.memory, saved.stepped
+        self._largest = _largest(self._start)
+        self._rates.copy_(saved.rates if saved.rates is not None else torch.tensor(torch.nan))
         self.tau = self._tau
-        self._stepped.clear()
         self._loaded, self._resumed_alone = True, False
 
     def remove(self) -> None:
         """Take the hooks off: the optimizers step as if QuacK had never been there."""
         for hook in self._hooks:
             hook.remove()
-        self._copies.clear()
+        self._running.clear()
+        if self._verification is not None:
+            self._verification.remove()
         _attached.discard(self)
 
     def __reduce__(self) -> NoReturn:
@@ -252,4 +284,12 @@ class QuacK:
         settings = f"tau={self.tau:g}, norm={norm_name(self.norm)}, adapt={self.adapt}, floor={self.floor:g}"
         alone = isinstance(self._rule.blocks, Sharded)  # one process may print by itself, so others are not asked
         when = "last rates" if alone else "rates now"
-        return f"QuacK({settings}) on {names}\n" + describe(self._rule, when, self.rates(alone), self.left_alone)
+        rates, notes = self.rates(alone), self._verification.notes if self._verification is not None else {}
+        return f"QuacK({settings}) on {names}\n" + describe(
+            self._rule, when, rates, self.left_alone, self._origin, notes
+        )
+
+
+def _largest(sensitivity: Tensor) -> float:
+    """The largest finite one. Waits for the device."""
+    return float(sensitivity.nan_to_num(0, 0, 0).max())

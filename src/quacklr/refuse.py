@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.ranks import fully_sharded
 from quacklr.rule import Rule
-from quacklr.shards import is_sharded, sizes_of_cuts
+from quacklr.shards import here, is_sharded, sizes_of_cuts
 from quacklr.weight import Weight
+
+FLOAT32 = torch.finfo(torch.float32)
 
 
 def refuse_settings(tau: object, norm: object, floor: object) -> None:
     """Numbers in range, and a norm that can be called."""
     if isinstance(tau, Optimizer):
         raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
-    if not isinstance(tau, int | float):
+    if not isinstance(tau, int | float) or isinstance(tau, bool):
         raise ValueError(
             f"tau is a {type(tau).__name__}: the rate relative to lr must be a positive number; a batch is given to "
             "logit_paths: QuacK(logit_paths(model, batch), optimizer)"
         )
     if not 0 < tau < float("inf"):
         raise ValueError(f"tau={tau!r}: the rate relative to lr must be a positive number; 1.0 is where to start")
-    if not isinstance(floor, int | float) or not 0 <= floor < float("inf"):
+    if not isinstance(floor, int | float) or isinstance(floor, bool) or not 0 <= floor < float("inf"):
         raise ValueError(f"floor={floor!r}: the least norm of a block must be a number from 0 up")
+    for name, value in (("tau", tau), ("floor", floor)):
+        if value and not FLOAT32.tiny <= value <= FLOAT32.max:
+            raise ValueError(f"{name}={value!r}: rates and norms are float32, which cannot hold it")
     if not callable(norm):
         raise ValueError(f"norm={norm!r}: a norm is a function, quacklr.frobenius or quacklr.spectral")
 
@@ -51,11 +57,9 @@ def refuse_unstepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer])
 
 def refuse_meta(weights: Iterable[Weight]) -> None:
     """A weight without numbers has no norm."""
-    for weight in weights:
-        if weight.param.device.type == "meta":
-            raise ValueError(
-                f"{weight.name}: its parameter is on the meta device; attach after materialising the model"
-            )
+    for part in (part for weight in weights for part in weight.parts):
+        if part.param.device.type == "meta":
+            raise ValueError(f"{part.name}: its parameter is on the meta device; attach after materialising the model")
 
 
 def refuse_flattened(model: nn.Module) -> None:
@@ -102,17 +106,40 @@ def refuse_sharded(model: nn.Module, who: str, instead: str) -> None:
 
 def refuse_unusable(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) -> None:
     """Norms must be finite, and sensitivities positive: Lemma 1 needs a lower bound on every norm."""
-    names = {int(b): weight.name for weight, place in rule.blocks.place.items() for b in place}
-    broken = (~norms.isfinite()).nonzero().flatten().tolist()
-    if broken:
-        raise ValueError(f"{names[broken[0]]}: holds NaN or inf; attach QuacK to a model whose weights are finite")
-    rated = {int(b) for weight, place in rule.blocks.place.items() if weight.rated for b in place}
-    useless = [b for b in (sensitivity == 0).nonzero().flatten().tolist() if b in rated]
-    if adapt and useless:
-        beside = {b for others in rule.beside for b in others[rule.block == useless[0]].tolist()}
-        zeros = sorted({names[b] for b in beside if b in names and norms[b] == 0})
-        partner = f"partner {zeros[0]} is" if len(zeros) == 1 else f"partners {' and '.join(zeros)} are"
+    owner = {int(b): weight for weight, place in rule.blocks.place.items() for b in place}
+    for broken in (~norms.isfinite()).nonzero().flatten().tolist()[:1]:
+        _refuse_infinite(owner[broken], bool(norms[broken].isnan()))
+    rated = torch.tensor([owner[b].rated for b in range(len(norms))], device=norms.device)
+    useless = (rated & ~((sensitivity > 0) & sensitivity.isfinite())).nonzero().flatten().tolist()
+    if not adapt or not useless:
+        return
+    name = owner[useless[0]].name
+    beside = {b for others in rule.beside for b in others[rule.block == useless[0]].tolist()}
+    zeros = sorted({owner[b].name for b in beside if b in owner and norms[b] == 0})
+    if not zeros:
+        where = "below" if sensitivity[useless[0]] == 0 else "above"
         raise ValueError(
-            f"{names[useless[0]]}: its {partner} all zeros, so its rate has no bound; initialise what is zero, or pass "
-            "floor=c to bound every norm from below by c"
+            f"{name}: the product of its partners' norms is {where} what float32 can hold; scale the weights, and the "
+            "logits in turn"
         )
+    partner = f"partner {zeros[0]} is" if len(zeros) == 1 else f"partners {' and '.join(zeros)} are"
+    raise ValueError(
+        f"{name}: its {partner} all zeros, so its rate has no bound; initialise what is zero, or pass floor=c to bound "
+        "every norm from below by c"
+    )
+
+
+def _refuse_infinite(weight: Weight, is_nan: bool) -> None:
+    """A norm is not finite: because its entries are not, or because they are too large.
+
+    Of a sharded weight only the norm is known to all processes, and all must say the same.
+    """
+    entries = [here(part.param) for part in weight.parts]
+    sharded = any(is_sharded(part.param) for part in weight.parts)
+    if is_nan or sharded or not all(bool(each.isfinite().all()) for each in entries):
+        raise ValueError(f"{weight.name}: holds NaN or inf; attach QuacK to a model whose weights are finite")
+    largest = max(float(each.abs().max()) for each in entries if each.numel())
+    raise ValueError(
+        f"{weight.name}: its norm is too large for float32 (largest entry {largest:.3g}); scale its weights, or keep "
+        "them in float64"
+    )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from quacklr.collapse import pattern, shape
+from quacklr.find.rules.finding import GIVEN, VERIFIED
 from quacklr.path import Path
 from quacklr.rule import Rule
 from quacklr.weight import Weight
@@ -15,21 +16,34 @@ FROZEN = "frozen: no rate, counts in its partners' norms"
 UNRATED = "starts with a zero partner: no rate, counts in its partners' norms"
 
 
-def describe(rule: Rule, when: str, rates: Mapping[str, Tensor], left_alone: Mapping[str, str]) -> str:
-    """One line for each attention module: heads, the terms of its logit, and the range of each weight's rates."""
+def describe(
+    rule: Rule,
+    when: str,
+    rates: Mapping[str, Tensor],
+    left_alone: Mapping[str, str],
+    origin: Mapping[str, str],
+    notes: Mapping[str, str],
+) -> str:
+    """One line for each attention module: how it was found, its heads, the terms of its logit, and its rates.
+
+    `notes` say of those found by rule whether they are verified, or why not.
+    """
     attentions: dict[str, list[Path]] = {}
     for path in rule.paths:
         attentions.setdefault(_module(path.weights[0]), []).append(path)
-    rows = [("attention", "heads", "logit", when)]
+    rows = [("attention", "found", "heads", "logit", when)]
     for module, paths in attentions.items():
         logit = " + ".join(" ".join(_term(weight, module) for weight in path.weights) for path in paths)
         weights = dict.fromkeys(rule.stands_for[weight] for path in paths for weight in path.weights)
         ranges = [f"{_short(w, module)} {_range(rates[w.name])}" for w in weights if w.name in rates]
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
-        rows.append((module or "(model)", heads, logit, "  ".join(ranges)))
+        found = VERIFIED if notes.get(module) == VERIFIED else origin.get(module, GIVEN)
+        rows.append((module or "(model)", found, heads, logit, "  ".join(ranges)))
     frozen = {w.name: FROZEN if w.rated else UNRATED for w in rule.weights if w.name not in rates}
     alone = _folded({**frozen, **left_alone})
-    return "\n".join([*_columns(rows), *(["left alone:", *alone] if alone else [])])
+    open_notes = _folded({name: note for name, note in notes.items() if note != VERIFIED and name in attentions})
+    sections = [*_columns(rows), *(["found by rule:", *open_notes] if open_notes else [])]
+    return "\n".join([*sections, *(["left alone:", *alone] if alone else [])])
 
 
 def _folded(left_alone: Mapping[str, str]) -> list[str]:

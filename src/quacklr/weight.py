@@ -19,8 +19,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from quacklr.shards import here, indices, is_sharded
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)  # a weight equals itself only, so it can key a dict
@@ -43,8 +46,9 @@ class Weight:
     rated: bool = True
 
     def __post_init__(self) -> None:
+        self._refuse_param(self.param)
         object.__setattr__(self, "dim", self._checked_dim())
-        object.__setattr__(self, "block_of_row", self._checked(torch.as_tensor(self.block_of_row, device="cpu")))
+        object.__setattr__(self, "block_of_row", self._checked(self.block_of_row))
         if self.bias is None:
             return
         name, bias = f"{self.name}.bias", self.bias
@@ -53,16 +57,31 @@ class Weight:
             raise ValueError(f"{self.name}: its bias must have as many rows in each block as its parameter")
         object.__setattr__(self, "bias", bias)
 
+    def _refuse_param(self, param: object) -> None:
+        if not isinstance(param, Tensor):
+            raise ValueError(f"{self.name}: its parameter is a {type(param).__name__}, not a tensor")
+        if param.dtype not in DTYPES:
+            raise ValueError(
+                f"{self.name}: its parameter is {param.dtype}; a weight on a path is float16, bfloat16, float32 or "
+                "float64"
+            )
+        if param.numel() == 0:
+            raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(param.shape)}")
+
     def _checked_dim(self) -> int | tuple[int, ...]:
         shape = tuple(self.param.shape)
         if isinstance(self.dim, tuple):
             if self.dim != tuple(range(len(shape)))[: len(self.dim)] or len(self.dim) < 2:
                 raise ValueError(f"{self.name}: dim={self.dim}; several dimensions are the first ones: (0, 1)")
-            if not self.param.is_contiguous():
-                raise ValueError(f"{self.name}: dim={self.dim}, but its parameter is not contiguous")
+            self._refuse_strided(self.param)
         elif not -len(shape) <= self.dim < len(shape):
             raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {shape}")
         return self.dim if isinstance(self.dim, tuple) else self.dim % len(shape)
+
+    def _refuse_strided(self, param: Tensor) -> None:
+        """Of a tensor that is not contiguous `flatten` makes a copy, and what is written to a copy is lost."""
+        if not param.is_contiguous():
+            raise ValueError(f"{self.name}: dim={self.dim}, but its parameter is not contiguous")
 
     def __repr__(self) -> str:
         rows = int((self.block_of_row >= 0).sum())
@@ -81,7 +100,10 @@ class Weight:
     def rows_first(self) -> Tensor:
         """What is here of the parameter, without gradients: a view of it with its rows along the first dimension."""
         param = here(self.param)
-        return param.flatten(0, len(self.dim) - 1) if isinstance(self.dim, tuple) else param.movedim(self.dim, 0)
+        if not isinstance(self.dim, tuple):
+            return param.movedim(self.dim, 0)
+        self._refuse_strided(param)
+        return param.flatten(0, len(self.dim) - 1)
 
     def rows_here(self) -> Tensor:
         """Which of its rows these are; all of them, unless the parameter is sharded."""
@@ -99,14 +121,14 @@ class Weight:
         """One number a row, in a shape that broadcasts to the parameter."""
         return of_row.view([size if d in self.dims else 1 for d, size in enumerate(self.param.shape)])
 
-    def _checked(self, block_of_row: Tensor) -> Tensor:
+    def _checked(self, given: object) -> Tensor:
         rows = math.prod(self.param.shape[dim] for dim in self.dims)
-        if block_of_row.is_floating_point() or block_of_row.dtype == torch.bool:
-            raise ValueError(f"{self.name}: block_of_row must hold whole numbers, not {block_of_row.dtype}")
+        block_of_row = whole_numbers(given)
+        if block_of_row is None:
+            raise ValueError(f"{self.name}: block_of_row must hold whole numbers, one for each row")
         if block_of_row.shape != (rows,):
             raise ValueError(f"{self.name}: {rows} rows, but block_of_row has {block_of_row.numel()} entries")
-        block_of_row = block_of_row.to(torch.long)
-        if rows == 0 or block_of_row.min() < -1 or block_of_row.max() < 0:
+        if block_of_row.min() < -1 or block_of_row.max() < 0:
             raise ValueError(
                 f"{self.name}: block_of_row must number blocks from 0, with -1 for rows outside the weight"
             )
@@ -143,6 +165,16 @@ class Weight:
         return self.rated and any(part.param.requires_grad for part in self.parts)
 
 
+def whole_numbers(given: object) -> Tensor | None:
+    """Given numbers as a long tensor on the CPU; None if they are not all whole numbers."""
+    try:
+        numbers = torch.as_tensor(given, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    inexact = numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
+    return None if inexact else numbers.to(torch.long)
+
+
 def _grid(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The entries along some dimensions that are here, numbered as if these dimensions were flattened."""
     number = torch.zeros(1, dtype=torch.long, device="cpu")
@@ -170,16 +202,16 @@ def packed(
         uq, qr = packed(q_b, ("uq", 1, nope), ("qr", 1, rope), repeat=heads)             MLA
         dkv, kr = packed(kv_a, ("dkv", 1, latent), ("kr", 1, rope))                      MLA
     """
-    if isinstance(source, nn.Module):
-        bias = bias if bias is not None else getattr(source, "bias", None)
-    param = source.get_parameter("weight") if isinstance(source, nn.Module) else source
     for segment in segments:
         numbers: Sequence[object] = segment[1:]
         if len(numbers) != 2 or not all(isinstance(number, int) and number > 0 for number in numbers):
             raise ValueError(f"{segment}: a segment is (name, blocks, rows of a block), two positive whole numbers")
+    names = " ".join(name for name, _, _ in segments if name is not None)
+    if isinstance(source, nn.Module):
+        bias = bias if bias is not None else getattr(source, "bias", None)
+    param = _weight_of(source, names) if isinstance(source, nn.Module) else source
     period = sum(blocks * size for _, blocks, size in segments)
     if repeat * period != param.shape[dim]:
-        names = " ".join(name for name, _, _ in segments if name is not None)
         raise ValueError(f"{names}: segments of {repeat} x {period} rows, but the parameter has {param.shape[dim]}")
     weights, start = [], 0
     for name, blocks, size in segments:
@@ -190,6 +222,19 @@ def packed(
             weights.append(Weight(name, param, owner.flatten(), dim, bias))
         start += blocks * size
     return weights
+
+
+def _weight_of(module: nn.Module, names: str) -> Tensor:
+    if is_parametrized(module, "weight"):
+        originals = [name for name, _ in module.named_parameters() if name.startswith("parametrizations.weight.")]
+        raise ValueError(
+            f"{names}: {type(module).__name__}'s weight is parametrised; pass the parameter that gives its rows their "
+            f"scale: {' or '.join(originals)}"
+        )
+    weight = module._parameters.get("weight")
+    if weight is None:
+        raise ValueError(f"{names}: {type(module).__name__} has no parameter called weight; pass the parameter itself")
+    return weight
 
 
 def distinct(weights: Iterable[Weight]) -> dict[Weight, Weight]:

@@ -16,24 +16,29 @@ from torch import nn
 from quacklr.find.assemble import measured_paths
 from quacklr.find.compare import differences
 from quacklr.find.rules import by_rule
-from quacklr.find.rules.finding import Finding
+from quacklr.find.rules.finding import DECLARED, MEASURED, VERIFIED, Finding
 from quacklr.modules import evaluating, named_modules
 from quacklr.path import Path, as_paths
 
 UNSEEN = (
-    "no attention was seen in a forward of the sample: scaled_dot_product_attention is, and a softmax written out, not "
-    "a kernel of its own such as flash or flex attention; switch the model to sdpa or eager, or leave out the sample"
+    "no attention was seen in a forward of the sample. A model may have no softmax attention (Mamba, RWKV, linear "
+    "attention): then train it without. Otherwise: scaled_dot_product_attention and a softmax written out are seen, "
+    "a kernel of its own such as flash or flex attention is not; switch the model to sdpa or eager, or leave it out"
 )
 NOT_SEEN = "not recognised, and not seen to attend in a forward of the sample"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
 
 
 class Paths(list[Path]):
-    """Paths, those of each attention module under its name; and what has none and why."""
+    """Paths, those of each attention module under its name; and what has none and why.
 
-    def __init__(self, by_module: Mapping[str, list[Path]], left_alone: Mapping[str, str]) -> None:
-        super().__init__(path for paths in by_module.values() for path in paths)
-        self.by_module, self.left_alone = dict(by_module), dict(left_alone)
+    `found` is what is known of each attention, by module name.
+    """
+
+    def __init__(self, found: Mapping[str, Finding]) -> None:
+        self.by_module = {name: _named(finding.paths, name) for name, finding in found.items() if finding.paths}
+        super().__init__(path for paths in self.by_module.values() for path in paths)
+        self.left_alone, self.found = _left_alone(found), dict(found)
 
 
 def by_module(paths: Iterable[Path]) -> dict[str, list[Path]]:
@@ -46,18 +51,25 @@ def by_module(paths: Iterable[Path]) -> dict[str, list[Path]]:
     return found
 
 
-def logit_paths(model: nn.Module, sample: Any = None) -> Paths:
+def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> Paths:
     """The paths of every attention of the model, their weights named `<module>.<role>`.
 
     A module with a method `logit_paths()` is believed, and not searched further; others are read by rules. With a
     `sample`, a batch that the model takes (a tensor, a tuple, or a dict), attention is measured too, in one forward
     that leaves the model as it was: what no rule knows is found, and where a rule is wrong, that is a ValueError that
-    shows both. A model with nothing to control is a ValueError.
+    shows both. With `rules=False` what was measured is taken, and no rule is asked. A model with nothing to control is
+    a ValueError.
     """
+    if not rules and sample is None:
+        raise ValueError(
+            "rules=False takes what is measured, so it needs a batch: logit_paths(model, batch, rules=False)"
+        )
     found = found_by_rule(model)
+    if not rules:
+        found = {name: finding for name, finding in found.items() if finding.declared}
     if sample is not None:
         found = _measured(model, sample, found)
-    paths = Paths({name: _named(f.paths, name) for name, f in found.items() if f.paths}, _left_alone(found))
+    paths = Paths(found)
     if not paths:
         raise ValueError(f"{type(model).__name__} has {_nothing(found, sample is None)}")
     if unknown := [name for name, finding in found.items() if finding.unknown]:
@@ -75,10 +87,15 @@ def _nothing(found: Mapping[str, Finding], rules_only: bool) -> str:
     if found and not any(finding.unknown or finding.declared for finding in found.values()):
         return f"nothing for QuacK to control in its {len(found)} attention layers{reasons}; train it without"
     measure = "pass a batch to measure it, logit_paths(model, batch), " if rules_only else ""
-    return (
-        f"no attention that QuacK can control{reasons}; {measure}give its attention a method logit_paths(), or pass "
-        "the paths themselves: QuacK([Path(...), ...], optimizer)"
+    declare = (
+        "give its attention a method logit_paths(), or pass the paths themselves: QuacK([Path(...), ...], optimizer)"
     )
+    if not found:
+        return (
+            "no attention that QuacK can control: no module looks like softmax attention. A model may have none "
+            f"(Mamba, RWKV, linear attention): then train it without. If it has: {measure}{declare}"
+        )
+    return f"no attention that QuacK can control{reasons}; {measure}{declare}"
 
 
 def found_by_rule(model: nn.Module) -> dict[str, Finding]:
@@ -100,7 +117,7 @@ def _declared(module: Any, name: str) -> Finding | None:
     if not callable(getattr(module, "logit_paths", None)):
         return None
     paths = as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'} must return")
-    return Finding(paths, "" if paths else DECLARED_NONE, declared=True)
+    return Finding(paths, "" if paths else DECLARED_NONE, origin=DECLARED)
 
 
 def _measured(model: nn.Module, sample: Any, found: dict[str, Finding]) -> dict[str, Finding]:
@@ -113,13 +130,18 @@ def _measured(model: nn.Module, sample: Any, found: dict[str, Finding]) -> dict[
         if any(name == outer or not outer or name.startswith(f"{outer}.") for outer in believed):
             continue
         ruled = found.get(name)
-        if ruled is None or ruled.unknown or finding.unknown:
-            found[name] = finding
+        if ruled is None or ruled.unknown or (finding.unknown and not finding.undecided):
+            found[name] = replace(finding, origin=MEASURED)
+        elif finding.undecided:
+            continue
         elif wrong := differences(ruled.paths, finding.paths, model):
             raise ValueError(
-                f"{name or 'the model'}: the rule for {_class(model, name)} is wrong here; {wrong}; a method "
-                "logit_paths() of the module would be believed"
+                f"{name or 'the model'}: the rule for {_class(model, name)} is wrong here; {wrong}; to use what was "
+                "measured, call logit_paths(model, batch, rules=False); a method logit_paths() of the module would be "
+                "believed"
             )
+        else:
+            found[name] = replace(ruled, origin=VERIFIED)
     found = {n: f if n in seen or not f.unknown else Finding(reason=NOT_SEEN, unknown=True) for n, f in found.items()}
     order = [name for name, _ in named_modules(model)]
     return dict(sorted(found.items(), key=lambda item: order.index(item[0])))

@@ -37,10 +37,11 @@ class Attaching:
         norm: Norm = frobenius,
         adapt: bool = True,
         floor: float = 0.0,
+        verify: bool = True,
         paths: Callable[[nn.Module], Iterable[Path]] | None = None,
     ) -> None:
         refuse_settings(tau, norm, floor)
-        self._settings: dict[str, Any] = {"tau": tau, "norm": norm, "adapt": adapt, "floor": floor}
+        self._settings: dict[str, Any] = {"tau": tau, "norm": norm, "adapt": adapt, "floor": floor, "verify": verify}
         self._paths = paths
 
     def _attach(

@@ -1,12 +1,19 @@
 """transformers' Trainer: `Trainer(..., callbacks=[QuacKCallback()])`, and `trainer.train()` as ever.
 
-QuacK's state travels in the optimizer's: one more entry of the first param group in each checkpoint's `optimizer.pt`.
-Trainer tells a callback neither which folder it resumes from nor of every checkpoint it writes (not of those on
-SIGTERM, of others only after they were pushed), but whoever has the optimizer's state has QuacK's too.
+Where QuacK's state is in a checkpoint:
+
+    optimizer.pt          an entry of the first param group. Trainer tells a callback neither which folder it resumes
+                          from nor of every checkpoint it writes (not of those on SIGTERM, of others only after they
+                          were pushed), but each checkpoint has the optimizer's state.
+    trainer_state.json    if parameters are sharded (FSDP2). What loads a sharded optimizer's state keeps only entries
+                          that the new optimizer already has, or gives them to rank 0 only; every rank reads this file.
 """
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -15,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from quacklr.integrations.attaching import Attaching
+from quacklr.shards import is_sharded
 
 KEY = "quack"
 
@@ -40,17 +48,34 @@ class QuacKCallback(Attaching, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach: weights and optimizer are loaded and on their device, and no step was taken yet."""
-        saved = kwargs["optimizer"].param_groups[0].pop(KEY, {})
-        resumed, current = state.global_step > 0, saved.get("step") == state.global_step  # older: trained on without us
-        self._state = state
-        quack = self._attach(
-            kwargs["model"], kwargs["optimizer"], saved["state"] if resumed and current else None, resumed
-        )
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        self._state, self._sharded = state, any(is_sharded(param) for param in model.parameters())
+        quack = self._attach(model, optimizer, self._saved_state(optimizer), state.global_step > 0)
         self._saving = quack.optimizers[0].register_state_dict_post_hook(self._add_state)
 
+    def _saved_state(self, optimizer: Optimizer) -> Mapping[str, Any] | None:
+        """QuacK's state in the checkpoint that was loaded, if it is of the step that training resumes from."""
+        in_optimizer = optimizer.param_groups[0].pop(KEY, None)
+        in_trainer = self._callback_states().pop(KEY, None)
+        saved = in_trainer if self._sharded else in_optimizer
+        step = self._state.global_step
+        if saved is None or step == 0 or saved["step"] != step:  # an older step: training went on without QuacK
+            return None
+        return from_text(saved["state"]) if self._sharded else saved["state"]
+
     def _add_state(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Add QuacK's state to a checkpoint. Trainer saves its own state after the optimizer's."""
         assert self.quack is not None
-        state_dict["param_groups"][0][KEY] = {"step": self._state.global_step, "state": self.quack.state_dict()}
+        step, state = self._state.global_step, self.quack.state_dict()
+        if self._sharded:
+            self._callback_states()[KEY] = {"step": step, "state": as_text(state)}
+        else:
+            state_dict["param_groups"][0][KEY] = {"step": step, "state": state}
+
+    def _callback_states(self) -> dict[str, Any]:
+        """The part of `trainer_state.json` that is for callbacks."""
+        states: Any = self._state.stateful_callbacks
+        return states
 
     @override
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -74,3 +99,15 @@ class QuacKCallback(Attaching, TrainerCallback):
         super()._detach()
         if self.quack is not None:
             self._saving.remove()
+
+
+def as_text(state: Mapping[str, Any]) -> str:
+    """A state with tensors as a string, for JSON. Values are exact, and empty dicts are kept."""
+    buffer = BytesIO()
+    torch.save(state, buffer)
+    return b64encode(buffer.getvalue()).decode("ascii")
+
+
+def from_text(text: str) -> Mapping[str, Any]:
+    """The state of `as_text`, on the CPU."""
+    return torch.load(BytesIO(b64decode(text)), map_location="cpu", weights_only=True)

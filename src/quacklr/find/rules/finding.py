@@ -16,19 +16,29 @@ NO_WEIGHTS = "its queries and keys are not made of weights of its own"
 LATENT_NORM = "cut off by the norm on the latent: the logit does not depend on its scale"
 
 
+# how an attention was found
+DECLARED, BY_RULE, VERIFIED, MEASURED, GIVEN = "declared", "by rule", "verified", "measured", "given"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """The paths of an attention; or why it has none.
 
-    `cut`: weights by role that are on no path, and why. `declared`: by the module itself. `unknown`: it may well have
-    paths, but they are not known.
+    `cut`: weights by role that are on no path, and why. `unknown`: it may well have paths, but they are not known.
+    `undecided`: unknown because of the sample, so that it contradicts no other finding. `origin`: how it was found.
     """
 
     paths: Sequence[Path] = ()
     reason: str = ""
     cut: Mapping[str, str] = field(default_factory=dict)
-    declared: bool = False
     unknown: bool = False
+    undecided: bool = False
+    origin: str = BY_RULE
+
+    @property
+    def declared(self) -> bool:
+        """Whether the module itself said it, by a method `logit_paths`."""
+        return self.origin == DECLARED
 
 
 def unknown(why: str = "") -> Finding:

@@ -22,8 +22,10 @@ from quacklr.lab.sweep.place import Crashed, Halted, Lost, Outcome, Report, exec
 
 RETRIES = 2
 """How often Ray itself executes a run again whose worker died, before that counts as lost."""
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds that a run has for its checkpoint when it is asked to stop."""
+STARTS = 5
+"""How often Ray is started before it is given up: its own limit of 30 seconds is too short for a busy machine."""
 
 
 class Ray:
@@ -60,11 +62,14 @@ class Ray:
             ray.shutdown()
 
 
-def _connect() -> None:
+def _connect(starts: int = STARTS) -> None:
+    named = os.environ.get("RAY_ADDRESS", "")
     try:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # it has no type of its own for a cluster that is not there or does not start
-        named = os.environ.get("RAY_ADDRESS", "")
+        if starts > 1 and named in ("", "local") and "timed out" in str(error).lower():
+            ray.shutdown()
+            return _connect(starts - 1)
         raise UserError(f"cannot start or find Ray (RAY_ADDRESS is {named!r}): {in_a_line(error)}") from error
 
 
@@ -96,7 +101,7 @@ class RayJob:
         ray.cancel(self.reference, force=False)
 
     def _insist(self) -> None:
-        """A KeyboardInterrupt can get lost, as in a callback of an import; so after a minute the process is ended."""
+        """End the process after `PATIENCE`: a KeyboardInterrupt can get lost, as in a callback of an import."""
         if self._stopped is not None and time.monotonic() - self._stopped > PATIENCE:
             ray.cancel(self.reference, force=True)
 

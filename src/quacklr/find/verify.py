@@ -1,0 +1,115 @@
+"""What rules say of a model's attention, verified by a measurement on the first batch that the model runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+from torch import nn
+
+from quacklr.find.assemble import measured_paths
+from quacklr.find.compare import differences
+from quacklr.find.first_batch import FirstBatch, is_inside, slices
+from quacklr.find.rules.finding import BY_RULE, VERIFIED, Finding
+from quacklr.modules import Call, unwrapped, wrappers
+from quacklr.shards import is_sharded
+
+TAKE_MEASURED = (
+    "to use what was measured, pass the paths that logit_paths(model, batch, rules=False) returns; to use the rule all "
+    "the same, pass verify=False"
+)
+NOT_FOUND = (
+    "{}: attention was measured in a {} that no rule knows, so it is not controlled; to control it, pass the paths "
+    "that logit_paths(model, batch) returns"
+)
+WAITS = "not verified yet: the first batch will be measured before the first step"
+NO_BATCH = "not verified: the model ran no batch before the first step"
+NOT_SEEN = "not verified: it did not attend in the first batch"
+SWITCHED_OFF = "not verified: verify=False"
+COMPILED = "not verified: the model is compiled; check it with logit_paths(model, batch) before compiling"
+SHARDED = "not verified: the model is sharded; check it with logit_paths(model, batch) before sharding"
+
+
+class Verification:
+    """Keeps a slice of the first batch; `finish` measures on it, and compares with what rules found.
+
+    Costs about three forwards of 2 x 8 tokens, once. The measurement leaves the model, its gradients and the random
+    state as they were.
+    """
+
+    def __init__(self, model: nn.Module, found: Mapping[str, Finding], verify: bool) -> None:
+        self._found = dict(found)
+        ruled = [name for name, finding in found.items() if finding.origin == BY_RULE and not finding.unknown]
+        why = SWITCHED_OFF if not verify else _cannot(model) or WAITS
+        self.notes: dict[str, str] = dict.fromkeys(ruled, why)
+        self._batch = FirstBatch(model, ruled) if why == WAITS and ruled else None
+
+    def before_step(self) -> None:
+        """Verify, if there was a batch. In a step with a closure, as Lightning's, it comes only during the step."""
+        if self._batch is not None and self._batch.calls:
+            self.finish()
+
+    def finish(self) -> None:
+        """Verify, or say that there was no batch. Raises ValueError where the measurement contradicts a rule.
+
+        After an error the verification is still to be done, so that the next step raises again.
+        """
+        if self._batch is None:
+            return
+        notes: dict[str, str] = {}
+        for name, (module, call) in self._batch.calls.items():
+            if (called := module()) is not None:
+                notes |= self._measured(name, called, call)
+        self.notes = {name: notes.get(name, NOT_SEEN if self._batch.calls else NO_BATCH) for name in self.notes}
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        if self._batch is not None:
+            self._batch.remove()
+            self._batch = None
+
+    def _measured(self, outer: str, module: nn.Module, call: Call) -> dict[str, str]:
+        """For each attention in a module that was called, VERIFIED or why it could not be verified."""
+        why = "its inputs are too long to be measured"
+        for part in slices(call):
+            try:
+                seen = measured_paths(module, part)
+                break
+            except ValueError as error:  # it does not run on a slice
+                why = str(error)
+        else:
+            return {name: f"not verified: {why}" for name in self.notes if is_inside(name, outer)}
+        seen = {".".join(filter(None, (outer, name))): finding for name, finding in seen.items()}
+        return {name: note for name, found in seen.items() if (note := self._compared(name, found, outer, module))}
+
+    def _compared(self, name: str, measured: Finding, outer: str, module: nn.Module) -> str:
+        """VERIFIED, or why it was not; nothing if no rule spoke of it. ValueError if a rule is wrong."""
+        attention = module.get_submodule(name.removeprefix(outer).lstrip("."))
+        kind = type(attention).__name__
+        ruled = self._found.get(name)
+        if ruled is None:
+            declared = [other for other, finding in self._found.items() if finding.declared]
+            if measured.paths and not any(is_inside(name, other) for other in declared):
+                warnings.warn(NOT_FOUND.format(name or "the model", kind), stacklevel=2)
+            return ""
+        if name not in self.notes:
+            return ""
+        if measured.undecided:
+            return f"not verified: {measured.reason}"
+        says = "that it is on a path" if ruled.paths else ruled.reason
+        wrong = differences(ruled.paths, measured.paths, module)
+        if measured.unknown:
+            wrong = f"it says {says}, but measured is: {measured.reason}"
+        if wrong:
+            raise ValueError(f"{name or 'the model'}: the rule for {kind} is wrong here; {wrong}; {TAKE_MEASURED}")
+        return VERIFIED
+
+
+def _cannot(model: nn.Module) -> str:
+    """Why a model cannot be verified while it trains, if it cannot."""
+    inside = unwrapped(model)
+    compiled = any("_orig_mod" in each._modules for each in (*wrappers(model), *inside.modules()))
+    if compiled or any(each._compiled_call_impl is not None for each in inside.modules()):
+        return COMPILED
+    return SHARDED if any(is_sharded(param) for param in model.parameters()) else ""
