@@ -170,12 +170,14 @@ def test_a_parametrised_weight_has_no_bound_and_is_judged_all_the_same() -> None
     blocks = torch.arange(HEADS * SIZE) // SIZE
     right = [Path((Weight("q", q, blocks), Weight("k", k, blocks)), HEADS)]
     wiring = check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=right, loss=loss)
-    assert wiring.ok
+    assert not wiring.ok  # what was not shown is not proved
+    assert not any(layer.faults for layer in wiring.layers)
     assert wiring.layers[0].start.bound.isnan().all()
+    assert str(wiring).splitlines()[-1].startswith("wired right, as far as shown: 1 layer, 2 heads;")
     assert " -  " in str(wiring).splitlines()[1]
     assert str(wiring).endswith("; the bound of 1 layer is not known, since a weight's input is not seen")
     wrong = [Path((Weight("q", q, blocks), Weight("k", k, blocks.flip(0))), HEADS)]
-    assert not check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=wrong, loss=loss).ok
+    assert check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=wrong, loss=loss).layers[0].wrong.all()
 
 
 class Doubled(nn.Module):

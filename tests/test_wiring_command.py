@@ -19,6 +19,8 @@ MORE = """
 def with_optimizer():
     model, batch = declared()
     return model, torch.optim.SGD(model.parameters(), lr=0.1), batch
+def without_attention():
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU()), torch.randn(2, 5, 16)
 def idle_optimizer():
     model, batch = declared()
     return model, [torch.optim.SGD(model.parameters(), lr=0.0)], batch
@@ -65,13 +67,21 @@ def test_exit_code_of_a_model_that_is_wired_wrong(capsys: pytest.CaptureFixture[
     code, out, _ = run(capsys, f"{mine}:misread", "--steps", "1")
     assert code == 1
     assert "attends with 2 heads, but its paths say 4" in out
+    assert "others were measured: 0: the rule for BoastfulAttention is wrong here; it says that a head reads" in out
+    assert "take what was measured: QuacK(logit_paths(model, batch, rules=False), optimizer)" in out
+
+
+def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    code, out, err = run(capsys, f"{mine}:unheard_of", "--steps", "1")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith("wired right: 3 layers, 6 heads;")
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
         (["qwen3"], 1, "nothing for QuacK to control in its 2 attention layers"),
-        (["models_to_check:unheard_of"], 1, "no attention that QuacK can control"),
+        (["models_to_check:without_attention"], 1, "attention"),
         (["models_to_check:idle_optimizer"], 1, "every learning rate is 0"),
         (
             ["models_to_check:misfit"],

@@ -45,12 +45,16 @@ class Hearing:
         self._inputs: dict[str, list[Any]] = {layer.module: [] for layer in self.layers}
         with Inputs([weight for layer in self.layers for term in layer.terms for weight in term.ends]) as self.lengths:
             self.first = self._heard(self._record)
+        self.unread = [of or unreadable(calls) for of, calls in zip(self.unread, self.first, strict=True)]
         zeros = [[torch.zeros_like(call_BHIJ) for call_BHIJ in calls] for calls in self.first]
         self.sizes = self._between(self.first, zeros)
         self.rounding = [max(STILL, 4 * precision(layer)) * of for layer, of in zip(layers, self.sizes, strict=True)]
 
     def change(self) -> list[Tensor]:
-        """For each layer (H,): the largest |change| of a logit that a query may look at, since the first time."""
+        """For each layer (H,): the largest |change| of a logit that a query may look at, since the first time.
+
+        NaN where logits cannot be compared: there are others, or some are not finite.
+        """
         return self._between(self.first, self._heard(self._replay))
 
     def _between(self, one: list[list[Tensor]], other: list[list[Tensor]]) -> list[Tensor]:
@@ -102,12 +106,21 @@ class Hearing:
 
 def largest(layer: Layer, calls: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """(H,): the largest |difference|, over all calls, of logits that may be looked at."""
+    if [call_BHIJ.shape for call_BHIJ in calls] != [call_BHIJ.shape for call_BHIJ in others]:
+        return torch.full((layer.heads,), torch.nan)
     found_H = torch.zeros(layer.heads)
-    for one_BHIJ, other_BHIJ in zip(calls, others, strict=False):
-        if one_BHIJ.shape == other_BHIJ.shape:
-            seen = one_BHIJ.isfinite() & other_BHIJ.isfinite()
-            found_H = found_H.maximum((one_BHIJ - other_BHIJ).where(seen, 0).abs().amax((0, 2, 3)).cpu())
+    for one_BHIJ, other_BHIJ in zip(calls, others, strict=True):
+        hidden_BHIJ = (one_BHIJ == -torch.inf) | (other_BHIJ == -torch.inf)
+        found_H = found_H.maximum((one_BHIJ - other_BHIJ).masked_fill(hidden_BHIJ, 0).abs().amax((0, 2, 3)).cpu())
     return found_H
+
+
+def unreadable(calls: Sequence[Tensor]) -> str:
+    """Why some heads' logits show nothing, if that is so."""
+    if any(bool((call_BHIJ.isnan() | (call_BHIJ == torch.inf)).any()) for call_BHIJ in calls):
+        return "its logits are not finite"
+    seen_H = [(call_BHIJ > -torch.inf).any(0).flatten(1).any(1) for call_BHIJ in calls]
+    return "some heads look at nothing" if calls and not torch.stack(seen_H).any(0).all() else ""
 
 
 def precision(layer: Layer) -> float:

@@ -13,6 +13,7 @@ from quacklr.wiring.faults import Fault, about, listed
 from quacklr.wiring.nudges import Nudge, Nudges
 from quacklr.wiring.twin import Twin
 
+LOST = "not comparable when its rows change"
 SCALE_FREE = 1e-3  # of a head's largest logit: what scaling still changes through the epsilon of a norm
 
 
@@ -29,9 +30,9 @@ class Judge:
 
     def _silence(self, number: int, change: Tensor) -> str:
         hearing = self.nudges.hearing
-        if not hearing.first[number]:
+        if hearing.unread[number] or not hearing.first[number]:
             return hearing.unread[number] or "not heard"
-        return "not the same twice" if (change > hearing.rounding[number]).any() else ""
+        return "" if (change <= hearing.rounding[number]).all() else "not the same twice"
 
     def faults(self) -> list[list[Fault]]:
         """For each layer what is wrong with it."""
@@ -42,6 +43,7 @@ class Judge:
             for number, fault in test():
                 if not self.silent[number]:
                     found[number].append(fault)
+        self.silent = [silent or LOST * lost for silent, lost in zip(self.silent, self.nudges.lost, strict=True)]
         return found
 
     def _counted(self) -> Iterator[tuple[int, Fault]]:

@@ -30,10 +30,11 @@ Half = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nudge:
-    """What one did: the flat blocks that it touched, and for each layer (H,) the heads that it moved."""
+    """What one did: the flat blocks that it touched, and for each layer (H,) the heads that it moved, and did not."""
 
     touched: Tensor
     moved: list[Tensor]
+    still: list[Tensor]
 
     def strays(self, layers: Iterable[Layer]) -> list[Tensor]:
         """For each layer (H,): the heads that moved and read none of it."""
@@ -42,14 +43,17 @@ class Nudge:
     def dead(self, layers: Iterable[Layer]) -> Tensor:
         """The flat blocks that were touched and moved none of the heads that read them."""
         alive = torch.zeros_like(self.touched)
-        for layer, moved in zip(layers, self.moved, strict=True):
+        for layer, still in zip(layers, self.still, strict=True):
             for term in layer.terms:
-                alive[term.reads_WH[:, moved]] = True
+                alive[term.reads_WH[:, ~still]] = True
         return self.touched & ~alive
 
 
 class Nudges:
-    """Nudges of a model whose inputs to every attention are held fixed. Rows of zeros are filled first."""
+    """Nudges of a model whose inputs to every attention are held fixed. Rows of zeros are filled first.
+
+    `lost`: of each layer, whether its logits could not be compared after a nudge.
+    """
 
     def __init__(self, twin: Twin, claims: Claims) -> None:
         self.claims = claims
@@ -59,6 +63,7 @@ class Nudges:
             for rows in claims.rows:
                 self._add(rows, rows.claimed & ~rows.part.rows_first().reshape(len(rows.block), -1).any(1).cpu())
         self.hearing = Hearing(twin.model, claims.layers, twin.batch, twin.orders)
+        self.lost = [False] * len(claims.layers)
 
     def nudge(self, pick: Pick) -> Nudge:
         """Nudge the claimed rows that are picked."""
@@ -68,8 +73,14 @@ class Nudges:
                 picked = rows.claimed & pick(rows)
                 touched[rows.place[rows.block[picked]]] = True
                 self._add(rows, picked)
-            change = self.hearing.change()
-        return Nudge(touched, [of > still for of, still in zip(change, self.hearing.rounding, strict=True)])
+            change = self._change()
+        pairs = list(zip(change, self.hearing.rounding, strict=True))
+        return Nudge(touched, [of > still for of, still in pairs], [of <= still for of, still in pairs])
+
+    def _change(self) -> list[Tensor]:
+        change = self.hearing.change()
+        self.lost = [lost or bool(of.isnan().any()) for lost, of in zip(self.lost, change, strict=True)]
+        return change
 
     def _add(self, rows: Rows, picked: Tensor) -> None:
         rows.part.param.add_(self.noise[id(rows.part.param)] * rows.spread(picked))
@@ -83,7 +94,7 @@ class Nudges:
         with aside(self.claims.params.values()):
             for part, free in self.claims.unclaimed():
                 part.param.mul_(part.spread(1 + free.to(part.param)))
-            return self.hearing.change()
+            return self._change()
 
     def layers_in_halves(self) -> Iterator[Nudge]:
         """All rows of half of the layers, for each bit of a layer's number."""

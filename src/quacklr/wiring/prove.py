@@ -42,9 +42,10 @@ def check(
     of a logit that its own rows cause is held against the bound of docs/theory.md; as the weights are, and with all
     claimed rows grown `growth`-fold after QuacK was attached, as long training does, with QuacK and without. Then rows
     are nudged, to see that a head moves with its own rows and no others. `tau`, `norm`, `floor` are QuacK's; `paths`
-    are found if not given; `loss(model, batch)` is the model's own, or else a distance to random numbers. Neither the
-    model nor the optimizers are touched. Takes about 9 forwards and backwards, and 10 forwards for each doubling of
-    layers, heads and head size; holds six copies of the parameters.
+    are `logit_paths(model, batch)` if not given, measured, or the rules' if the batch cannot show them, which the
+    result says; `loss(model, batch)` is the model's own, or else a distance to random numbers. Neither the model nor
+    the optimizers are touched. Takes about 10 forwards and backwards, and 10 forwards for each doubling of layers,
+    heads and head size; holds six copies of the parameters.
     """
     optimizers = as_optimizers(optimizer)
     _refuse(optimizers, steps, growth)
@@ -59,11 +60,13 @@ def check(
         quack = _run(twin.again(), steps, growth, settings)
         judge = Judge(twin)
         faults = judge.faults()
+    trains = [any(weight.trains for weight in layer.weights) for layer in judge.layers]
     layers = [
         Checked(layer.module, layer.heads, *each)
-        for layer, *each in zip(judge.layers, judge.silent, start, plain, quack, faults, strict=True)
+        for layer, *each in zip(judge.layers, judge.silent, start, plain, quack, faults, trains, strict=True)
     ]
-    return Wiring(tuple(layers), growth, steps, dict(getattr(twin.paths, "left_alone", {})))
+    left_alone = dict(getattr(twin.paths, "left_alone", {}))
+    return Wiring(tuple(layers), growth, steps, left_alone, twin.unmeasured, twin.contradiction)
 
 
 def _run(twin: Twin, steps: int, growth: float, settings: dict[str, Any] | None) -> list[Change]:

@@ -12,12 +12,15 @@ from torch import Tensor
 from quacklr.wiring.faults import Fault, listed
 from quacklr.wiring.steps import Change
 
+NO_BOUND = "its bound is not known"
+NO_STEP = "its rows took no step: no gradient, or lr is 0"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checked:
     """One attention: what steps do to its heads at the start, and grown, without QuacK and with it; and its faults.
 
-    `silent` says why nothing is known of it, if that is so.
+    `silent` says why nothing is known of it, if that is so. `trains`: whether any of its rows do.
     """
 
     module: str
@@ -27,6 +30,19 @@ class Checked:
     plain: Change
     quack: Change
     nudged: list[Fault]
+    trains: bool = True
+
+    @property
+    def unshown(self) -> str:
+        """What the steps do not show of it, if anything."""
+        if self.silent:
+            return self.silent
+        changes = self.start, self.plain, self.quack
+        if not all(bool(change.bound.isfinite().all()) for change in changes):
+            return NO_BOUND
+        if not all(bool(change.measured.isfinite().all()) for change in changes):
+            return "its logits are not finite, or not comparable, after a step"
+        return "" if bool((self.quack.bound > 0).all()) or not self.trains else NO_STEP
 
     @property
     def faults(self) -> list[Fault]:
@@ -60,17 +76,24 @@ def _beyond(change: Change, when: str) -> list[Fault]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wiring:
-    """The proof of a model's wiring, or what is wrong with it: `ok`, a table when printed, a picture when saved."""
+    """The proof of a model's wiring, or what is wrong with it: `ok`, a table when printed, a picture when saved.
+
+    `unmeasured`: why the paths are those of the rules, if the batch did not show them. `contradiction`: how the batch
+    shows other ones than the rules, if it does.
+    """
 
     layers: tuple[Checked, ...]
     growth: float
     steps: int
     left_alone: Mapping[str, str]
+    unmeasured: str = ""
+    contradiction: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether every layer was shown to be right."""
-        return not any(layer.silent or layer.faults for layer in self.layers)
+        """Whether every layer was shown to be right, and paths are not otherwise than they were measured."""
+        shown = all(not layer.unshown and not layer.faults for layer in self.layers)
+        return bool(self.layers) and shown and not self.contradiction
 
     def save(self, file: str | File) -> None:
         """Draw it: for each layer and head the changes and the bound. Needs matplotlib (quacklr[lab])."""

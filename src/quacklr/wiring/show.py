@@ -8,7 +8,7 @@ from itertools import chain
 from torch import Tensor
 
 from quacklr.wiring.faults import folded, listed
-from quacklr.wiring.result import Checked, Wiring
+from quacklr.wiring.result import NO_BOUND, Checked, Wiring
 
 MANY = 40  # layers, above which only the first, the last and the wrong ones are shown
 
@@ -18,9 +18,12 @@ def show(wiring: Wiring) -> str:
     wrong = folded((layer.module, fault.text) for layer in wiring.layers for fault in layer.faults)
     alone = folded(wiring.left_alone.items())
     sections = [
-        _table(wiring),
+        _table(wiring) if wiring.layers else [],
         ["wrong:", *wrong] if wrong else [],
         ["left alone:", *alone] if alone else [],
+        [f"paths are those of the rules, and could not be measured: {wiring.unmeasured}"] * bool(wiring.unmeasured),
+        [f"paths are those of the rules, but others were measured: {wiring.contradiction}"]
+        * bool(wiring.contradiction),
         [verdict(wiring)],
     ]
     return "\n".join(chain.from_iterable([*section, ""] for section in sections if section)).rstrip()
@@ -46,7 +49,7 @@ def _row(layer: Checked) -> tuple[str, ...]:
 
 
 def _range(of: Tensor) -> str:
-    if of.isnan().any():
+    if not of.isfinite().all():
         return "-"
     low, high = f"{float(of.min()):.2g}", f"{float(of.max()):.2g}"
     return low if low == high else f"{low}..{high}"
@@ -56,23 +59,23 @@ def _word(layer: Checked) -> str:
     if layer.faults:
         heads = layer.wrong.nonzero().flatten().tolist()
         return f"WRONG: head{'s' * (len(heads) > 1)} {listed(heads)}"
-    if not layer.silent and not layer.quack.bound.any():
-        return "ok, but its rows took no step: no gradient"
-    if not layer.silent and not layer.plain.measured.any():
-        return "ok, but its steps are too small to see: raise lr"
-    return layer.silent or "ok"
+    if layer.unshown:
+        return layer.unshown
+    if not layer.quack.bound.any():
+        return "ok, but its rows took no step: no gradient, they are frozen"
+    return "ok" if layer.plain.measured.any() else "ok, but its steps are too small to see: raise lr"
 
 
 def verdict(wiring: Wiring) -> str:
     """The last line."""
-    known = [layer for layer in wiring.layers if not layer.silent]
+    known = [layer for layer in wiring.layers if not layer.unshown or layer.unshown == NO_BOUND]
     wrong = [layer for layer in wiring.layers if layer.faults]
     if wrong:
         heads = sum(int(layer.wrong.sum()) for layer in wrong)
         return (
             f"wired wrong: {heads} head{'s' * (heads != 1)} in {len(wrong)} of {_counted(len(wiring.layers))}; give "
-            "the module a method logit_paths() that says what is true, or measure it: QuacK(logit_paths(model, batch), "
-            f"optimizer){_unknown(wiring)}"
+            "the module a method logit_paths() that says what is true, or take what was measured: "
+            f"QuacK(logit_paths(model, batch, rules=False), optimizer){_unknown(wiring)}"
         )
     if not known:
         return (
@@ -83,13 +86,14 @@ def verdict(wiring: Wiring) -> str:
     return (
         f"wired right{', as far as shown' * (not wiring.ok)}: {_counted(len(known))}, {heads} heads; no logit moves by "
         f"more than the rates of its head's rows allow, and none with rows that are not its head's{_unknown(wiring)}"
+        f"{'; but other paths were measured' * bool(wiring.contradiction)}"
     )
 
 
 def _unknown(wiring: Wiring) -> str:
     """What the proof does not cover."""
-    unbound = sum(1 for layer in wiring.layers if not layer.silent and layer.quack.bound.isnan().any())
-    silent = sum(1 for layer in wiring.layers if layer.silent and not layer.faults)
+    unbound = sum(1 for layer in wiring.layers if layer.unshown == NO_BOUND)
+    silent = sum(1 for layer in wiring.layers if layer.unshown not in ("", NO_BOUND) and not layer.faults)
     bound = f"; the bound of {_counted(unbound)} is not known, since a weight's input is not seen" if unbound else ""
     return bound + (f"; of {silent} more nothing is known, since the batch does not show it" if silent else "")
 

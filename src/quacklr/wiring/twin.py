@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.find import logit_paths
+from quacklr.find.assemble import measured_paths
 from quacklr.head_order import HeadOrders
 from quacklr.modules import own_buffers, run, undisturbed, unwrapped
 from quacklr.path import Path
@@ -23,33 +24,42 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Twin:
-    """A model, its optimizers without hooks or schedulers, its paths, and a batch with a loss to step on."""
+    """A model, its optimizers without hooks or schedulers, its paths, and a batch with a loss to step on.
+
+    `unmeasured`: why paths are those of the rules, if they could not be measured. `contradiction`: how what was
+    measured differs from the rules, if it does.
+    """
 
     model: nn.Module
     optimizers: list[Optimizer]
     paths: list[Path]
     batch: Any
     loss: Loss
+    unmeasured: str = ""
+    contradiction: str = ""
     orders: HeadOrders = field(default_factory=lambda: HeadOrders(strict=False))
 
     @classmethod
     def of(
         cls, model: nn.Module, optimizers: list[Optimizer], paths: Iterable[Path] | None, batch: Any, loss: Loss | None
     ) -> Twin:
-        """Copies that belong together; the paths are found in the copy unless they are given.
+        """Copies that belong together; the paths are measured in the copy unless they are given.
 
         Runs the batch once: some models put other modules in place when they first see what they are given.
         """
         given = paths if paths is None or isinstance(paths, list) else list(paths)
         twin, own, found = _copied((unwrapped(model), optimizers, given))
-        found = logit_paths(twin) if found is None else found
         with undisturbed(twin), own_buffers(twin):
             run(twin, batch)
-        return cls(twin, own, found, batch, loss or default_loss)
+        unmeasured = contradiction = ""
+        if found is None:
+            found, unmeasured, contradiction = found_paths(twin, batch)
+        return cls(twin, own, found, batch, loss or default_loss, unmeasured, contradiction)
 
     def again(self) -> Twin:
         """A copy of the copy."""
-        return Twin(*_copied((self.model, self.optimizers, self.paths)), self.batch, self.loss, self.orders)
+        model, optimizers, paths = _copied((self.model, self.optimizers, self.paths))
+        return replace(self, model=model, optimizers=optimizers, paths=paths)
 
     def claims(self) -> Claims:
         """What its paths say."""
@@ -64,6 +74,26 @@ class Twin:
             self.loss(self.model, self.batch).backward()
         for optimizer in self.optimizers:
             optimizer.step()
+
+
+def found_paths(model: nn.Module, batch: Any) -> tuple[list[Path], str, str]:
+    """Measured paths; or those of the rules, with why they could not be measured, or how they were measured otherwise.
+
+    ValueError if there are none.
+    """
+    try:
+        return logit_paths(model, batch), "", ""
+    except ValueError as error:
+        why = str(error)
+        try:
+            ruled = logit_paths(model)
+        except ValueError:
+            raise error from None
+    try:
+        measurable = bool(measured_paths(model, batch))
+    except ValueError:
+        measurable = False
+    return ruled, "" if measurable else why, why if measurable else ""
 
 
 @contextmanager

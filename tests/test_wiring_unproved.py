@@ -1,0 +1,138 @@
+"""What the check did not show is not proved: nothing that is missing, zero or no number makes it `ok`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from models import Separate
+from quacklr import check
+from quacklr.wiring.faults import Fault
+from quacklr.wiring.result import Checked, Wiring
+from quacklr.wiring.steps import Change
+from wiring_runs import X_BTD, checked, stack
+
+GOOD = {"measured": 0.1, "bound": 0.2}
+
+
+def change(**of: float) -> Change:
+    """Of two heads, the second as said."""
+    numbers = GOOD | of
+    both = (torch.tensor([GOOD[name], numbers[name]], dtype=torch.float64) for name in GOOD)
+    return Change(*both, *torch.zeros(2, 2, dtype=torch.bool))
+
+
+def wiring(*layers: dict[str, Any], **of: Any) -> Wiring:
+    good: dict[str, Any] = {"silent": "", "start": change(), "plain": change(), "quack": change(), "nudged": []}
+    checked = [Checked(str(number), 2, **good | each) for number, each in enumerate(layers)]
+    return Wiring(tuple(checked), 4.0, 1, {}, **of)
+
+
+def cases() -> Iterator[tuple[str, Wiring]]:
+    yield "no layer", wiring()
+    yield "a layer that is not heard", wiring({}, {"silent": "not heard"})
+    yield "a fault", wiring({}, {"nudged": [Fault((0,), "head 0 is moved by others")]})
+    yield "a rule that was measured otherwise", wiring({}, contradiction="the rule is wrong here")
+    for when, name, value in itertools.product(("start", "plain", "quack"), GOOD, (math.nan, math.inf)):
+        yield f"{when} {name} {value}", wiring({}, {when: change(**{name: value})})
+    yield "no step with QuacK", wiring({}, {"quack": change(measured=0.0, bound=0.0)})
+
+
+CASES = dict(cases())
+
+
+def test_what_is_shown_is_ok() -> None:
+    assert wiring({}, {}).ok
+    assert wiring(
+        {}, {"trains": False, **dict.fromkeys(("start", "plain", "quack"), change(measured=0.0, bound=0.0))}
+    ).ok
+    assert wiring({}, unmeasured="flex attention is not seen").ok
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_shown_is_not_ok_and_the_last_line_says_so(case: str) -> None:
+    assert not CASES[case].ok
+    last = str(CASES[case]).splitlines()[-1]
+    assert last.startswith(("wired wrong", "not shown", "wired right, as far as shown"))
+
+
+class Hidden(Separate):
+    """Its first head looks at nothing."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k = (each.transpose(1, 2) for each in self.qk(x_BTD))
+        first = torch.arange(4).view(4, 1, 1) == 0
+        shares = (q @ k.mT).masked_fill(first, -1e9).softmax(-1)
+        return (shares @ self.v(x_BTD).unflatten(2, (4, 4)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
+class NotANumber(Separate):
+    """The logits of its first head are NaN, and nothing is made of them."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k = (each.transpose(1, 2) for each in self.qk(x_BTD))
+        logits = q @ k.mT
+        logits = torch.cat([logits[:, :1].detach() * torch.nan, logits[:, 1:]], 1)
+        shares = logits.softmax(-1).nan_to_num()
+        return (shares @ self.v(x_BTD).unflatten(2, (4, 4)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
+class Shorter(Separate):
+    """Every time another number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths = itertools.cycle([3, 4, 5])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shorter:
+        copy = Shorter()
+        copy.load_state_dict(self.state_dict())
+        memo |= {id(one): other for one, other in zip(self.parameters(), copy.parameters(), strict=True)}
+        return copy
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return super().forward(x_BTD[:, : next(self.lengths)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [
+        (Hidden, "some heads look at nothing"),
+        (NotANumber, "its logits are not finite"),
+        (Shorter, "not the same twice"),
+    ],
+)
+def test_logits_that_cannot_be_compared_show_nothing(kind: type[Separate], word: str) -> None:
+    wiring = check(model := stack(kind, 1), SGD(model.parameters(), lr=0.1), X_BTD, steps=1)
+    assert not wiring.ok
+    assert word in str(wiring).splitlines()[1]
+
+
+def optimizers(model: Any) -> Iterator[tuple[Optimizer, Any]]:
+    first_only = lambda model, x: model[0](x).square().mean()  # noqa: E731
+    yield SGD(model.parameters(), lr=0.1), first_only
+    yield AdamW(model.parameters(), lr=0.1), first_only
+    yield SGD([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.0}], lr=0.1), None
+
+
+def test_rows_that_take_no_step_though_they_train_are_not_shown_to_be_right() -> None:
+    model = stack(Separate)
+    for optimizer, loss in optimizers(model):
+        wiring = check(model, optimizer, X_BTD, loss=loss, steps=2)
+        assert not wiring.ok
+        assert not any(layer.faults for layer in wiring.layers)
+        lines = str(wiring).splitlines()
+        assert lines[2].endswith("its rows took no step: no gradient, or lr is 0")
+        assert lines[-1].startswith("wired right, as far as shown: 1 layer, 4 heads;")
+
+
+def test_no_paths_are_no_proof() -> None:
+    with pytest.raises(ValueError, match="no path"):
+        checked(stack(Separate), [])
