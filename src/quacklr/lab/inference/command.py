@@ -16,7 +16,7 @@ import tyro
 from quacklr.lab.errors import UserError, exit_code, refuse_unless_positive
 from quacklr.lab.inference.sample import Choice, written
 from quacklr.lab.inference.stream import pieces
-from quacklr.lab.options import OPTIONS
+from quacklr.lab.options import read
 from quacklr.lab.train.trained import Trained, open_run
 
 ABOUT = """\
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    given = tyro.cli(Generate, prog="quacklr generate", args=list(argv), description=ABOUT, config=OPTIONS)
+    given = read(Generate, "quacklr generate", argv, ABOUT)
     text = readable(sys.stdin.buffer.read() if given.prompt == "-" else os.fsencode(given.prompt))
     if not text:
         raise UserError("--prompt is empty; give at least a character to go on with")
