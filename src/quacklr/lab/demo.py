@@ -79,6 +79,7 @@ def run(given: Demo, argv: Sequence[str]) -> int:
     known = ledger.entries()
     todo = missing(configs, known, retry=True)
     with locked(given.out), display("quacklr demo", len(configs) - len(todo)) as show:
+        ledger.refuse_unless_writable()
         state = sweep(todo, ledger, Local(given.jobs), given.out / "runs", show)
     if state.stopped is not None:
         print(f"Stopped; go on with: {shlex.join(['quacklr', 'demo', *argv])}", file=sys.stderr)

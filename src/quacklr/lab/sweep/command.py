@@ -110,8 +110,9 @@ def execute(given: Sweep) -> State | None:
         print(listing(configs, known), flush=True)
         return None
     todo = missing(configs, known, given.retry)
+    refuse_other_corpora(configs, known)
     with terminal.tolerant(), locked(given.runs):
-        refuse_other_corpora(configs, known)
+        ledger.refuse_unless_writable()
         place = place_of(given, len(configs))
         try:
             with display(" ".join(given.studies), len(configs) - len(todo)) as show:

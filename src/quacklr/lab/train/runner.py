@@ -20,6 +20,7 @@ from quacklr.lab.signals import signals
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, ours, refuse_older_format, step_of
 from quacklr.lab.train.device import device_of, environment
 from quacklr.lab.train.folder import Folder
+from quacklr.lab.train.integrity import verify
 from quacklr.lab.train.session import Row, Session
 from quacklr.lab.train.statistics import largest
 from quacklr.lab.train.trackers import Tracker, trackers
@@ -56,6 +57,7 @@ def _run(config: Config, folder: Folder, resume: bool, wandb: str | None, world:
     corpus = open_corpus(config.training.corpus)
     if corpus.fingerprint != world.told(lambda: corpus.fingerprint):
         raise UserError(f"--corpus {config.training.corpus} is other text here than for the leading process")
+    verify(corpus, world, resumed=resume and folder.taken)
     session = Session(config, corpus)
     name = name_of_checkpoints(session.config, corpus.fingerprint)
     about = environment(session.device) | {"corpus": corpus.fingerprint, "processes": world.size, "job": job()}
@@ -138,8 +140,8 @@ def _dropped_if_it_fails(watcher: Tracker, watchers: list[Tracker]) -> Iterator[
         print(f"{type(watcher).__name__} fails ({reason}), so the run goes on without it", file=sys.stderr)
 
 
-def _nowhere(_: Row) -> None:
-    """For processes that leave the writing to another."""
+def _nowhere(_: Any) -> None:
+    """For what is not to be shown or written."""
 
 
 def _ending(config: Config, folder: Folder, resume: bool) -> Row | None:
