@@ -70,9 +70,23 @@ def open_missing() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, flag)  # the lowest that is free, which is this one
-    for descriptor, name in enumerate(NAMES, start=1):
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(descriptor, "w", errors="backslashreplace", closefd=False))  # noqa: SIM115
+            setattr(sys, name, open(descriptor, mode, errors="backslashreplace", closefd=False))  # noqa: SIM115
+
+
+def answer(text: str) -> None:
+    """Print what a command was asked for; OSError if it cannot be written."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "stdout") from error
+
+
+def sentence(error: OSError) -> str:
+    """What the system says, with the name of the file."""
+    reason = error.strerror or str(error)
+    return f"cannot read or write {error.filename}: {reason}" if error.filename else reason
 
 
 def discard_unwritten() -> None:

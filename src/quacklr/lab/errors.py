@@ -80,12 +80,7 @@ def exit_code(command: str, call: Callable[[], int]) -> int:
             print(f"{command}: {error}", file=sys.stderr)
             code = 2
         except OSError as error:
-            print(f"{command}: {of_the_system(error)}", file=sys.stderr)
+            print(f"{command}: {terminal.sentence(error)}", file=sys.stderr)
             code = 2
     terminal.discard_unwritten()
     return code
-
-
-def of_the_system(error: OSError) -> str:
-    """What the system says, with the name of the file. What is written to stdout has none."""
-    return f"cannot read or write {error.filename or 'what it was given'}: {error.strerror or error}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -57,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     given = read(Generate, "quacklr generate", argv, ABOUT)
-    text = readable(sys.stdin.buffer.read() if given.prompt == "-" else os.fsencode(given.prompt))
+    text = readable(standard_input() if given.prompt == "-" else given.prompt.encode())
     if not text:
         raise UserError("--prompt is empty; give at least a character to go on with")
     run = open_run(given.run, given.step, given.device)
@@ -65,6 +64,14 @@ def _main(argv: Sequence[str]) -> int:
     most = room(run, prompt, given.tokens)
     tell(run, text, prompt, most, given.sampling)
     return 0
+
+
+def standard_input() -> bytes:
+    """All of stdin; UserError if it cannot be read."""
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise UserError(f"--prompt - cannot read stdin: {error.strerror or error}") from error
 
 
 def readable(content: bytes) -> str:

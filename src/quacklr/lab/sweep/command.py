@@ -107,7 +107,7 @@ def execute(given: Sweep) -> State | None:
     if TIMED in given.studies:  # the same run in a process of its own says nothing about times
         known = {key: entry for key, entry in known.items() if entry.environment.get("turns")}
     if given.dry_run:
-        print(listing(configs, known), flush=True)
+        terminal.answer(listing(configs, known))
         return None
     todo = missing(configs, known, given.retry)
     refuse_other_corpora(configs, known)
