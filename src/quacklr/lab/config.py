@@ -18,6 +18,7 @@ from quacklr.lab.errors import UserError, refuse_negative, refuse_unless, refuse
 from quacklr.lab.methods import Method
 from quacklr.lab.model import MHA, MLA, Shape
 from quacklr.lab.optim import WSD, AdamWRecipe, Constant, Cosine, MuonRecipe, Recipe, Schedule, check
+from quacklr.lab.typed import misfits
 
 KINDS: dict[str, dict[str, type]] = {
     "attention": {"mha": MHA, "mla": MLA},
@@ -175,8 +176,10 @@ def from_json(saved: Mapping[str, Any]) -> Config:
         raise UserError(f"the saved configuration does not fit this version of quacklr: {error}") from error
 
 
-def _read(kind: Any, part: Mapping[str, Any]) -> Any:
-    """JSON has lists where we have tuples."""
+def _read(kind: Any, part: dict[str, Any]) -> Any:
+    """One part; TypeError if a value is of another type. JSON has lists where we have tuples."""
+    if wrong := misfits(part, kind):
+        raise TypeError(f"{', '.join(wrong)} of {kind.__name__} is of another type")
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in part.items() if name != "kind"
     }

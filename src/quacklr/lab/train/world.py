@@ -34,6 +34,16 @@ class World:
     size: int = 1
 
     @property
+    def local_rank(self) -> int:
+        """Its number among the processes on this machine."""
+        return int(os.environ.get("LOCAL_RANK", "0")) if self.size > 1 else 0
+
+    @property
+    def local_size(self) -> int:
+        """How many of the processes are on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.size > 1 else 1
+
+    @property
     def leads(self) -> bool:
         """Whether it is this process that writes and speaks for all."""
         return self.rank == 0
