@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from quacklr.blocks import Copies, Memory
 from quacklr.find import logit_paths
 from quacklr.norms import Norm, frobenius
-from quacklr.optimizers import as_optimizers, first_after_step, is_idle
+from quacklr.optimizers import as_optimizers, first_after_step, is_idle, validate_linear
 from quacklr.path import Path, as_paths
 from quacklr.ranks import reshard
 from quacklr.refuse import (
@@ -89,6 +89,7 @@ class QuacK:
         refuse_meta(weight for path in paths for weight in path.weights)
         self._rule = Rule(paths)
         refuse_unstepped(self._rule.weights, self.optimizers)
+        validate_linear(self.optimizers, (part.param for weight in self._rule.weights for part in weight.parts))
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         refuse_taken(self._rule.weights, [weight for other in here for weight in other._rule.weights])
         self._start, self._memory = self._measure_start()
