@@ -185,9 +185,9 @@ def _probe(given: Any, only: set[int] | None, hooked: Callable[[Any], list[Optim
 
 def _ways(given: Any, only: set[int] | None) -> Iterator[tuple[Callable[[], tuple[Scratch, Any]], Feed]]:
     """How to make and how to step a scratch optimizer; the first way that runs is taken."""
-    makers: list[Callable[[Scratch, Any], Any]] = [Scratch.copy, Scratch.construct]
+    makers: list[Callable[[Scratch, Any], Any]] = [Scratch.copy, Scratch.construct, Scratch.copy_in_part]
     if inner_optimizers(given):
-        makers += [Scratch.copy_outside, Scratch.construct_with_class]
+        makers[2:2] = [Scratch.copy_around, Scratch.construct_with_class]
     feeds: list[Feed] = [_plain_step, _step_with_closure, _step_with_graph]
     for make, mixed, dtype in itertools.product(makers, (True, False), (torch.float64, torch.float32)):
 

@@ -72,16 +72,21 @@ def _steppers(given: Any, notes: list[str]) -> list[Optimizer]:
         raise ValueError(f"{name} is not a torch.optim.Optimizer; call QuacK(model, optimizer)")
     if not inner:
         return [given]
-    try:
-        inside = probe(given, inside=True)
-        if inside.constant > LINEAR and isinstance(given, Optimizer) and probe(given).constant <= LINEAR:
+    inside = _probed(given, inside=True)
+    if not isinstance(inside, Linearity) or inside.constant > LINEAR:
+        whole = _probed(given, inside=False) if isinstance(given, Optimizer) else None
+        if isinstance(whole, Linearity) and whole.constant <= LINEAR:
             return [given]
-    except ProbeError as error:
-        notes.append(_unknown(name, str(error)))
-    else:
-        if note := _judge(name, inside, USE_ANOTHER):
-            notes.append(note)
+    note = _judge(name, inside, USE_ANOTHER) if isinstance(inside, Linearity) else _unknown(name, inside)
+    notes += [note] if note else []
     return [stepper for each in inner for stepper in _steppers(each, notes)]
+
+
+def _probed(given: Any, inside: bool) -> Linearity | str:
+    try:
+        return probe(given, inside=inside)
+    except ProbeError as error:
+        return str(error)
 
 
 def _validate_hooks(optimizer: Optimizer) -> None:
@@ -119,17 +124,16 @@ def validate_linear(optimizers: Iterable[Optimizer], params: Iterable[Tensor]) -
 def _judge(name: str, found: Linearity, way_out: str) -> str:
     """What to warn of, if anything."""
     rate = CONSTANT[0]
+    off = f"{100 * found.constant:.2g} % off its steps with lr * {rate:g}"
     if not found.reads_lr:
         raise _not_linear(name, "its steps do not change when lr does")
     if found.constant > NEARLY:
-        off = (
-            f"on scratch tensors its steps scaled by {rate:g} are {found.constant:.0%} off its steps with lr * {rate:g}"
-        )
-        raise _not_linear(name, f"{off}: it keeps weights in its state, or lr is not just a factor", way_out)
+        found_out = f"on scratch tensors its steps scaled by {rate:g} are {off}"
+        raise _not_linear(name, f"{found_out}: it keeps weights in its state, or lr is not just a factor", way_out)
     if found.constant > LINEAR:
         return (
-            f"{name} is not quite linear in lr: on scratch tensors its steps scaled by {rate:g} are "
-            f"{found.constant:.1%} off its steps with lr * {rate:g}. QuacK scales its steps"
+            f"{name} is not quite linear in lr: on scratch tensors its steps scaled by {rate:g} are {off}. QuacK "
+            "scales its steps"
         )
     if found.changing > NEARLY:
         return (
@@ -139,7 +143,7 @@ def _judge(name: str, found: Linearity, way_out: str) -> str:
     if found.late > NEARLY:
         return (
             f"{name} is linear in lr in its first steps, but not for ever: at step {MANY_STEPS:,} its scaled step is "
-            f"{found.late:.0%} off the step with lr * rate. QuacK then scales the step that it takes"
+            f"{100 * found.late:.2g} % off the step with lr * rate. QuacK then scales the step that it takes"
         )
     return ""
 
@@ -150,7 +154,7 @@ def _not_linear(name: str, reason: str, way_out: str = USE_ANOTHER) -> ValueErro
 
 def _way_out(optimizer: Optimizer) -> str:
     if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
-        return f"For a schedule-free optimizer wrap another one: ScheduleFreeWrapper(AdamW(...)). {USE_ANOTHER}"
+        return f"Schedule-free training works by a wrapper, ScheduleFreeWrapper(SGD(...)). {USE_ANOTHER}"
     return USE_ANOTHER
 
 

@@ -49,7 +49,7 @@ class Scratch:
     """
 
     def __init__(self, given: Any, only: set[int] | None, dtype: torch.dtype, mixed: bool) -> None:
-        self._make_inner = self.copy
+        self._make_inner, self._may_leave_out = self.copy, False
         numbers = torch.Generator().manual_seed(0)
         self._pairs: dict[int, list[nn.Parameter]] = {}
         for param in (param for _, params in representatives(given, only) for param in params):
@@ -83,15 +83,14 @@ class Scratch:
         made: Group = {}
         for name, value in given.items():
             if name not in ("params", "param_names"):
-                with contextlib.suppress(ProbeError):
-                    made[name] = self._plain(value)
+                self._copy_plain(name, value, made)
         made.update({name: False for name in OTHER_KERNELS if made.get(name)})
         if made.get("lr", given.get("lr")) is not None:
             made["lr"] = positive_lr(given)
         return made
 
     def copy(self, given: Any) -> Any:
-        """An optimizer, or a wrapper of some, without its state and hooks, and without what is no plain data."""
+        """An optimizer, or a wrapper of some, without its state and hooks."""
         if id(given) in self._copies:
             return self._copies[id(given)]
         made = self._copies[id(given)] = object.__new__(type(given))
@@ -105,9 +104,15 @@ class Scratch:
             elif name.endswith("_hooks") and isinstance(value, dict):
                 vars(made)[name] = OrderedDict()
             else:
-                with contextlib.suppress(ProbeError):
-                    vars(made)[name] = self._plain(value)
+                self._copy_plain(name, value, vars(made))
         return made
+
+    def _copy_plain(self, name: str, value: Any, into: dict[str, Any]) -> None:
+        try:
+            into[name] = self._plain(value)
+        except ProbeError:
+            if not self._may_leave_out:
+                raise
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, PLAIN) or (isinstance(value, FunctionType) and "<locals>" not in value.__qualname__):
@@ -118,6 +123,8 @@ class Scratch:
             return self._pairs[id(value)][0]
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() <= 1:
             return value.detach().clone()
+        if type(value).__module__.startswith(("torch.distributed", "torch._C._distributed")):
+            return None  # a process group or a mesh: the copy is alone
         if type(value) in (dict, OrderedDict, defaultdict):
             made = value.copy()
             made.clear()
@@ -125,11 +132,27 @@ class Scratch:
             return made
         if type(value) in (list, tuple, set, frozenset):
             return type(value)(self._plain(each) for each in value)
-        raise ProbeError(f"it holds a {type(value).__name__}")
+        if not hasattr(value, "__dict__") or isinstance(
+            value, Tensor | nn.Module | FunctionType | dict | list | tuple | set
+        ):
+            raise ProbeError(f"it holds a {type(value).__name__}")
+        return self._object(value)
 
-    def copy_outside(self, given: Any) -> Any:
+    def _object(self, value: Any) -> Any:
+        if id(value) not in self._copies:
+            made = self._copies[id(value)] = object.__new__(type(value))
+            for name, each in vars(value).items():
+                self._copy_plain(name, each, vars(made))
+        return self._copies[id(value)]
+
+    def copy_around(self, given: Any) -> Any:
         """A copy of a wrapper around new optimizers."""
         self._make_inner = self.construct
+        return self.copy(given)
+
+    def copy_in_part(self, given: Any) -> Any:
+        """A copy without what is no plain data."""
+        self._may_leave_out = True
         return self.copy(given)
 
     def construct_with_class(self, given: Any) -> Any:
