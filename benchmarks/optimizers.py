@@ -38,7 +38,7 @@ from quacklr.modules import as_written
 
 PACKAGES = [
     *("torch.optim", "adabelief_pytorch", "adam_mini", "adamp", "adan_pytorch", "apollo_torch"),
-    *("bitsandbytes.optim", "came_pytorch", "dadaptation", "deepspeed.ops", "dion", "distributed_shampoo", "dog"),
+    *("bitsandbytes.optim", "came_pytorch", "dadaptation", "dion", "distributed_shampoo", "dog"),
     *("dowg", "emerging_optimizers", "fairscale.optim", "galore_torch", "gefen", "grams", "grokfast_pytorch"),
     *("heavyball", "kron_torch", "lion_pytorch", "lomo_optim", "madgrad", "muon", "optimi", "parameterfree"),
     *("prodigyopt", "prodigyplus", "pytorch_lamb", "pytorch_optimizer", "pytorch_ranger", "q_galore_torch"),

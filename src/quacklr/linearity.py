@@ -59,7 +59,7 @@ class _Run:
         self._nested = 0
         self._rate = self._lr_rate = 1.0
         self._before: list[Tensor] = []
-        self.scales = False
+        self._scales = False
 
     def hook(self, optimizers: Iterable[Optimizer]) -> None:
         """Scale the steps of these, instead of lr."""
@@ -75,7 +75,7 @@ class _Run:
     def _post(self, *_: Any) -> None:
         self._nested -= 1
         if self._nested == 0:
-            self.scales = True
+            self._scales = True
             with torch.no_grad():
                 for param, before in zip(self._scratch.scaled, self._before, strict=True):
                     param.copy_(before.lerp(param, self._rate))
@@ -95,6 +95,8 @@ class _Run:
                 group["lr"] = lr * rate if by_lr else lr
             self._feed(self._optimizer, self._scratch.params, [grad.clone() for grad in grads[step]])
             seen.append([param.detach().clone() for param in self._scratch.scaled])
+            if step == len(CONSTANT) and not by_lr and not self._scales:
+                raise ProbeError("its step runs no hooks")
         return seen
 
     def _skip_to_late_steps(self) -> None:
@@ -210,9 +212,8 @@ def _measure(
     run = _Run(scratch, optimizer, feed)
     run.hook(hooked(optimizer))
     scaled = run.steps(grads, rates, by_lr=False)
+    _deviation(scaled, scaled, 0, len(CONSTANT))  # of one that moves nothing, another run would not help
     with_lr = _Run(*build(), feed).steps(grads, rates, by_lr=True)
-    if not run.scales:
-        raise ProbeError("its step runs no hooks")
     ends = list(itertools.accumulate(map(len, (CONSTANT, CHANGING, LATE)), initial=0))
     parts = [_deviation(scaled, with_lr, *part) for part in itertools.pairwise(ends)]
     reads_lr = True

@@ -70,7 +70,7 @@ def _steppers(given: Any, notes: list[str]) -> list[Optimizer]:
     name, inner = type(given).__name__, inner_optimizers(given)
     if not isinstance(given, Optimizer) and not (inner and hasattr(given, "step") and hasattr(given, "zero_grad")):
         raise ValueError(f"{name} is not a torch.optim.Optimizer; call QuacK(model, optimizer)")
-    if not inner:
+    if not inner or name in SHARD_STATE:
         return [given]
     inside = _probed(given, inside=True)
     if not isinstance(inside, Linearity) or inside.constant > LINEAR:
