@@ -187,9 +187,10 @@ def _read(kind: Any, part: dict[str, Any]) -> Any:
 
 
 def fingerprint(config: Config) -> str:
-    """Eight letters that are the same for two runs when and only when they must give the same numbers.
+    """Eight hexadecimal digits: a hash of the options that decide what is in a run's rows.
 
-    How often and in which way to save, how many threads, how processes share the work: none is part of it.
+    How often and in which way to save, how many threads, how processes share the work: none is part of it. A corpus is
+    in it by its name, not by its content.
     """
     watch = replace(config.watch, checkpoint_every=1, keep=1)
     plain = to_json(replace(config, watch=watch, machine=replace(config.machine, threads=None)))

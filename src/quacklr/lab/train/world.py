@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m quacklr train ...
 
-Each is a rank. Rank 0 leads: it alone writes to the run's folder and to the terminal.
+Each is a rank. Rank 0 leads: it alone writes to the terminal and to the run's folder, but for the checkpoints, of
+which each rank writes its own shards.
 """
 
 from __future__ import annotations
