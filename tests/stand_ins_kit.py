@@ -117,11 +117,12 @@ def layers(place: str, *truths: Truth) -> dict[str, Truth]:
     return {place.format(layer): truth for layer, truth in enumerate(truths)}
 
 
-def called(name: str) -> Callable[[type[M]], type[M]]:
-    """Give a class the name that it has in the original, where several originals have the same."""
+def called(name: str, package: str = "") -> Callable[[type[M]], type[M]]:
+    """Give a class the name, and the package, that it has in the original: rules trust the classes of some packages."""
 
     def rename(kind: type[M]) -> type[M]:
         kind.__name__ = kind.__qualname__ = name
+        kind.__module__ = package or kind.__module__
         return kind
 
     return rename

@@ -82,6 +82,7 @@ class FlexInnerAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa).squeeze(0).transpose(0, 1)
 
 
+@called("GQAttention", "torchtitan")
 class GQAttention(nn.Module):
     """torchtitan's llama3 and qwen3 today."""
 

@@ -65,7 +65,7 @@ def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
         with no_zeros(model) if filled else nullcontext():
             try:
                 measurement = _measure(model, sample, random)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 failure = error
                 continue
             yield measurement

@@ -17,6 +17,7 @@ from quacklr.find.owners import NotRowsError
 from quacklr.find.rules.finding import Finding, unknown
 from quacklr.find.rules.reading import GROUPS, HEAD_SIZE, HEADS, called, read, sizes, strange_parts
 from quacklr.find.rules.separate import multiplied, normed
+from quacklr.find.rules.source import NOT_SHOWN, is_trusted, shows_consecutive_rows
 from quacklr.find.rules.sources import Source, sources
 from quacklr.find.rules.words import K_NORM, Q_NORM
 from quacklr.weight import Segment, packed
@@ -58,30 +59,31 @@ def falcon(module: Any) -> Callable[[int, int, int], Layout]:
 class Known:
     """A class by its name and that of its fused projection; some choose their layout by a setting.
 
-    Where many have a class of that name: the package it must be from, or names that its forward must use.
+    The class must be the package's own, with its forward. Where there is no package (nanoGPT is copied, not imported),
+    the source must use some names, and show how rows are split into heads.
     """
 
     child: str
     layout: Callable[[int, int, int], Layout]
     chosen: Callable[[Any], Callable[[int, int, int], Layout]] | None = None
     q_bias: str = ""  # a parameter that is added to all queries
-    package: str = ""
+    package: str = "transformers"
     uses: frozenset[str] = frozenset()
 
-    def fits(self, module: nn.Module, cls: type) -> bool:
+    def fits(self, module: nn.Module) -> bool:
         """Whether a module of a class of that name is the one that is meant."""
-        from_there = not self.package or f"{cls.__module__}.".startswith(f"{self.package}.")
+        from_there = not self.package or is_trusted(module, {self.package})
         return from_there and (not self.uses or self.uses <= called(module))
 
 
 KNOWN: dict[str, tuple[Known, ...]] = {
     "GPT2Attention": (Known("c_attn", concat),),
     "Attention": (
-        Known("c_attn", concat, package="transformers"),
+        Known("c_attn", concat),
         Known("qkv", concat, package="timm.layers.attention"),
     ),
     "CausalSelfAttention": (
-        Known("c_attn", concat, uses=frozenset({"split", "n_embd"})),  # nanoGPT: split(self.n_embd, dim=2)
+        Known("c_attn", concat, package="", uses=frozenset({"split", "n_embd"})),  # nanoGPT: split(self.n_embd, dim=2)
         Known("qkv", concat, package="litgpt"),
     ),
     "GPTBigCodeAttention": (Known("c_attn", concat, bigcode),),
@@ -100,8 +102,8 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "MgpstrAttention": (Known("qkv", concat),),
     **dict.fromkeys(("SamVisionAttention", "SamHQVisionAttention", "GotOcr2VisionAttention"), (Known("qkv", concat),)),
     "ModernBertAttention": (Known("Wqkv", concat),),
-    "GQAttention": (Known("qkv_linear.wqkv", grouped),),  # torchtitan
-    "SelfAttention": (Known("linear_qkv", grouped, uses=frozenset({"core_attention"})),),  # Megatron
+    "GQAttention": (Known("qkv_linear.wqkv", grouped, package="torchtitan"),),
+    "SelfAttention": (Known("linear_qkv", grouped, package="megatron", uses=frozenset({"core_attention"})),),
 }
 
 
@@ -112,7 +114,7 @@ def fused(module: nn.Module) -> Finding | None:
     """A class that KNOWN has; None otherwise."""
     for cls in type(module).__mro__:
         for known in KNOWN.get(cls.__name__, ()):
-            terms = sources(_part(module, known.child)) if known.fits(module, cls) else []
+            terms = sources(_part(module, known.child)) if known.fits(module) else []
             if terms and getattr(module, "relative_attention", False):
                 return unknown("its logits have terms with positions")
             if terms and (q := sources(getattr(module, "q_attn", None))):  # GPT-2's cross-attention: [k | v] and a q
@@ -151,6 +153,8 @@ def _laid_out(module: nn.Module, terms: list[Source], known: Known) -> Finding:
     d = rows // (heads + 2 * groups)
     if (said := read(module, HEAD_SIZE)) and d not in said:
         return unknown(f"{rows} rows make heads of {d}, but it says {said[0]}")
+    if not known.package and not shows_consecutive_rows(module, {heads, groups}, {d}):
+        return unknown(NOT_SHOWN)
     segments, repeat = layout(heads, groups, d)
     try:
         cut = [source.cut(segments, repeat) for source in terms]

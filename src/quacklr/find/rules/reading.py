@@ -70,11 +70,15 @@ def numbers_of_heads(config: Any) -> set[int]:
 
 
 def called(module: nn.Module) -> set[str]:
-    """The names that a module's forward uses, and those of the functions, methods and submodules that it calls.
+    """The names that a module's forward uses, and those of the functions, methods and submodules that it calls."""
+    return {name for _, function in functions(module) for name in names_in(function.__code__)}
+
+
+def functions(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """The module's forward, and the functions, methods and submodules that it calls; each with the module it is of.
 
     Followed are methods of its own, functions that are not torch's, and submodules without parameters.
     """
-    names: set[str] = set()
     waiting: list[Any] = [(module, type(module).forward, type(module))]
     seen: set[CodeType] = set()
     while waiting:
@@ -84,10 +88,9 @@ def called(module: nn.Module) -> set[str]:
         if code is None or code in seen:
             continue
         seen.add(code)
+        yield owner, function
         for name in names_in(code):
-            names.add(name)
             waiting += _followed(owner, function, cls, name)
-    return names
 
 
 def _followed(owner: nn.Module, function: Any, cls: type, name: str) -> Iterator[tuple[nn.Module, Any, type]]:

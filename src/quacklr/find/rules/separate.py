@@ -11,6 +11,7 @@ from torch import nn
 from quacklr.find.owners import NotRowsError
 from quacklr.find.rules.finding import NO_SOFTMAX, QK_NORM, SCALE_FREE, Finding, unknown
 from quacklr.find.rules.reading import attends, called, child, norm_calls, sizes, strange_parts
+from quacklr.find.rules.source import NO_PRODUCT, NOT_SHOWN, is_trusted, shows_consecutive_rows, shows_product
 from quacklr.find.rules.sources import Chain, Source, sources
 from quacklr.find.rules.words import K_NORM, Q_NORM, QUERY_AND_KEY
 from quacklr.path import Path
@@ -27,12 +28,14 @@ GATED = re.compile(r"Qwen(3_?5|3Next|4Exp)\w*Attention")  # rows of q_proj are [
 def separate(module: nn.Module) -> Finding | None:
     """MHA, GQA and MQA with separate projections; None if the module has none of the usual names."""
     pair = next((pair for pair in QUERY_AND_KEY if all(_projects(getattr(module, name, None)) for name in pair)), None)
-    if any(cls.__name__ in NORMED for cls in type(module).__mro__):
+    if any(cls.__name__ in NORMED for cls in type(module).__mro__) and is_trusted(module, {"transformers"}):
         return Finding(reason=QK_NORM)
     if pair is None:
         return _queries_alone(module)
     if not attends(module):
         return Finding(reason=NO_SOFTMAX) if LINEAR.search(type(module).__name__) else unknown("it shows no softmax")
+    if not is_trusted(module) and not shows_product(module):
+        return unknown(NO_PRODUCT)
     if (reason := normed(module)) is not None:
         return reason
     if strange := strange_parts(module, (*pair, *input_norms(module))):
@@ -44,7 +47,7 @@ def separate(module: nn.Module) -> Finding | None:
 
 
 def _paired(module: nn.Module, q: list[Source], k: list[Source]) -> Finding:
-    gated = any(GATED.fullmatch(cls.__name__) for cls in type(module).__mro__)
+    gated = any(GATED.fullmatch(cls.__name__) for cls in type(module).__mro__) and is_trusted(module)
     q_rows, k_rows = (side[0].weight.shape[side[0].dim] for side in (q, k))
     read = sizes(module, q_rows // 2 if gated else q_rows, k_rows)
     if isinstance(read, str):
@@ -53,6 +56,8 @@ def _paired(module: nn.Module, q: list[Source], k: list[Source]) -> Finding:
     tiled = "repeat" in called(module) and "repeat_kv" not in called(module)  # the latter is transformers'
     if 1 < groups < heads and (hasattr(module, "to_q") or tiled):
         return unknown("it may repeat keys for groups of heads, or groups of keys for heads")
+    if not is_trusted(module) and not shows_consecutive_rows(module, {heads, groups}, {d}):
+        return unknown(NOT_SHOWN)
     of_q: list[Segment] = [("q", 1, d), (None, 1, d)] if gated else [("q", heads, d)]
     try:
         q_chains = [chain for source in q for chain in source.cut(of_q, heads if gated else 1)["q"]]
@@ -89,7 +94,7 @@ def normed(module: nn.Module) -> Finding | None:
 
 def input_norms(module: nn.Module) -> tuple[str, ...]:
     """Norms of some classes that come before the projections."""
-    return NORMS_ITS_INPUT.get(type(module).__name__, ())
+    return NORMS_ITS_INPUT.get(type(module).__name__, ()) if is_trusted(module, {"transformers"}) else ()
 
 
 def _projects(found: Any) -> bool:

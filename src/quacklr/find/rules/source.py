@@ -1,0 +1,257 @@
+"""What the source of a forward proves: that a head's rows are consecutive, and that a softmax is over a product.
+
+A rule takes rows of a projection for consecutive: rows 0 to d - 1 are the first head's. The source shows it where the
+output is reshaped to (..., heads, d), as in `view(B, T, self.num_heads, self.head_dim)`, `unflatten(-1, (heads, -1))`
+or `rearrange(q, "b n (h d) -> b h n d")`. Where it shows (..., d, heads), or nothing, the rule declines.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Collection, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from quacklr.find.rules.reading import ATTENDS, HEADS, functions
+
+TRUSTED = {
+    "torch",
+    "transformers",
+    "timm",
+    "torchtitan",
+    "megatron",
+    "litgpt",
+    "olmo",
+    "olmo_core",
+    "diffusers",
+    "peft",
+}
+RESHAPES = {"view", "reshape", "unflatten"}
+PRODUCTS = {"matmul", "einsum", "bmm", "baddbmm"}
+HEADS_WORD = re.compile("|".join(HEADS))
+NOT_SHOWN = "its source does not show that the rows of a head are consecutive"
+NO_PRODUCT = "its source shows no softmax over a product of queries and keys"
+
+
+def is_trusted(module: nn.Module, packages: Collection[str] = TRUSTED) -> bool:
+    """Whether what the module runs was defined by a project whose classes have been judged row by row.
+
+    A class derived from one of those may have another `__init__`, but no method of its own.
+    """
+    for cls in type(module).__mro__:
+        if any(f"{cls.__module__}.".startswith(f"{package}.") for package in packages):
+            return "forward" not in vars(module)
+        own = [name for name, value in vars(cls).items() if isinstance(value, FunctionType)]
+        if any(not name.startswith("__") or name == "__call__" for name in own):
+            return False
+    return False
+
+
+class Source(NamedTuple):
+    """The syntax tree of a function, and the module that it is called with."""
+
+    owner: nn.Module
+    function: Any
+    tree: ast.AST
+
+    def assigned(self, name: str) -> Iterator[ast.expr]:
+        """The expressions that a local name stands for."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    yield from _matched(target, node.value, name)
+
+    def number(self, node: ast.expr, depth: int = 0) -> int | None:
+        """The whole number that an expression stands for, if that can be seen."""
+        if isinstance(node, ast.Constant):
+            return node.value if type(node.value) is int else None
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            value = getattr(self.owner, node.attr, None)
+            return value if type(value) is int else None
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            inner = self.number(node.operand, depth)
+            return None if inner is None else -inner
+        if isinstance(node, ast.BinOp):
+            left, right = self.number(node.left, depth), self.number(node.right, depth)
+            return None if left is None or right is None else _computed(node.op, left, right)
+        if isinstance(node, ast.Name) and depth < 5:
+            known = {self.number(value, depth + 1) for value in self.assigned(node.id)}
+            if not known:
+                value = getattr(self.function, "__globals__", {}).get(node.id)
+                return value if type(value) is int else None
+            return known.pop() if len(known) == 1 else None
+        return None
+
+    def sizes(self, call: ast.Call) -> list[ast.expr]:
+        """The sizes that a reshape is given, as far as they are written out."""
+        given: list[ast.expr] = list(call.args[1:] if _name(call.func) == "unflatten" else call.args)
+        if len(given) == 1 and isinstance(given[0], ast.Name):
+            given = next(([value] for value in self.assigned(given[0].id)), given)
+        while len(given) == 1 and isinstance(given[0], ast.BinOp):  # x.size()[:-1] + (heads, d)
+            given = [given[0].right]
+        return list(given[0].elts) if len(given) == 1 and isinstance(given[0], ast.Tuple | ast.List) else given
+
+    def is_product(self, node: ast.AST, sources: Collection[Source], seen: frozenset[str] = frozenset()) -> bool:
+        """Whether an expression is made of a matrix product, here or where this function is called."""
+        parameters = set(inspect.signature(self.function).parameters) - {"self"}
+        for part in ast.walk(node):
+            if (isinstance(part, ast.BinOp) and isinstance(part.op, ast.MatMult)) or (
+                isinstance(part, ast.Call) and _name(part.func) in PRODUCTS
+            ):
+                return True
+            if not isinstance(part, ast.Name) or part.id in seen:
+                continue
+            if any(self.is_product(value, sources, seen | {part.id}) for value in self.assigned(part.id)):
+                return True
+            if part.id in parameters and self._is_given_a_product(sources, seen | {part.id}):
+                return True
+        return False
+
+    def _is_given_a_product(self, sources: Collection[Source], seen: frozenset[str]) -> bool:
+        names = {self.function.__name__} | {
+            name for s in sources for name, child in s.owner.named_children() if child is self.owner
+        }
+        for source in sources:
+            for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+                if source is not self and _name(call.func) in names:
+                    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+                    if any(source.is_product(each, sources, seen) for each in given):
+                        return True
+        return False
+
+
+def sources_of(module: nn.Module) -> list[Source] | None:
+    """The syntax trees of all that a module's forward runs; None if one cannot be had."""
+    found = []
+    for owner, function in functions(module):
+        try:
+            found.append(Source(owner, function, ast.parse(textwrap.dedent(inspect.getsource(function)))))
+        except (OSError, TypeError, SyntaxError):
+            return None
+    return found
+
+
+def shows_product(module: nn.Module) -> bool:
+    """Whether a softmax is over a matrix product, or an attention kernel is called."""
+    sources = sources_of(module) or []
+    for source in sources:
+        for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+            name = _name(call.func)
+            if not ATTENDS.search(name) and not _is_softmax(source, name):
+                continue
+            if "softmax" not in name.lower() and "logsumexp" not in name and not _is_softmax(source, name):
+                return True  # a kernel
+            given = [*call.args[:1], *([call.func.value] if isinstance(call.func, ast.Attribute) else [])]
+            if any(source.is_product(each, sources) for each in given):
+                return True
+    return False
+
+
+def shows_consecutive_rows(module: nn.Module, heads: Collection[int], sizes: Collection[int]) -> bool:
+    """Whether rows are reshaped to (..., heads, size) somewhere in the source, and nowhere in another order."""
+    verdicts = [verdict for source in sources_of(module) or [] for verdict in _verdicts(source, heads, sizes)]
+    patterns = [pattern for part in module.modules() if isinstance(pattern := getattr(part, "pattern", None), str)]
+    verdicts += [_is_consecutive(pattern) for pattern in patterns if "->" in pattern]
+    return any(verdict is True for verdict in verdicts) and not any(verdict is False for verdict in verdicts)
+
+
+def _verdicts(source: Source, heads: Collection[int], sizes: Collection[int]) -> Iterator[bool | None]:
+    """Of every reshape: True if it makes consecutive heads, False if it makes others, None if it makes none."""
+    after = {
+        id(node.func.value): node
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "->" in node.value and "(" in node.value:
+            yield _is_consecutive(node.value)
+        if isinstance(node, ast.Call) and _name(node.func) in RESHAPES and len(given := source.sizes(node)) > 1:
+            verdict = _verdict(source, given[-2:], heads, sizes)
+            moved = after.get(id(node))
+            yield (
+                False if verdict and moved is not None and _moves_heads(source, moved, max(4, len(given))) else verdict
+            )
+
+
+def _verdict(source: Source, given: list[ast.expr], heads: Collection[int], sizes: Collection[int]) -> bool | None:
+    first, second = (source.number(each) for each in given)
+    words = [bool(HEADS_WORD.fullmatch(_last_word(each))) for each in given]
+    if second in sizes and not (second in heads and words[1]):
+        return True if first in heads or first == -1 or first is None else None
+    if second in (None, -1) and first in heads and not (first in sizes and not words[0]):
+        return True  # the rest of the rows is the size
+    pairs = isinstance(given[1], ast.Constant)  # as rotations reshape to (..., -1, 2)
+    if second in heads and (first in sizes or (first in (None, -1) and not pairs)):
+        return False
+    if (
+        second is not None
+        and (first == -1 or first in heads)
+        and max(heads) not in (second, *_quotients(second, sizes))
+    ):
+        return False if _quotients(second, sizes) else None  # a head's query and gate, or query, key and value
+    return None
+
+
+def _quotients(number: int, sizes: Collection[int]) -> list[int]:
+    """How many times each of the sizes that divide the number is in it."""
+    return [number // size for size in sizes if number > size and number % size == 0]
+
+
+def _moves_heads(source: Source, call: ast.Call, ndim: int) -> bool:
+    """Whether a permutation right after the reshape puts what was last before what was the last but one."""
+    order = [source.number(each) for each in call.args]
+    if _name(call.func) == "permute" and None not in order:
+        axes = [axis % len(order) for axis in order if axis is not None]
+        return axes.index(len(axes) - 1) < axes.index(len(axes) - 2)
+    return _name(call.func) in ("transpose", "swapaxes") and {1, ndim - 1} <= {a % ndim for a in order if a is not None}
+
+
+def _is_consecutive(pattern: str) -> bool | None:
+    """Of an einops pattern such as "b n (h d) -> b h n d": whether what is outer before is outer afterwards."""
+    before, after = pattern.split("->")[:2]
+    places = {name: place for place, name in enumerate(re.findall(r"\w+", after))}
+    for group in re.findall(r"\(([^)]*)\)", before):
+        axes = [places[name] for name in group.split() if name in places]
+        if len(axes) > 1:
+            return axes == sorted(axes)
+    return None
+
+
+def _matched(target: ast.expr, value: ast.expr, name: str) -> Iterator[ast.expr]:
+    if isinstance(target, ast.Name) and target.id == name:
+        yield value
+    elif isinstance(target, ast.Tuple | ast.List):
+        if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
+            for one, other in zip(target.elts, value.elts, strict=True):
+                yield from _matched(one, other, name)
+        else:
+            for one in target.elts:
+                yield from _matched(one, value, name)
+
+
+def _computed(op: ast.operator, left: int, right: int) -> int | None:
+    if isinstance(op, ast.Mult):
+        return left * right
+    if isinstance(op, ast.FloorDiv) and right:
+        return left // right
+    return left + right if isinstance(op, ast.Add) else left - right if isinstance(op, ast.Sub) else None
+
+
+def _name(function: ast.expr) -> str:
+    return (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
+
+
+def _last_word(node: ast.expr) -> str:
+    return _name(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+
+
+def _is_softmax(source: Source, name: str) -> bool:
+    return isinstance(getattr(source.owner, name, None), nn.Softmax)

@@ -1,0 +1,353 @@
+"""Rules read the source: rows that are not consecutive, and softmaxes that make no logits, are not guessed at.
+
+The classes have names and parts that rules know, and each its own forward. The judge is the measurement.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quacklr import logit_paths
+from quacklr.find.rules import by_rule
+from quacklr.find.rules.finding import Finding
+from quacklr.weight import Weight
+
+H, D, W = 4, 3, 12
+
+
+class Separate(nn.Module):
+    """Four heads of three rows; `split` is what the classes below differ in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = H, D
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(W, W, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def split(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ViewHeadsFirst(Separate):
+    def split(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        return x.view(B, T, self.num_heads, C // self.num_heads).transpose(1, 2)
+
+
+class ViewMinusOne(Separate):
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.num_heads, -1).permute(0, 2, 1, 3)
+
+
+class ShapeInATuple(Separate):
+    def split(self, x: Tensor) -> Tensor:
+        shape = x.size()[:-1] + (self.num_heads, self.head_dim)  # noqa: RUF005
+        return x.view(shape).permute(0, 2, 1, 3)
+
+
+class Unflattened(Separate):
+    def split(self, x: Tensor) -> Tensor:
+        h, d = self.num_heads, self.head_dim
+        return x.unflatten(-1, (h, d)).transpose(1, 2)
+
+
+class ViewHeadsLast(Separate):
+    def split(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        return x.view(B, T, self.head_dim, self.num_heads).permute(0, 3, 1, 2)
+
+
+class ViewMinusOneHeads(Separate):
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.num_heads).permute(0, 3, 1, 2)
+
+
+class UnflattenedHeadsLast(Separate):
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, (self.head_dim, self.num_heads)).movedim(3, 1)
+
+
+class Strided(Separate):
+    def split(self, x: Tensor) -> Tensor:
+        return torch.stack([x[..., h :: self.num_heads] for h in range(self.num_heads)], 1)
+
+
+class Chunked(Separate):
+    def split(self, x: Tensor) -> Tensor:
+        return torch.stack(x.chunk(self.head_dim, dim=-1), -1).transpose(1, 2)
+
+
+def rearrange(x: Tensor, pattern: str, **sizes: int) -> Tensor:
+    """einops' function, for two patterns."""
+    h = sizes["h"]
+    if "(h d)" in pattern.split("->")[0]:
+        return x.unflatten(-1, (h, -1)).transpose(1, 2)
+    return x.unflatten(-1, (-1, h)).permute(0, 3, 1, 2)
+
+
+class Rearrange(nn.Module):
+    """einops' layer."""
+
+    def __init__(self, pattern: str, **sizes: int) -> None:
+        super().__init__()
+        self.pattern, self.sizes = pattern, sizes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rearrange(x, self.pattern, **self.sizes)
+
+
+class PatternHeadsFirst(Separate):
+    def split(self, x: Tensor) -> Tensor:
+        return rearrange(x, "b n (h d) -> b h n d", h=self.num_heads)
+
+
+class PatternHeadsLast(Separate):
+    def split(self, x: Tensor) -> Tensor:
+        return rearrange(x, "b n (d h) -> b h n d", h=self.num_heads)
+
+
+class LayerHeadsLast(nn.Module):
+    """As in the issue: W_q, W_k, head_num, and an einops layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_num, self.num_heads = H, H
+        self.W_q, self.W_k, self.W_v, self.W_o = (nn.Linear(W, W, bias=False) for _ in range(4))
+        self.split = Rearrange("b n (d h) -> b h n d", h=H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(w(x)) for w in (self.W_q, self.W_k, self.W_v))
+        return self.W_o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class SquareHeads(Separate):
+    """As many heads as rows of a head: numbers alone do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 4, 4
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+
+class SquareHeadsFirst(SquareHeads):
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+
+class SquareHeadsLast(SquareHeads):
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.head_dim, self.num_heads).permute(0, 3, 1, 2)
+
+
+class SquarePermuted(SquareHeads):
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.num_heads, self.head_dim).permute(0, 3, 1, 2)
+
+
+READ = (ViewHeadsFirst, ViewMinusOne, ShapeInATuple, Unflattened, PatternHeadsFirst, SquareHeadsFirst)
+NOT_CONSECUTIVE = (
+    *(ViewHeadsLast, ViewMinusOneHeads, UnflattenedHeadsLast, Strided, Chunked, PatternHeadsLast, LayerHeadsLast),
+    *(SquareHeadsLast, SquarePermuted),
+)
+
+
+def ruled(module: nn.Module) -> Finding:
+    found = by_rule(module)
+    assert found is not None
+    return found
+
+
+def rows(weight: Weight) -> list[int]:
+    return weight.block_of_row.tolist()
+
+
+@pytest.mark.parametrize("cls", READ)
+def test_consecutive_rows_are_read_off_the_source(cls: type[Separate]) -> None:
+    module = cls()
+    (path,) = ruled(module).paths
+    (measured,) = logit_paths(module, torch.randn(2, 5, module.q_proj.in_features), rules=False)
+    assert [rows(weight) for weight in path.weights] == [rows(weight) for weight in measured.weights]
+
+
+@pytest.mark.parametrize("cls", NOT_CONSECUTIVE)
+def test_rows_that_are_not_consecutive_are_declined_and_measured(cls: Any) -> None:
+    module = cls()
+    found = ruled(module)
+    assert found.unknown
+    assert "pass a batch to measure it" in found.reason
+    width = next(module.parameters()).shape[1]
+    paths = logit_paths(module, torch.randn(2, 5, width))
+    assert rows(paths[0].weights[0]) == [row % 4 for row in range(width)]
+
+
+class QueryAndGate(Separate):
+    """Rows of a head's queries are [q, gate], and it does not say how many heads there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.num_heads
+        self.q_proj = nn.Linear(W, 2 * W, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, gate = self.q_proj(x).view(*x.shape[:2], -1, 2 * self.head_dim).transpose(1, 2).chunk(2, -1)
+        y = F.scaled_dot_product_attention(q, self.split(self.k_proj(x)), self.split(self.v_proj(x))) * gate
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+
+def test_queries_with_gates_are_not_taken_for_twice_as_many_heads() -> None:
+    assert ruled(QueryAndGate()).unknown
+
+
+def test_a_forward_without_source_is_declined() -> None:
+    names: dict[str, Any] = {"nn": nn, "F": F, "Separate": Separate}
+    exec(
+        "class Hidden(Separate):\n"
+        "    def split(self, x):\n"
+        "        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)\n",
+        names,
+    )
+    assert ruled(names["Hidden"]()).unknown
+
+
+class MptAttention(nn.Module):
+    """A user's class of that name: rows of Wqkv are per head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads, self.num_heads, self.head_dim = H, H, D
+        self.Wqkv, self.out_proj = nn.Linear(W, 3 * W, bias=False), nn.Linear(W, W, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.Wqkv(x).view(*x.shape[:2], H, 3 * D).transpose(1, 2).chunk(3, -1)
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class CausalSelfAttention(nn.Module):
+    """Not nanoGPT's: each head's rows lie together, though `split` and `n_embd` are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = H, W
+        self.c_attn, self.c_proj = nn.Linear(W, 3 * W, bias=False), nn.Linear(W, W, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.size()
+        hs = self.n_embd // self.n_head
+        q, k, v = self.c_attn(x).view(B, T, self.n_head, 3 * hs).transpose(1, 2).split(hs, dim=-1)
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, self.n_embd))
+
+
+class GPTNeoXAttention(nn.Module):
+    """A user's class of that name: rows are [q | k | v]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_attention_heads, self.head_size = H, D
+        self.query_key_value, self.dense = nn.Linear(W, 3 * W, bias=False), nn.Linear(W, W, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in self.query_key_value(x).chunk(3, -1))
+        return self.dense(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class GQAttention(GPTNeoXAttention):
+    """A user's class with the name of torchtitan's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_linear = nn.Module()
+        self.qkv_linear.wqkv = nn.Linear(W, 3 * W, bias=False)
+        self.n_heads = H
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in self.qkv_linear.wqkv(x).chunk(3, -1))
+        return self.dense(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("cls", [MptAttention, CausalSelfAttention, GPTNeoXAttention, GQAttention])
+def test_a_table_of_classes_holds_for_that_projects_class_only(cls: type[nn.Module]) -> None:
+    module = cls()
+    found = by_rule(module)
+    assert found is None or not found.paths
+    paths = logit_paths(module, torch.randn(2, 5, W))
+    assert paths[0].heads == H
+
+
+class SoftmaxOfEach(Separate):
+    """Linear attention with two softmaxes, none over a product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        q, k = q.softmax(dim=-1), k.softmax(dim=-2)
+        return self.o_proj((q @ (k.mT @ v)).transpose(1, 2).flatten(2))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+
+class FeatureMap(SoftmaxOfEach):
+    """elu + 1, and a softmax that is a gate's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        gate = torch.softmax(x, dim=-1)
+        y = (F.elu(q) + 1) @ ((F.elu(k) + 1).mT @ v)
+        return self.o_proj(y.transpose(1, 2).flatten(2)) * gate
+
+
+class SoftmaxLayer(SoftmaxOfEach):
+    """The softmax is a layer, over the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        return self.o_proj((self.attend(q) @ (k.mT @ v)).transpose(1, 2).flatten(2))
+
+
+class Sigmoid(SoftmaxOfEach):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        return self.o_proj(((q @ k.mT).sigmoid() @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("cls", [SoftmaxOfEach, FeatureMap, SoftmaxLayer, Sigmoid])
+def test_a_softmax_that_is_not_over_a_product_is_no_attention(cls: type[nn.Module]) -> None:
+    found = by_rule(cls())
+    assert found is None or not found.paths
+
+
+class OverAProduct(SoftmaxOfEach):
+    """A product that goes through names, a mask, a function and a layer before its softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.soft = nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        dots = torch.einsum("bhid,bhjd->bhij", q, k) * self.head_dim**-0.5
+        dots = dots.masked_fill(torch.ones(1).bool().logical_not(), -1e9)
+        return self.o_proj((self.shares(dots) @ v).transpose(1, 2).flatten(2))
+
+    def shares(self, scores: Tensor) -> Tensor:
+        shifted = scores - scores.amax(-1, keepdim=True)
+        return self.soft(shifted)
+
+
+def test_a_softmax_over_a_product_is_found_through_names_and_functions() -> None:
+    assert ruled(OverAProduct()).paths
