@@ -27,7 +27,7 @@ demo: $(LAB)  ## see in minutes what QuacK is for: the default breaks, QuacK doe
 
 study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; resumes), then its figures and claims
 	$(BIN)/quacklr sweep interventions rivals sensitivity latents absorbed norms adamw critical
-	$(BIN)/quacklr sweep speed --seeds 5
+	$(BIN)/quacklr sweep speed --seeds 4
 	$(BIN)/quacklr report
 
 models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)

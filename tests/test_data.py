@@ -27,7 +27,7 @@ def shards(folder: Path, *sizes: int) -> Tokens:
     paths = [folder / f"{number}.bin" for number in range(len(sizes))]
     for path, part in zip(paths, parts, strict=True):
         path.write_bytes(part.tobytes())
-    return Tokens("the train split of numbers", paths)
+    return Tokens("the train split of numbers", paths, vocab=2**16)
 
 
 @pytest.fixture

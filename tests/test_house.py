@@ -43,6 +43,19 @@ def test_nothing_but_the_lab_itself_imports_the_lab() -> None:
             assert not any(name.startswith("quacklr.lab") for name in imported(file)), file
 
 
+def test_the_lab_imports_public_names_and_the_modules_that_it_says() -> None:
+    package = ROOT / "src/quacklr/lab"
+    said = set(re.findall(r"`(quacklr\.\w+)`", (package / "__init__.py").read_text()))
+    names = {name for file in package.rglob("*.py") for name in imported(file) if name.startswith("quacklr.")}
+    assert {".".join(name.split(".")[:2]) for name in names} - {"quacklr.lab"} == said
+
+
+def test_the_core_imports_nothing_of_the_integrations_but_the_picture_of_a_check() -> None:
+    files = [file for file in (ROOT / "src/quacklr").rglob("*.py") if not {"lab", "integrations"} & set(file.parts)]
+    found = {name for file in files for name in imported(file) if name.startswith("quacklr.integrations")}
+    assert found == {"quacklr.integrations.proof"}
+
+
 @pytest.mark.parametrize("file", CODE, ids=lambda file: str(file.relative_to(ROOT)))
 def test_a_file_says_what_it_is_for_and_is_ascii_and_source_has_less_than_300_lines(file: File) -> None:
     text = file.read_text(encoding="utf-8")

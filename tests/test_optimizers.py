@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 import reference
 from models import PerHead, Separate, assert_equal, layers, train
 from quacklr import QuacK, Weight, frobenius, mha, packed, spectral
+from quacklr.linearity import probe
 from quacklr.norms import Norm
-from quacklr.optimizers import NOT_LINEAR
+from quacklr.optimizers import KNOWN_LINEAR, NOT_LINEAR
 
 ACCEPTED: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
@@ -30,7 +31,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "Muon": {"weight_decay": 0.1},
     "SparseAdam": {},
 }
-TAU = 0.375  # exact in fp32
+TAUS = [0.375, 0.375, 0.75, 1.5, 0.25]  # exact in fp32
+REFUSED = [cls.__name__ for cls in NOT_LINEAR]
 
 
 def torch_optimizers() -> Iterator[str]:
@@ -39,8 +41,9 @@ def torch_optimizers() -> Iterator[str]:
             yield name
 
 
-def test_every_optimizer_of_torch_is_either_accepted_or_refused_by_name() -> None:
-    assert set(torch_optimizers()) == set(ACCEPTED) | set(NOT_LINEAR)
+def test_every_optimizer_of_torch_is_known_but_adafactor_which_depends_on_its_lr() -> None:
+    assert set(ACCEPTED) == {cls.__name__ for cls in KNOWN_LINEAR}
+    assert set(torch_optimizers()) == {*ACCEPTED, *REFUSED, "Adafactor"}
 
 
 def gradients(name: str, params: list[nn.Parameter], step: int) -> None:
@@ -57,29 +60,55 @@ def test_a_scaled_step_is_a_step_with_a_scaled_lr(name: str) -> None:
     with_quack = Separate().double()
     with_lr = Separate().double()
     with_lr.load_state_dict(with_quack.state_dict())
+    start = [param.detach().clone() for param in with_quack.parameters()]
     make: Callable[..., Optimizer] = getattr(torch.optim, name)
     one = make([with_quack.q.weight, with_quack.k.weight, with_quack.v.weight], lr=0.02, **ACCEPTED[name])
-    groups = [{"params": [with_lr.q.weight, with_lr.k.weight], "lr": TAU * 0.02}, {"params": [with_lr.v.weight]}]
-    two = make(groups, lr=0.02, **ACCEPTED[name])
-    with QuacK(nn.Sequential(with_quack), one, tau=TAU, adapt=False):
-        for step in range(5):
+    two = make(
+        [{"params": [with_lr.q.weight, with_lr.k.weight]}, {"params": [with_lr.v.weight]}], lr=0.02, **ACCEPTED[name]
+    )
+    with QuacK(nn.Sequential(with_quack), one, tau=TAUS[0], adapt=False) as quack:
+        for step, tau in enumerate(TAUS):
+            quack.tau, two.param_groups[0]["lr"] = tau, tau * 0.02
             gradients(name, list(with_quack.parameters()), step)
             gradients(name, list(with_lr.parameters()), step)
             one.step()
             two.step()
-    for mine, theirs in zip(with_quack.parameters(), with_lr.parameters(), strict=True):
+    for mine, theirs, before in zip(with_quack.parameters(), with_lr.parameters(), start, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-15)
-    assert not torch.equal(with_quack.v.weight, Separate().double().v.weight)
+        assert (mine - before).norm() > 1e-4  # it was trained
 
 
-@pytest.mark.parametrize("name", NOT_LINEAR)
-def test_an_optimizer_that_is_not_linear_in_lr_is_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in ACCEPTED if name != "SparseAdam"])
+def test_the_probe_finds_that_the_optimizers_of_torch_are_linear(name: str) -> None:
+    model = Separate(bias=name != "Muon")
+    found = probe(getattr(torch.optim, name)(model.parameters(), **ACCEPTED[name]))
+    assert found == (0, 0, 0, True)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_of_torch_that_is_not_linear_in_lr_is_refused_by_name(name: str) -> None:
     model = nn.Sequential(Separate())
     optimizer: Optimizer = getattr(torch.optim, name)(model.parameters())
     with pytest.raises(ValueError, match=f"^{name} is not linear in lr"):
         QuacK(model, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_the_probe_finds_what_is_refused_by_name() -> None:
+    params = list(Separate().parameters())
+    assert not probe(torch.optim.Rprop(params)).reads_lr
+    assert probe(torch.optim.ASGD(params)).changing > 0.1
+    assert probe(torch.optim.ASGD(params)).late > 0.1
+
+
+def test_adafactor_warns_if_it_will_not_stay_linear_and_is_taken_at_a_small_lr() -> None:
+    model = nn.Sequential(Separate())
+    with pytest.warns(
+        UserWarning, match="Adafactor is linear in lr in its first steps, but not for ever: at step 1,000,000"
+    ):
+        QuacK(model, torch.optim.Adafactor(model.parameters(), lr=1e-2))
+    QuacK(model, torch.optim.Adafactor(model.parameters(), lr=1e-4))
 
 
 def test_a_subclass_of_a_refused_optimizer_is_refused() -> None:

@@ -8,13 +8,18 @@ from io import StringIO
 from pathlib import Path as File
 
 import pytest
+import tyro
 
 from quacklr.lab.demo import sentence, table
+from quacklr.lab.options import OPTIONS
 from quacklr.lab.report import markdown
 from quacklr.lab.report.command import findings_of
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
+from quacklr.lab.sweep.command import Sweep, configs_of
 from quacklr.lab.sweep.ledger import Entry, Ledger
+from quacklr.lab.sweep.sweep import missing
+from test_page import BROWSERS
 
 ROOT = File(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -101,3 +106,27 @@ def test_every_figure_of_results_exists_in_three_formats() -> None:
     figures = sorted((RESULTS / "figures").iterdir())
     assert len(figures) == 18
     assert {file.suffix for file in figures} == {".pdf", ".png", ".svg"}
+
+
+def test_all_that_make_study_runs_is_in_the_ledger(entries: list[Entry]) -> None:
+    known = {entry.key: entry for entry in entries}
+    commands = re.findall(r"quacklr sweep (.*)", (ROOT / "Makefile").read_text())
+    assert len(commands) == 2
+    for words in commands:
+        given = tyro.cli(Sweep, args=words.split(), config=OPTIONS)
+        assert missing(configs_of(given), known) == [], words
+
+
+def test_what_decides_is_said_with_how_often_it_errs() -> None:
+    """The docs have a number from a simulation; README must not promise more."""
+    (percent,) = re.findall(
+        r'the "95 %" interval misses the truth in (\d+) % of cases', (ROOT / "docs/lab.md").read_text()
+    )
+    assert f"misses the truth in {percent} % of cases" in README
+
+
+def test_readme_says_how_to_run_the_tests_and_what_they_need() -> None:
+    section = README[README.index("    make test\n") :][:800]
+    assert "minutes" in section
+    for browser in BROWSERS:
+        assert f"`{browser}`" in section

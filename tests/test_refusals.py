@@ -144,6 +144,17 @@ def test_two_quacks_may_share_an_optimizer_but_no_weight() -> None:
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     QuacK(nn.ModuleList([first]), optimizer, tau=0.5)
     QuacK(nn.ModuleList([second]), optimizer, tau=0.1)
+    with pytest.raises(ValueError, match=r"^0.q: another QuacK is attached .* \(as 0.q\); call remove\(\)"):
+        QuacK(nn.ModuleList([second]), optimizer)
+    before = [param.detach().clone() for param in (*first.parameters(), *second.parameters())]
+    for parameter in (*first.parameters(), *second.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for attention, tau in ((first, 0.5), (second, 0.1)):
+        for name, parameter in attention.named_parameters():
+            moved = before.pop(0) - parameter.detach()
+            expected = 0.1 * (tau if name[0] in "qk" else 1.0)
+            torch.testing.assert_close(moved, torch.full_like(moved, expected), rtol=1e-5, atol=1e-6)
 
 
 def test_two_weights_with_one_name_are_refused() -> None:

@@ -46,7 +46,7 @@ def test_every_run_is_done_once_and_is_what_training_it_alone_gives(corpus: File
     assert not done(configs, tmp_path).ended
     assert (tmp_path / "ledger.jsonl").read_bytes() == before
     entries = Ledger(tmp_path / "ledger.jsonl").entries()
-    assert list(entries) == sorted(entries, key=list(entries).index)
+    assert len(before.splitlines()) == len(configs), "a line for each run, also for the one that was asked for twice"
     assert set(entries) == {fingerprint(config) for config in configs}
     for config in configs:
         run(config, tmp_path / "alone" / fingerprint(config))

@@ -97,6 +97,8 @@ def test_a_checkpoint_of_another_run_is_told(half: File, corpus: File, capsys: p
 
 
 def test_a_checkpoint_of_an_older_version_is_told(half: File, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(half / "checkpoints")
+    (half / "checkpoints").mkdir()
     torch.save({"format": 1}, half / "checkpoints/step-0000012.pt")
     said = complaint(capsys, "--resume", str(half))
     assert "step-0000012.pt was made by an older quacklr; start the run anew in another --out" in said

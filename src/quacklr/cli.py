@@ -7,9 +7,11 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from itertools import pairwise
+from typing import Any, NoReturn
 
 from quacklr import __version__
+from quacklr.integrations import terminal
 
 COMMANDS = {  # the module whose main(argv) it is, and what it does
     "demo": ("quacklr.lab.demo", "see in minutes what QuacK is for: the default breaks, QuacK does not"),
@@ -33,9 +35,31 @@ COMMANDS = {  # the module whose main(argv) it is, and what it does
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that answers a mistake with one sentence instead of the whole usage."""
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The options; a mistake ends the process with exit code 2."""
+        if unusable := unusable_argument(args or []):
+            self.error(unusable)
+        return super().parse_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where to look, and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def unusable_argument(argv: Sequence[str]) -> str | None:
+    """What is wrong with the first argument that is empty, has a NUL, or is not UTF-8; no option accepts such."""
+    for before, argument in pairwise(["", *argv]):
+        named = argument if argument.startswith("--") else before if "=" not in before else ""
+        option = named.partition("=")[0] if named.startswith("--") else "an argument"
+        if not argument or argument == f"{option}=":
+            return f"{option} is empty; give it a value, or leave it out"
+        if "\0" in argument:
+            return f"{option} has a NUL character in it; leave that out"
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            return f"{option} is no text in UTF-8: {argument!a}"
+    return None
 
 
 def parser() -> Parser:
@@ -63,6 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 2 for bad options, 130 when stopped by Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded; see docs/lab.md
+    terminal.open_missing()
+    with terminal.tolerant("stderr"):
+        code = _main(argv)
+    terminal.discard_unwritten()
+    return code
+
+
+def _main(argv: Sequence[str]) -> int:
     try:
         if argv and argv[0] in COMMANDS:
             return run(argv[0], argv[1:])

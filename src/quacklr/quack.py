@@ -23,7 +23,7 @@ from quacklr.find.rules.finding import Finding
 from quacklr.find.verify import Verification
 from quacklr.fixed import Fixed
 from quacklr.norms import Norm, frobenius
-from quacklr.optimizers import as_optimizers, first_after_step, is_idle
+from quacklr.optimizers import as_optimizers, first_after_step, is_idle, validate_linear
 from quacklr.path import Path, as_paths
 from quacklr.ranks import reshard
 from quacklr.refuse import (
@@ -96,6 +96,7 @@ class QuacK:
         self._rule = Rule(paths)
         self._on_paths = {id(part.param) for part in self._rule.parts}
         refuse_unstepped(self._rule.weights, self.optimizers)
+        validate_linear(self.optimizers, (part.param for weight in self._rule.weights for part in weight.parts))
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         refuse_taken(self._rule.weights, [weight for other in here for weight in other._rule.weights])
         self._start, self._memory = self._measure_start()

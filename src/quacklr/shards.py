@@ -1,8 +1,8 @@
 """What this process has of a parameter: all of it, or the shard that FSDP2, HSDP or tensor parallelism left here.
 
 A shard is the local tensor of a DTensor. Which entries of the parameter it holds is told by one index vector a
-dimension, so it may end in the middle of a head, hold no row at all, or be cut along the columns. No other file of
-the core looks inside of a DTensor.
+dimension, so it may end in the middle of a head, hold no row at all, or be cut along the columns. Other files of the
+core ask the functions here; only ranks.py reads a DTensor's mesh itself, for its process groups.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quacklr.find.measured import Seen, measure
+from quacklr.find.measured import Measurement, Seen, measuring
 from quacklr.find.owners import NotRowsError, Rowset, weight_of
 from quacklr.find.rules.finding import NO_WEIGHTS, NOT_LINEAR, QK_NORM, Finding
 from quacklr.modules import named_parameters, trainable
@@ -35,16 +35,14 @@ class Term:
 
 def measured_paths(model: nn.Module, sample: Any) -> dict[str, Finding]:
     """What a forward of the sample shows of every attention, by module name."""
-    with trainable(model):  # frozen parameters are on paths too
-        return _measured_paths(model, sample)
+    with trainable(model), measuring(model, sample) as measured:  # frozen parameters are on paths too
+        return _assembled(measured, {id(parameter): name for name, parameter in named_parameters(model)})
 
 
-def _measured_paths(model: nn.Module, sample: Any) -> dict[str, Finding]:
-    parameters = {id(parameter): name for name, parameter in named_parameters(model)}
+def _assembled(measured: Measurement, parameters: dict[int, str]) -> dict[str, Finding]:
     assembly = Assembly(parameters)
     terms: dict[str, dict[Term, None]] = {}
-    measured = measure(model, sample)
-    found = {name: unwritable("it mixes the logits of its heads before the softmax") for name in measured.mixed}
+    found: dict[str, Finding] = {}
     for seen in measured.seen:
         of_module = terms.setdefault(seen.module, {})
         if seen.problem:

@@ -7,12 +7,14 @@ projection is asked for its share, next to the query and the key first, then beh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quacklr.find.records import Projection, Side, gradients
+from quacklr.find.growth import Change, Slope
+from quacklr.find.records import Attention, Projection, Side, gradients
 
 Asked = list[tuple[float, list[float]]]  # for each random direction: the whole, and each projection's share of it
 
@@ -26,23 +28,32 @@ class Euler:
 
     def __init__(
         self,
+        attention: Attention,
         beside: Mapping[Side, list[Projection]],
         at_sides: Sequence[Mapping[Side, Tensor]],
         projections: Mapping[int, Projection],
-        call: int,
+        changes: Mapping[Slope, Change],
     ) -> None:
-        self.projections, self.call = projections, call
+        self.projections, self.call, self.changes = projections, attention.call, changes
+        self.number = attention.products[0].number
         dtypes = [side.tensor.dtype for side in beside]
         self.rounding = self.ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
         self.finite = True
+        self.out_of_proportion = False  # whether it is not linear, and no path either
+        self.unknown: list[Slope] = []  # of what is on a path, but not linear
         self.alive: dict[Side | Projection, list[Projection]] = {}
         self.cut: dict[Projection, None] = {}
+        self.bounded: list[Projection] = []  # those that move a logit no further than some bound
         self.partly: set[Projection] = set()  # those whose input is more than what is behind them
         self.at: dict[Projection, list[Tensor]] = {}
-        for side, found in beside.items():
-            asked = [self._ask(side.tensor, at[side], side.tensor, at[side], found) for at in at_sides if side in at]
-            self.alive[side] = self._beside(side, asked, found)
-        waiting = list(self.at)
+        for product in attention.products:
+            for part, side in (("q", product.q), ("k", product.k)):
+                found = beside[side]
+                asked = [
+                    self._ask(side.tensor, at[side], side.tensor, at[side], found) for at in at_sides if side in at
+                ]
+                self.alive[side] = self._beside(Slope(part, product.number), side, asked, found)
+        waiting = [p for side in beside for p in self.alive[side]]
         while waiting:
             projection = waiting.pop()
             if projection not in self.alive:
@@ -50,16 +61,19 @@ class Euler:
                 waiting += self.alive[projection]
         self.cut = {p: None for p in self.cut if not any(p in alive for alive in self.alive.values())}
 
-    def _beside(self, side: Side, asked: Asked, found: list[Projection]) -> list[Projection]:
-        """What makes a query or a key: what is linear in it; of other modules only if it leaves nothing out.
+    @property
+    def on_paths(self) -> list[Projection]:
+        """Every projection that is on a path."""
+        return list(dict.fromkeys(p for alive in self.alive.values() for p in alive))
+
+    def _beside(self, slope: Slope, side: Side, asked: Asked, found: list[Projection]) -> list[Projection]:
+        """What makes a query or a key; of other modules only if it leaves nothing out.
 
         Where shares are more than the whole, there is a gate or a learned scale; where they are less, a residual.
         """
         alive = self._with_a_share(asked, found)
         if not self._are_whole(asked, found, alive):
-            linear = [p for p in alive if p.output is not None and self._is_linear(side, p)]
-            self.cut |= dict.fromkeys(p for p in alive if p not in linear and p.output is not None)
-            alive = linear
+            alive = self._without_gates(side.tensor, alive, lambda p: replace(slope, at=p.number))
         inside = [p for p in alive if self.call and self.call in p.calls]
         return alive if inside == alive or self._are_whole(asked, found, alive) else inside
 
@@ -69,17 +83,33 @@ class Euler:
         shares = torch.tensor([sum(s for p, s in zip(found, shares, strict=True) if p in some) for _, shares in asked])
         return bool((shares - size).norm() <= max(0.01, self.rounding) * size.norm())
 
-    def _is_linear(self, side: Side, projection: Projection) -> bool:
-        """Whether a query or a key is linear in a projection: its gradient does not depend on the projection.
+    def _without_gates(
+        self, output: Tensor, alive: list[Projection], slope: Callable[[Projection], Slope]
+    ) -> list[Projection]:
+        """Those that something is linear in, and those of which it is another function; but not factors of others.
 
-        A gate is not, nor is what a norm follows.
+        Learned tensors by themselves are factors here, as a temperature is, and not counted.
         """
-        noise = torch.randn_like(side.tensor)
-        (at,) = torch.autograd.grad(side.tensor, [projection.leaf], noise, create_graph=True)
-        if not at.requires_grad:
-            return True
-        again = gradients(at, [projection.leaf], torch.randn_like(at))[0]
-        return again is None or not bool(again.any())
+        bounded = [p for p in alive if self.changes.get(slope(p)) is Change.VANISHES]
+        self.bounded += bounded
+        alive = [p for p in alive if p not in bounded]
+        if not alive:
+            return []
+        gradients_at = torch.autograd.grad(output, [p.leaf for p in alive], torch.randn_like(output), create_graph=True)
+        at = dict(zip(alive, gradients_at, strict=True))
+        bent_by = {p: _bent_by(gradient, alive) for p, gradient in at.items()}
+        made = [p for p in alive if p.output is not None]
+        linear = [p for p in made if p not in bent_by[p]]
+        gates = [p for p in made if p in bent_by[p] and any(p in bent_by[other] for other in linear)]
+        kept = [p for p in made if p not in gates]
+        self.cut |= dict.fromkeys(gates)
+        if not linear and any(p in bent_by[other] and not _close(at[p], at[other]) for p in kept for other in kept):
+            self.out_of_proportion = True  # one function of several, and not of their sum
+        for bent in [slope(p) for p in kept if any(by.output is not None for by in bent_by[p])]:
+            self.out_of_proportion |= self.changes.get(bent) is Change.GROWS
+            if bent not in self.changes:
+                self.unknown.append(bent)
+        return kept
 
     def _behind(self, projection: Projection) -> list[Projection]:
         """What lies behind a projection, in the same call of the attention module, and has a share."""
@@ -94,6 +124,8 @@ class Euler:
         alive = self._with_a_share(asked, earlier)
         if not self._are_whole(asked, earlier, alive):
             self.partly.add(projection)
+            slope = Slope("output", self.number, of=projection.number)
+            alive = self._without_gates(projection.output, alive, lambda p: replace(slope, at=p.number))
         return alive
 
     def _earlier(self, projection: Projection) -> list[Projection]:
@@ -131,3 +163,15 @@ class Euler:
         reached = (shares_PF != 0).any(0).tolist()
         self.cut |= dict.fromkeys(p for p, r in zip(found, reached, strict=True) if r and p not in alive)
         return alive
+
+
+def _bent_by(gradient: Tensor, projections: Sequence[Projection]) -> set[Projection]:
+    """The projections that a gradient depends on: what it is the gradient of is not linear in them."""
+    if not gradient.requires_grad:
+        return set()
+    again = gradients(gradient, [p.leaf for p in projections], torch.randn_like(gradient))
+    return {p for p, second in zip(projections, again, strict=True) if second is not None and second.any()}
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.shape == other.shape and torch.allclose(one, other))

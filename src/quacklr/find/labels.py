@@ -48,3 +48,18 @@ def labels_of_einsum(equation: str, left: int, right: int) -> Labels:
         return labels.replace("...", free[len(free) - missing :] if missing else "")
 
     return Labels(spelled(one, left), spelled(two, right), out.replace("...", free))
+
+
+def contracted(equation: str, i: int, j: int) -> tuple[str, str] | None:
+    """An einsum of several factors in two steps: factors i and j first, then the others and what these two gave.
+
+    None if no axis of these two is summed over before the others come, or if axes are not all named.
+    """
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    factors = inputs.split(",")
+    rest = [factor for n, factor in enumerate(factors) if n not in (i, j)]
+    later = set(out).union(*rest)
+    if not arrow or "." in equation or not (set(factors[i]) & set(factors[j])) - later:
+        return None
+    kept = "".join(label for label in dict.fromkeys(factors[i] + factors[j]) if label in later)
+    return f"{factors[i]},{factors[j]}->{kept}", f"{','.join([*rest, kept])}->{out}"

@@ -8,19 +8,24 @@ there the logit does not depend on the scale of what comes before.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from quacklr.find.growth import SCALE, Change, Slope
 from quacklr.find.owners import Rowset
 from quacklr.find.probe import Probe
 from quacklr.find.records import Attention, Projection, leaves_of
 from quacklr.find.tape import Tape
 from quacklr.intercept import running
 from quacklr.modules import as_written, own_buffers, run, undisturbed, unwrapped
+
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+SMALL = 2**16  # entries: in a parameter of no more, every entry is looked at for zeros
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,40 +45,107 @@ class Seen:
 class Measurement:
     """Every attention of one forward, in the order they ran.
 
-    `mixed`: modules that mix the logits of their heads. `idle`: ids of parameters of which the sample left a part out.
+    `idle`: ids of parameters of which the sample left a part out.
     """
 
     seen: list[Seen]
-    mixed: list[str]
     idle: set[int]
 
 
-def measure(model: nn.Module, sample: Any) -> Measurement:
-    """One forward of the model in eval mode, with random numbers for activations; the model is left as it was.
+@contextmanager
+def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
+    """Forwards of the model in eval mode, with random numbers for activations, and for zeros of its parameters.
 
-    A model that cannot run on random numbers (it repeats something a predicted number of times) is run on real ones.
+    Parameters are as they were after the context, so that what was seen can be asked until then; the rest of the model
+    is as it was already. A model that cannot run on random numbers (it repeats something a predicted number of times)
+    is run on real ones.
     """
     model = unwrapped(model)
-    try:
-        with suppress(Exception):
-            return _measure(model, sample, random=True)
-        return _measure(model, sample, random=False)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} failed on the sample: {type(error).__name__}: {error}; a sample is what the model "
-            "is called with: a tensor, a tuple of arguments, or a dict of named ones"
-        ) from error
+    for random, filled in ((True, True), (False, True), (False, False)):
+        with no_zeros(model) if filled else nullcontext():
+            try:
+                measurement = _measure(model, sample, random)
+            except Exception as error:  # noqa: BLE001
+                failure = error
+                continue
+            yield measurement
+            return
+    raise ValueError(
+        f"{type(model).__name__} failed on the sample: {type(failure).__name__}: {failure}; a sample is what the model "
+        "is called with: a tensor, a tuple of arguments, or a dict of named ones"
+    ) from failure
 
 
 def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
-    seen: list[Seen] = []
+    """One forward; more of them where something multiplies logits, or where they are not linear in a projection."""
+    of_logits: set[int] = set()
+    changes: dict[Slope, Change] = {}
+    while True:
+        seen: list[Seen] = []
+        unknown: dict[Slope, Tensor] = {}
 
-    def listen(attention: Attention) -> None:
-        probe = Probe(attention, tape.projections)
-        seen.append(Seen(probe.module, probe.problem(), probe.terms(), probe.cut()))
+        def listen(attention: Attention, tape: Tape) -> None:
+            probe = Probe(attention, tape.projections, changes)
+            seen.append(Seen(attention.module, probe.problem(), probe.terms, probe.cut()))  # noqa: B023
+            unknown.update({slope: slope.taken(attention, tape.projections) for slope in probe.unknown})  # noqa: B023
 
+        tape = _run(model, sample, listen, random, as_written=of_logits)
+        if not tape.of_logits <= of_logits:
+            of_logits |= tape.of_logits
+            continue
+        found = _changes(model, sample, random, of_logits, unknown) if unknown else {}
+        changes |= found
+        if set(found.values()) <= {Change.STAYS}:
+            return Measurement(seen, {id(leaf) for w in tape.idle for leaf in (w, *leaves_of(w))})
+
+
+def _changes(
+    model: nn.Module, sample: Any, random: bool, of_logits: set[int], slopes: dict[Slope, Tensor]
+) -> dict[Slope, Change]:
+    """What becomes of slopes in a forward on larger numbers. Of one that cannot be taken there: that it grows."""
+    found: dict[Slope, Change] = dict.fromkeys(slopes, Change.GROWS)
+
+    def listen(attention: Attention, tape: Tape) -> None:
+        for slope, before in slopes.items():
+            if slope.is_of(attention):
+                found[slope] = slope.changed(before, slope.taken(attention, tape.projections))
+
+    with suppress(Exception):
+        _run(model, sample, listen, random, as_written=of_logits, scale=SCALE)
+    return found
+
+
+def _run(
+    model: nn.Module, sample: Any, listener: Callable[[Attention, Tape], None], random: bool, **given: Any
+) -> Tape:
+    """One forward on a tape."""
     with undisturbed(model), own_buffers(model), torch.enable_grad(), as_written(), running(model) as now:
-        tape = Tape(model.parameters(), model.buffers(), now, listen, random)
+        tape = Tape(model.parameters(), model.buffers(), now, lambda seen: listener(seen, tape), random, **given)
         with tape:
             run(model, sample)
-    return Measurement(seen, tape.mixed, {id(leaf) for w in tape.idle for leaf in (w, *leaves_of(w))})
+    return tape
+
+
+@contextmanager
+def no_zeros(model: nn.Module) -> Iterator[None]:
+    """The model with random numbers for the zeros of its parameters; afterwards they are what they were.
+
+    A weight that starts at zero, or as the identity, would hide what is behind it. Of a large one the first row tells.
+    """
+    kept = [(parameter, parameter.data) for parameter in model.parameters() if _has_zeros(parameter)]
+    try:
+        for parameter, data in kept:
+            generator = torch.Generator(data.device).manual_seed(0)
+            noise = torch.randn(data.shape, generator=generator, device=data.device, dtype=data.dtype)
+            parameter.data = torch.where(data == 0, 0.1 * noise, data)
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
+
+
+def _has_zeros(parameter: Tensor) -> bool:
+    if parameter.dtype not in DTYPES or not parameter.numel() or parameter.is_meta:
+        return False
+    part = parameter.detach() if parameter.numel() <= SMALL else parameter.detach()[0]
+    return bool((part == 0).any())

@@ -17,6 +17,7 @@ from quacklr.find.records import Projection, gradients, leaves_of
 from quacklr.weight import Weight
 
 LEAST = 1e-6  # of the largest gradient: below it, a row is not touched but for rounding
+UNLIKELY = 1e-3  # so many rows may be expected to have no gradient by chance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +44,7 @@ def fingerprint(mask: Tensor) -> bytes:
 
 def rows_of(projection: Projection, gradient: Tensor) -> Rowset:
     """The rows whose output has a gradient."""
-    size = gradient.detach().abs()
-    kept = [axis for axis, _ in projection.rows]
-    others = [axis for axis in range(size.ndim) if axis not in kept]
-    largest = size.amax(others) if others else size
+    largest = size_of_rows(projection, gradient)
     touched = (largest > LEAST * largest.max()).cpu()
     in_output = sorted(projection.rows)
     order = sorted(range(len(in_output)), key=lambda i: in_output[i][1])
@@ -54,6 +52,24 @@ def rows_of(projection: Projection, gradient: Tensor) -> Rowset:
     for _, axis in projection.rows:
         shape[axis] = projection.weight.shape[axis]
     return Rowset(projection, touched.permute(order).reshape(shape))
+
+
+def size_of_rows(projection: Projection, gradient: Tensor) -> Tensor:
+    """The largest entry of a gradient of the output in every row, whatever the token."""
+    kept = [axis for axis, _ in projection.rows]
+    others = [axis for axis in range(gradient.ndim) if axis not in kept]
+    size = gradient.detach().abs()
+    return size.amax(others) if others else size
+
+
+def is_sparse(projection: Projection, gradient: Tensor) -> bool:
+    """Whether so many entries have no gradient, here and there, that a row may have none by chance."""
+    if len(projection.rows) != 1 or projection.output is None:
+        return False
+    by_row = gradient.movedim(projection.rows[0][0], 0).flatten(1) != 0
+    entries = by_row[by_row.any(1)][:, by_row.any(0)]
+    missing = 1 - float(entries.float().mean())
+    return len(entries) * missing ** entries.shape[1] > UNLIKELY
 
 
 def weight_of(tensor: Tensor, masks: Sequence[Tensor], parameters: dict[int, str]) -> tuple[Weight, list[int]] | None:

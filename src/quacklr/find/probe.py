@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product as every
 from typing import Any
 
@@ -10,117 +10,152 @@ import torch
 from torch import Tensor
 
 from quacklr.find.euler import Euler
-from quacklr.find.owners import Rowset, rows_of
+from quacklr.find.growth import Change, Slope
+from quacklr.find.mixing import mixes_heads
+from quacklr.find.owners import Rowset, is_sparse, rows_of
 from quacklr.find.records import Attention, Product, Projection, Side, gradients, leaves_of
 
 Chain = tuple[Rowset, ...]  # from the projection next to the logit back to the one that reads the input
+MIXED = "it mixes the logits of its heads before the softmax"
+OTHER_WAYS = "its logits depend on queries or keys in other ways than by their product"
+NOT_LINEAR = (
+    "its logits are not linear in its queries or keys, and do not grow in proportion to them either; if you know its "
+    "paths, declare them: a method logit_paths() of the module is believed"
+)
+SPARSE = "some of its queries or keys have no gradient, as behind a ReLU, so their rows may not all be seen; pass more tokens"
 
 
 class Probe:
     """One attention, and the projections that had been made when it ran."""
 
-    def __init__(self, attention: Attention, projections: dict[int, Projection]) -> None:
-        self.attention = attention
-        self.sides = [side for product in attention.products for side in (product.q, product.k)]
-        self.beside = {
-            side: [projections[i] for i in map(id, leaves_of(side.tensor)) if i in projections] for side in self.sides
-        }
-        self.module, call = self._module()
-        self.generator = torch.Generator(attention.logits.device).manual_seed(0)
-        self.products = [p for p in attention.products if not self._is_normed(p)]
-        at_sides = [self._at_sides(self._random(())) for _ in range(Euler.PASSES)]
-        self.euler = Euler(self.beside, at_sides, projections, call)
+    def __init__(
+        self, attention: Attention, projections: dict[int, Projection], changes: Mapping[Slope, Change]
+    ) -> None:
+        self.attention, self.projections = attention, projections
+        self.logits, self.products = attention.logits, attention.products
+        self.sides = [side for product in self.products for side in (product.q, product.k)]
+        self.beside = {side: self._projections_in(side.tensor) for side in self.sides}
+        self.generator = torch.Generator(self.logits.device).manual_seed(0)
+        at_sides = [self._at_all_sides() for _ in range(Euler.PASSES)]
+        self.euler = Euler(attention, self.beside, at_sides, projections, changes)
         self.reach = {side: self._reach(side) for side in self.sides}
+        self.normed = self._normed()
+        self.mixed = False
+        self.terms = self._terms()
+        curved = [Slope("logits", product.number) for product in self.products] if self._is_curved() else []
+        self.grows = any(changes.get(slope) is Change.GROWS for slope in curved)
+        self.unknown = [*self.euler.unknown, *(slope for slope in curved if slope not in changes)]
 
-    def _is_normed(self, product: Product) -> bool:
-        """Whether the logits do not depend on the scale of a product: there is a norm after it."""
-        if product.leaf.dtype in (torch.float16, torch.bfloat16):
-            return False  # rounding would hide it
-        for _ in range(Euler.PASSES):
-            (at,) = gradients(self.attention.logits, [product.leaf], self._random(()))
-            leaf = product.leaf.detach()
-            if at is None or not (at * leaf).sum().abs() <= 1e-5 * at.norm() * leaf.norm():
-                return False
-        return True
-
-    def _module(self) -> tuple[str, int]:
-        """The innermost module running that also made a query (or a key, where queries are made of nothing)."""
-        for sides in (self.sides[::2], self.sides[1::2]):
-            made = {call for side in sides for projection in self.beside[side] for call in projection.calls}
-            for name, call in zip(self.attention.modules[::-1], self.attention.calls[::-1], strict=True):
-                if call in made and name:
-                    return name, call
-        return "", 0
+    def _projections_in(self, tensor: Tensor) -> list[Projection]:
+        return [self.projections[i] for i in map(id, leaves_of(tensor)) if i in self.projections]
 
     def problem(self) -> str:
         """Why this attention cannot be described by what is multiplied, if it cannot."""
         if not self.euler.finite:
             return "its derivatives are not finite"
-        direct = {id(leaf) for leaf in leaves_of(self.attention.logits)}
+        if any(is_sparse(p, at) for p in self.euler.on_paths for at in self.euler.at[p][:1]):
+            return SPARSE
+        if self.mixed:
+            return MIXED
+        direct = {id(leaf) for leaf in leaves_of(self.logits)}
         if any(id(p.leaf) in direct for side in self.sides for p in self.euler.alive[side] if p.output is not None):
-            return "its logits depend on queries or keys in other ways than by their product"
-        return ""
+            return OTHER_WAYS
+        return NOT_LINEAR if self.euler.out_of_proportion or self.grows else ""
 
     def cut(self) -> list[Projection]:
         """Projections that reach the logits, but a norm comes after them, or after their product."""
-        normed = [product for product in self.attention.products if product not in self.products]
-        after = [p for product in normed for side in (product.q, product.k) for p in self.beside[side]]
-        return [*self.euler.cut, *after]
+        after = [p for product in self.normed for side in (product.q, product.k) for p in self.beside[side]]
+        return [*self.euler.cut, *self.euler.bounded, *after]
 
-    def terms(self) -> list[tuple[Chain, Chain]]:
-        """What makes the query and the key, for every head and every way in which they are made; each once."""
+    def _normed(self) -> list[Product]:
+        """Products that the logits do not depend on the scale of, alone or all together: a norm comes after them."""
+        alone, together = dict.fromkeys(self.products, True), True
+        for _ in range(Euler.PASSES):
+            at = gradients(self.logits, [product.leaf for product in self.products], self._noise(self.logits))
+            shares, bounds = [], []
+            for product, gradient in zip(self.products, at, strict=True):
+                assert gradient is not None
+                self.euler.finite &= bool(gradient.isfinite().all())
+                shares.append(float((gradient * product.leaf.detach()).double().sum()))
+                bounds.append(1e-5 * float(gradient.norm() * product.leaf.detach().norm()))
+                alone[product] &= abs(shares[-1]) <= bounds[-1]
+            together &= abs(sum(shares)) <= sum(bounds)
+        if self.logits.dtype in (torch.float16, torch.bfloat16):
+            return []  # rounding would hide it
+        return [product for product in self.products if together or alone[product]]
+
+    def _is_curved(self) -> bool:
+        """Whether the logits are not linear in the products: capped, or multiplied by something that is projected."""
+        leaves = [product.leaf for product in self.products]
+        at = torch.autograd.grad(self.logits, leaves, self._noise(self.logits), create_graph=True)
+        bent = [each for each in at if each.requires_grad]
+        leaves += [p.leaf for p in self._projections_in(self.logits) if p.output is not None]
+        again = [second for each in bent for second in gradients(each, leaves, torch.randn_like(each))]
+        return any(second is not None and bool(second.any()) for second in again)
+
+    def _terms(self) -> list[tuple[Chain, Chain]]:
+        """What makes the query and the key, for every head and every way in which they are made; each once.
+
+        A head is the entries of a product that are made of the same rows.
+        """
         found: dict[object, tuple[Chain, Chain]] = {}
-        for cotangent in self._heads():
-            at = self._at_sides(cotangent)
-            for product in self.products:
-                for q, k in self._terms_of(product.q, product.k, at):
-                    found.setdefault((tuple(r.key for r in q), tuple(r.key for r in k)), (q, k))
+        for product in self.products:
+            axes = [
+                a for a, size in enumerate(product.output.shape) if size > 1 and self._rows_differ(product, a, size)
+            ]
+            shape = [product.output.shape[axis] for axis in axes]
+            heads: dict[object, int] = {}
+            head_of_entry = torch.zeros(shape, dtype=torch.long)
+            for index in every(*map(range, shape)):
+                at = self._at_sides(product, self._noise(product.output, axes, index))
+                rows = frozenset(self._rows(at).items())
+                if rows not in heads and product not in self.normed:
+                    terms = self._terms_of(product.q, product.k, at)
+                    found |= {(tuple(r.key for r in q), tuple(r.key for r in k)): (q, k) for q, k in terms}
+                head_of_entry[index] = heads.setdefault(rows, len(heads))
+            place = [size if axis in axes else 1 for axis, size in enumerate(product.output.shape)]
+            entries = head_of_entry.view(place).to(product.leaf.device)
+            self.mixed |= mixes_heads(self.logits, product, entries, self.generator)
         return list(found.values())
 
-    def _heads(self) -> Iterator[Tensor]:
-        """A random cotangent for each head: an index of those axes of the logits along which rows differ."""
-        shape = self.attention.logits.shape
-        axes = [axis for axis, size in enumerate(shape) if size > 1 and self._rows_differ(axis, size - 1)]
-        for index in every(*(range(shape[axis]) for axis in axes)):
-            yield self._random(axes, *index)
+    def _rows_differ(self, product: Product, axis: int, size: int) -> bool:
+        """Whether the same projection has other rows at the other end of an axis of a product."""
+        first, last = (
+            self._rows(self._at_sides(product, self._noise(product.output, [axis], [index]))) for index in (0, size - 1)
+        )
+        return any(first[both] != last[both] for both in first.keys() & last.keys())
 
-    def _rows_differ(self, axis: int, last: int) -> bool:
-        """Whether the same projection has other rows at the other end of an axis.
+    def _rows(self, at: dict[Side, Tensor]) -> dict[tuple[Side, Projection], object]:
+        """The rows of every projection that have a gradient.
 
         Learned tensors by themselves do not count, since theirs may differ between keys.
         """
-        first, other = (
-            {
-                (side, projection): rows_of(projection, at).key
-                for side, gradient in self._at_sides(self._random([axis], index)).items()
-                for projection, at in self._at_projections(side, gradient)
-                if projection.output is not None
-            }
-            for index in (0, last)
-        )
-        return any(first[both] != other[both] for both in first.keys() & other.keys())
+        return {
+            (side, projection): rows_of(projection, at_leaf).key
+            for side, gradient in at.items()
+            for projection, at_leaf in self._at_projections(side, gradient)
+            if projection.output is not None
+        }
 
-    def _random(self, axes: Any, *index: int) -> Tensor:
-        """A random cotangent of the logits at an index of some axes, zero elsewhere."""
-        logits = self.attention.logits
-        noise = torch.randn(logits.shape, generator=self.generator, device=logits.device, dtype=logits.dtype)
-        place: list[Any] = [slice(None)] * logits.ndim
+    def _noise(self, like: Tensor, axes: Sequence[int] = (), index: Sequence[int] = ()) -> Tensor:
+        """A random cotangent of a tensor at an index of some axes, zero elsewhere."""
+        noise = torch.randn(like.shape, generator=self.generator, device=like.device, dtype=like.dtype)
+        place: list[Any] = [slice(None)] * like.ndim
         for axis, i in zip(axes, index, strict=True):
             place[axis] = i
         cotangent = torch.zeros_like(noise)
         cotangent[tuple(place)] = noise[tuple(place)]
         return cotangent
 
-    def _at_sides(self, cotangent: Tensor) -> dict[Side, Tensor]:
-        """What a cotangent of the logits is at the query and the key of every product."""
-        products = self.products
-        at_products = gradients(self.attention.logits, [product.leaf for product in products], cotangent)
-        found: dict[Side, Tensor] = {}
-        for product, at in zip(products, at_products, strict=True):
-            if at is not None:
-                both = gradients(product.output, [product.q.tensor, product.k.tensor], at)
-                found |= {side: g for side, g in zip((product.q, product.k), both, strict=True) if g is not None}
-        return found
+    def _at_all_sides(self) -> dict[Side, Tensor]:
+        """What a random cotangent of every product is at its query and its key."""
+        at = [self._at_sides(product, self._noise(product.output)) for product in self.products]
+        return {side: gradient for of_product in at for side, gradient in of_product.items()}
+
+    def _at_sides(self, product: Product, cotangent: Tensor) -> dict[Side, Tensor]:
+        """What a cotangent of a product is at its query and its key."""
+        both = gradients(product.output, [product.q.tensor, product.k.tensor], cotangent)
+        return {side: at for side, at in zip((product.q, product.k), both, strict=True) if at is not None}
 
     def _at_projections(self, side: Side, gradient: Tensor) -> Iterator[tuple[Projection, Tensor]]:
         found = self.euler.alive[side]

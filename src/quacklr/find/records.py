@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ class Projection:
     bias: Tensor | None
     rows: tuple[tuple[int, int], ...]
     calls: tuple[int, ...]  # of modules that were running, outermost first
+    number: int  # of projections and products, in the order they ran; -1 of a learned tensor by itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +41,7 @@ class Product:
     q: Side
     k: Side
     calls: tuple[int, ...]
+    number: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,8 +50,43 @@ class Attention:
 
     logits: Tensor
     products: list[Product]
-    modules: tuple[str, ...]  # that were running, outermost first
-    calls: tuple[int, ...]
+    module: str  # the innermost one that was running and made a query or a key
+    call: int  # of that module
+
+
+class MadeOf:
+    """The products that a tensor is made of, and the numbers of projections and products in between.
+
+    Looked for is what was made in one call of a module, no more than DEPTH projections back.
+    """
+
+    DEPTH = 4
+
+    def __init__(self, call: int, projections: Mapping[int, Projection], products: Mapping[int, Product]) -> None:
+        self.call, self.known = call, (projections, products)
+        self.products: list[Product] = []
+        self.between: set[int] = set()
+        self.seen: dict[int, bool] = {}
+
+    def search(self, tensor: Tensor, depth: int = 0) -> bool:
+        """Whether it is made of products."""
+        return any([self._is_product(leaf, depth) for leaf in map(id, leaves_of(tensor))])
+
+    def _is_product(self, leaf: int, depth: int) -> bool:
+        """Whether a leaf stands for a product, or for something that is made of products."""
+        projections, products = self.known
+        node = products.get(leaf) or projections.get(leaf)
+        if node is None or node.output is None or (depth and self.call not in node.calls):
+            return False
+        if leaf not in self.seen:
+            self.seen[leaf] = False
+            behind = depth < self.DEPTH and self.search(node.output, depth + 1)
+            if behind:
+                self.between.add(node.number)
+            elif isinstance(node, Product):
+                self.products.append(node)
+            self.seen[leaf] = behind or isinstance(node, Product)
+        return self.seen[leaf]
 
 
 def gradients(of: Tensor, at: Sequence[Tensor], cotangent: Tensor) -> Sequence[Tensor | None]:

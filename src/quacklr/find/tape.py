@@ -9,11 +9,16 @@ or a norm's epsilon, must not hide anything.
                   added or concatenated to activations as it is
     product       matmul, einsum, baddbmm of two activations: q . k
     attention     scaled_dot_product_attention, or a softmax over the last dimension of something made of products
+
+What multiplies logits between a product and the softmax (talking heads, a convolution over keys) looks like a
+projection or a product, but is a function of the logits. That is seen at the softmax; such calls are kept by number, and
+a second tape runs them as they are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -36,8 +41,8 @@ from quacklr.calls import (
     multihead_opened,
     tensors_in,
 )
-from quacklr.find.labels import Labels, labels_of_einsum, labels_of_matmul
-from quacklr.find.records import Attention, Product, Projection, Side, leaves_of
+from quacklr.find.labels import Labels, contracted, labels_of_einsum, labels_of_matmul
+from quacklr.find.records import Attention, MadeOf, Product, Projection, Side, leaves_of
 from quacklr.intercept import Running
 
 CLAMP: set[Any] = {torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip, Tensor.clip_}
@@ -55,15 +60,19 @@ class Tape(TorchFunctionMode):
         running: Running,
         listener: Callable[[Attention], None],
         random: bool = True,
+        scale: float = 1.0,
+        as_written: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.weights = {id(parameter): parameter for parameter in parameters}  # and what is made of them
         self.constants = {id(buffer): buffer for buffer in buffers}  # and what is made of them alone
         self.running, self.listener, self.random = running, listener, random
+        self.scale, self.as_written = scale, as_written  # of leaves; projections and products that are none, by number
         self.projections: dict[int, Projection] = {}
         self.products: dict[int, Product] = {}
         self.outputs: dict[int, tuple[Tensor, Projection]] = {}  # what was returned for a projection
-        self.mixed: list[str] = []  # modules that mix the logits of heads
+        self.of_logits: set[int] = set()  # projections and products that are functions of logits, by number
+        self.count = 0  # of projections and products
         self.idle: list[Tensor] = []  # weights that were given nothing to project, as experts without a token
         self.generators: dict[torch.device, torch.Generator] = {}
 
@@ -114,22 +123,45 @@ class Tape(TorchFunctionMode):
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The output, or its leaf if it is a projection or a product."""
         if func is F.linear or func in CONVOLUTION:
+            output = func(*args, **kwargs)
             x, weight, bias = bound(args, kwargs, "input", "weight", "bias")
-            output = func(x, self._nonzero(weight), bias, *args[3:], **_without(kwargs, "input", "weight", "bias"))
             axis = output.ndim - 1 if func is F.linear else output.ndim - weight.ndim + 1
             return self._project(output, x, weight, bias, ((axis, 0),)) if self._is_weight(weight) else output
+        if func in ADDED_MATMUL:
+            return self._multiply_and_add(func, args, kwargs)
+        if func is torch.einsum and isinstance(args[0], str):
+            return self._einsum(args[0], *tensors_in(args[1:]))
         output = func(*args, **kwargs)
         if func in MATMUL:
             left, right = bound(args, kwargs, "input", "other")
             return self._multiply(output, left, right, None, labels_of_matmul(left.ndim, right.ndim))
-        if func in ADDED_MATMUL:
-            added, left, right = bound(args, kwargs, "input", "mat1", "mat2")
-            left, right = kwargs.get("batch1", left), kwargs.get("batch2", right)
-            return self._multiply(output, left, right, added, labels_of_matmul(left.ndim, right.ndim))
-        if func is torch.einsum and len(operands := tensors_in(args[1:])) == 2:
-            left, right = operands
-            return self._multiply(output, left, right, None, labels_of_einsum(args[0], left.ndim, right.ndim))
         return output
+
+    def _multiply_and_add(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """addmm and baddbmm. What is added is a bias if it is a weight; otherwise it stays beside the leaf."""
+        added, left, right = bound(args, kwargs, "input", "mat1", "mat2")
+        left, right = kwargs.get("batch1", left), kwargs.get("batch2", right)
+        labels = labels_of_matmul(left.ndim, right.ndim)
+        if self._is_weight(added) and (self._is_weight(left) or self._is_weight(right)):
+            return self._multiply(func(*args, **kwargs), left, right, added, labels)
+        beta = kwargs.get("beta", 1)
+        output = func(added, left, right, beta=0, alpha=kwargs.get("alpha", 1))
+        return self._multiply(output, left, right, None, labels) + beta * added
+
+    def _einsum(self, equation: str, *factors: Tensor) -> Tensor:
+        """Of more than two factors, two at a time: first two activations that are summed over an axis of their own."""
+        pairs = sorted(
+            combinations(range(len(factors)), 2), key=lambda two: any(self._is_weight(factors[i]) for i in two)
+        )
+        for i, j in pairs if len(factors) > 2 else []:
+            if (both := contracted(equation, i, j)) is not None:
+                rest = [factor for n, factor in enumerate(factors) if n not in (i, j)]
+                return self._einsum(both[1], *rest, self._einsum(both[0], factors[i], factors[j]))
+        output = torch.einsum(equation, *factors)
+        if len(factors) != 2:
+            return output
+        left, right = factors
+        return self._multiply(output, left, right, None, labels_of_einsum(equation, left.ndim, right.ndim))
 
     def _multiply(self, output: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, labels: Labels) -> Tensor:
         """A projection if one factor is a weight, a product if both are activations that come from leaves."""
@@ -139,18 +171,27 @@ class Tape(TorchFunctionMode):
             return self._project(output, right, left, bias, labels.kept(of_right=False))
         if not (left.requires_grad and right.requires_grad) or (axes := labels.summed()) is None:
             return output
-        calls = self.running.calls
-        product = Product(self._leaf(output), output, Side(left, axes[0]), Side(right, axes[1]), calls)
+        product = self._product(output, Side(left, axes[0]), Side(right, axes[1]))
+        return output if product is None else product.leaf.clone()
+
+    def _product(self, output: Tensor, q: Side, k: Side) -> Product | None:
+        self.count += 1
+        if self.count in self.as_written:
+            return None
+        product = Product(self._leaf(output, positive=False), output, q, k, self.running.calls, self.count)
         self.products[id(product.leaf)] = product
-        return product.leaf.clone()
+        return product
 
     def _project(
         self, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rows: tuple[tuple[int, int], ...]
     ) -> Tensor:
+        self.count += 1
+        if self.count in self.as_written:
+            return output
         if not output.numel():
             self.idle.append(weight)
         bias = bias if bias is not None and self._is_weight(bias) else None
-        projection = Projection(self._leaf(output), output, x, weight, bias, rows, self.running.calls)
+        projection = Projection(self._leaf(output), output, x, weight, bias, rows, self.running.calls, self.count)
         self.projections[id(projection.leaf)] = projection
         returned = projection.leaf.clone()  # so that the model may write into it
         self.outputs[id(returned)] = returned, projection
@@ -174,63 +215,75 @@ class Tape(TorchFunctionMode):
         if not self._is_weight(arg):
             return arg
         rows = tuple((axis, axis) for axis in range(arg.ndim))
-        projection = Projection(self._leaf(arg), None, None, arg, None, rows, self.running.calls)
+        projection = Projection(self._leaf(arg), None, None, arg, None, rows, self.running.calls, -1)
         self.projections[id(projection.leaf)] = projection
         return projection.leaf.clone()
 
-    def _attend_fused(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _attend_fused(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         query, key = self._learned(query), self._learned(key)
         groups = query.shape[-3] // key.shape[-3] if kwargs.get("enable_gqa") else 1
         k = key.repeat_interleave(groups, dim=-3) if groups > 1 else key
         if query.requires_grad and k.requires_grad:
-            output = query @ k.mT
-            sides = Side(query, query.ndim - 1), Side(k, k.ndim - 1)
-            product = Product(self._leaf(output), output, *sides, self.running.calls)
-            self._tell(product.leaf.clone(), [product])
-        return SDPA(query.detach(), key.detach(), *args, **kwargs).detach()
+            product = self._product(query @ k.mT, Side(query, query.ndim - 1), Side(k, k.ndim - 1))
+            assert product is not None
+            biased = attn_mask is not None and attn_mask.requires_grad
+            self._attend(product.leaf + attn_mask if biased else product.leaf.clone(), -1)
+        mask = None if attn_mask is None else attn_mask.detach()
+        return SDPA(query.detach(), key.detach(), value, mask, *args, **kwargs).detach()
 
     def _attend(self, logits: Tensor, dim: int | None) -> bool:
         """Whether a softmax is an attention: over the last dimension of something made of products."""
         if logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
             return False
-        products = [self.products.pop(leaf) for leaf in map(id, leaves_of(logits)) if leaf in self.products]
-        if products:
-            self._tell(logits, products)
-        elif self.products and self._is_mixed(logits):
-            self.mixed.append(self.running.modules[-1])
-        return bool(products)
+        direct = [self.products[leaf] for leaf in map(id, leaves_of(logits)) if leaf in self.products]
+        nearby = [product for product in self.products.values() if self._is_nearby(product, logits)]
+        module, call = self._attending(direct or nearby)
+        made_of = MadeOf(call, self.projections, {id(product.leaf): product for product in direct + nearby})
+        if not (direct or nearby) or not made_of.search(logits):
+            return False
+        for product in made_of.products:
+            del self.products[id(product.leaf)]
+        self.of_logits |= made_of.between
+        if not made_of.between:
+            self.listener(Attention(logits, direct, module, call))
+        return True
 
-    def _is_mixed(self, logits: Tensor) -> bool:
-        """Whether logits are products of the same module that went through a projection: talking heads."""
-        behind = [self.projections[i].output for i in map(id, leaves_of(logits)) if i in self.projections]
-        leaves = {id(leaf) for output in behind if output is not None for leaf in leaves_of(output)}
-        return any(product.calls == self.running.calls for i, product in self.products.items() if i in leaves)
+    def _is_nearby(self, product: Product, logits: Tensor) -> bool:
+        """Whether a softmax may be over this product, changed by a projection.
 
-    def _tell(self, logits: Tensor, products: list[Product]) -> None:
-        self.listener(Attention(logits, products, self.running.modules, self.running.calls))
+        It was made in the same call of a module, with the same queries and keys; or around it, in the same shape.
+        """
+        calls, shape = self.running.calls, product.output.shape
+        if product.calls == calls:
+            return set(logits.shape[-2:]) <= set(shape)
+        around = all(one == other for one, other in zip(product.calls, calls, strict=False))
+        return around and sorted(logits.shape) == sorted(shape)
+
+    def _attending(self, products: Sequence[Product]) -> tuple[str, int]:
+        """The innermost module running that also made a query (or a key, where queries are made of nothing)."""
+        for sides in ([product.q for product in products], [product.k for product in products]):
+            leaves = [id(leaf) for side in sides for leaf in leaves_of(side.tensor)]
+            made = {call for leaf in leaves if leaf in self.projections for call in self.projections[leaf].calls}
+            for name, call in zip(self.running.modules[::-1], self.running.calls[::-1], strict=True):
+                if call in made and name:
+                    return name, call
+        return "", 0
 
     def _is_weight(self, tensor: Any) -> bool:
         return id(tensor) in self.weights
 
-    def _nonzero(self, weight: Tensor) -> Tensor:
-        """A weight that starts at zero must not hide what is behind it."""
-        zero = self.random and self._is_weight(weight) and not weight[:1].any() and not weight.any()
-        return self._leaf(weight).detach() if zero else weight
-
-    def _leaf(self, output: Tensor) -> Tensor:
+    def _leaf(self, output: Tensor, positive: bool = True) -> Tensor:
+        """Random numbers in the place of an output. Positive ones, since after a ReLU others have no gradient."""
         if not self.random and output.any():
-            return output.detach().clone().requires_grad_()
+            return (output.detach() * self.scale).requires_grad_()
         if output.device not in self.generators:
             self.generators[output.device] = torch.Generator(output.device).manual_seed(0)
         generator = self.generators[output.device]
-        return torch.randn(
-            output.shape, generator=generator, dtype=output.dtype, device=output.device, requires_grad=True
-        )
+        leaf = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device) * self.scale
+        return (leaf.abs_() if positive else leaf).requires_grad_()
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _without(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name not in names}

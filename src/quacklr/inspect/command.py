@@ -15,6 +15,7 @@ from quacklr.inspect.as_json import as_json
 from quacklr.inspect.report import report
 from quacklr.inspect.show import show
 from quacklr.inspect.target import BadTargetError, resolve
+from quacklr.integrations.terminal import answer, sentence
 
 ABOUT = """\
 The attention of a model: how queries and keys are stored, what their learning
@@ -49,12 +50,12 @@ def main(argv: Sequence[str]) -> int:
             say(f"building {asked.target} ...")
             found = report(resolve(asked.target), asked.measure)
             text = json.dumps(as_json(found, asked.target)) if asked.json else show(found, asked.target)
-        print(text)
-    except BadTargetError as error:
-        print(f"quacklr inspect: {error}", file=sys.stderr)
-        return 2
+        answer(text)
     except BrokenPipeError:  # somebody reads the first lines only
         return 1
+    except (BadTargetError, OSError) as error:
+        print(f"quacklr inspect: {sentence(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        return 2
     return found.exit_code
 
 

@@ -1,4 +1,4 @@
-"""What meets other packages; none of it is imported by the core.
+"""Code for other packages. The core imports one file of it, `proof`, when a picture of a check is to be saved.
 
 QuacK where someone else writes the training loop: a callback for transformers' Trainer, and one for Lightning.
 Accelerate needs none: `QuacK(model, optimizer)` takes a prepared optimizer as it is.

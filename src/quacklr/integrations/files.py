@@ -17,7 +17,7 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
     """
     part = path.with_name(f".{path.name}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with part.open("wb") as file:
             yield file
             file.flush()
@@ -28,6 +28,14 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it, unless they exist, with their names on the disk."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        flush_folder(each.parent)
 
 
 def flush_folder(folder: Path) -> None:

@@ -18,6 +18,7 @@ from quacklr.lab.errors import UserError, refuse_negative, refuse_unless, refuse
 from quacklr.lab.methods import Method
 from quacklr.lab.model import MHA, MLA, Shape
 from quacklr.lab.optim import WSD, AdamWRecipe, Constant, Cosine, MuonRecipe, Recipe, Schedule, check
+from quacklr.lab.typed import misfits
 
 KINDS: dict[str, dict[str, type]] = {
     "attention": {"mha": MHA, "mla": MLA},
@@ -175,8 +176,10 @@ def from_json(saved: Mapping[str, Any]) -> Config:
         raise UserError(f"the saved configuration does not fit this version of quacklr: {error}") from error
 
 
-def _read(kind: Any, part: Mapping[str, Any]) -> Any:
-    """JSON has lists where we have tuples."""
+def _read(kind: Any, part: dict[str, Any]) -> Any:
+    """One part; TypeError if a value is of another type. JSON has lists where we have tuples."""
+    if wrong := misfits(part, kind):
+        raise TypeError(f"{', '.join(wrong)} of {kind.__name__} is of another type")
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in part.items() if name != "kind"
     }
@@ -184,9 +187,10 @@ def _read(kind: Any, part: Mapping[str, Any]) -> Any:
 
 
 def fingerprint(config: Config) -> str:
-    """Eight letters that are the same for two runs when and only when they must give the same numbers.
+    """Eight hexadecimal digits: a hash of the options that decide what is in a run's rows.
 
-    How often and in which way to save, how many threads, how processes share the work: none is part of it.
+    How often and in which way to save, how many threads, how processes share the work: none is part of it. A corpus is
+    in it by its name, not by its content.
     """
     watch = replace(config.watch, checkpoint_every=1, keep=1)
     plain = to_json(replace(config, watch=watch, machine=replace(config.machine, threads=None)))

@@ -17,11 +17,12 @@ from typing import Annotated
 import tyro
 from matplotlib.figure import Figure
 
+from quacklr.integrations import terminal
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.errors import UserError, exit_code, refuse_unless, refuse_unless_positive
 from quacklr.lab.files import locked
 from quacklr.lab.methods import Default, Method, QKClipping, QKNorm, Quack
-from quacklr.lab.options import OPTIONS
+from quacklr.lab.options import read
 from quacklr.lab.report.command import draw, write
 from quacklr.lab.report.page import page
 from quacklr.lab.report.style import colour, curve, panels, validation
@@ -70,6 +71,7 @@ def configs_of(given: Demo) -> tuple[Scale, list[Config]]:
     return chosen, seeded
 
 
+@terminal.tolerant()
 def run(given: Demo, argv: Sequence[str]) -> int:
     """All of it; 130 or 143 when stopped by a signal."""
     scale, configs = configs_of(given)
@@ -77,6 +79,7 @@ def run(given: Demo, argv: Sequence[str]) -> int:
     known = ledger.entries()
     todo = missing(configs, known, retry=True)
     with locked(given.out), display("quacklr demo", len(configs) - len(todo)) as show:
+        ledger.refuse_unless_writable()
         state = sweep(todo, ledger, Local(given.jobs), given.out / "runs", show)
     if state.stopped is not None:
         print(f"Stopped; go on with: {shlex.join(['quacklr', 'demo', *argv])}", file=sys.stderr)
@@ -170,6 +173,4 @@ def largest(entry: Entry) -> list[tuple[int, float]]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command: 0, 2 for what a user can mend, 130 when stopped by Ctrl-C."""
-    return exit_code(
-        "quacklr demo", lambda: run(tyro.cli(Demo, prog="quacklr demo", args=list(argv), config=OPTIONS), argv)
-    )
+    return exit_code("quacklr demo", lambda: run(read(Demo, "quacklr demo", argv), argv))

@@ -33,7 +33,7 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
     On a file system without locks nobody is kept out.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         file = (folder / ".lock").open("w")
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
@@ -53,10 +53,18 @@ def write_json(path: Path, value: Any) -> None:
         file.write((json.dumps(value, indent=2) + "\n").encode())
 
 
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says; ValueError if it is not JSON, or nested more deeply than Python can read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def read_json(path: Path) -> Any:
     """A JSON file; UserError if it is not there or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:

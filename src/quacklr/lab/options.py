@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
 import tyro
 
+from quacklr.cli import unusable_argument
+from quacklr.lab.errors import UserError
+
+T = TypeVar("T")
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+
+
+def read(kind: type[T], command: str, argv: Sequence[str], description: str | None = None, *config: Any) -> T:
+    """The options of a command as an instance of a dataclass; UserError or SystemExit(2) for what is wrong with them.
+
+    An empty value is refused here: `--out ''` would be the current folder.
+    """
+    if unusable := unusable_argument(argv):
+        raise UserError(unusable)
+    return tyro.cli(kind, prog=command, args=list(argv), description=description, config=(*OPTIONS, *config))

@@ -1,4 +1,7 @@
-"""How far a long job is: a bar on a terminal, a plain line now and then elsewhere. On stderr: stdout is for results."""
+"""How far a long job is: a bar on a terminal, a plain line now and then elsewhere. On stderr: stdout is for results.
+
+What cannot be displayed is dropped: nothing that happens to the terminal ends a job.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import final
+from typing import Any, final
+
+from quacklr.integrations.terminal import Tolerant
 
 SECONDS_A_LINE = 10.0
 
@@ -38,9 +43,9 @@ class Show(ABC):
         if rate > 0:
             parts += [f"{_number(rate)}/s"]
         if rate > 0 and self.total is not None and not math.isclose(done, self.total):
-            parts += [f"{timedelta(seconds=round((self.total - done) / rate))} left"]
+            parts += [f"{duration((self.total - done) / rate)} left"]
         else:
-            parts += [f"{timedelta(seconds=round(seconds))} so far"]
+            parts += [f"{duration(seconds)} so far"]
         return ", ".join([*parts, *([text] if text else [])])
 
 
@@ -61,11 +66,11 @@ class _Lines(Show):
     def say(self) -> None:
         """Print where it is, unless this has been said."""
         if self._last is not None:
-            print(f"{self.title}: {self._status(*self._last)}", file=sys.stderr, flush=True)
+            to_stderr(f"{self.title}: {self._status(*self._last)}")
             self._said, self._last = time.monotonic(), None
 
     def line(self, text: str) -> None:
-        print(text, flush=True)
+        to_stdout(text)
 
 
 @final
@@ -81,7 +86,7 @@ class _Bar(Show):
         status = TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True))
         columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), status)
         self.bar = Progress(
-            *columns, console=Console(stderr=True), expand=True, refresh_per_second=5, redirect_stdout=False
+            *columns, console=Console(file=stderr()), expand=True, refresh_per_second=5, redirect_stdout=False
         )
         self._task = self.bar.add_task(title, total=total, status="")
         self.bar.update(self._task, completed=done)
@@ -90,10 +95,10 @@ class _Bar(Show):
         self.bar.update(self._task, completed=done, status=self._status(done, text))
 
     def line(self, text: str) -> None:
-        if sys.stdout.isatty():  # the bar must be told, or it would draw over the line
+        if Tolerant(sys.stdout).isatty():  # the bar must be told, or it would draw over the line
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, flush=True)
+            to_stdout(text)
 
 
 @contextmanager
@@ -111,7 +116,27 @@ def progress(title: str, total: float | None = None, unit: str = "steps", done: 
 
 def is_terminal() -> bool:
     """Whether people look at stderr on a screen that can be redrawn."""
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return Tolerant(sys.stderr).isatty() and os.environ.get("TERM") != "dumb"
+
+
+def stderr() -> Any:
+    """The stream for a display."""
+    return Tolerant(sys.stderr)
+
+
+def to_stderr(line: str) -> None:
+    """Print a line of a display."""
+    print(line, file=stderr(), flush=True)
+
+
+def to_stdout(line: str) -> None:
+    """Print a line of a display."""
+    print(line, file=Tolerant(sys.stdout), flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Such as `1:20:00`; at most thirty years, since a timedelta has an end."""
+    return str(timedelta(seconds=round(min(seconds, 1e9))))
 
 
 def _number(value: float) -> str:

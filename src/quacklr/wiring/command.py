@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from quacklr.cli import Parser
 from quacklr.inspect.command import of_target, quiet, say
 from quacklr.inspect.target import BadTargetError, resolve, told
+from quacklr.integrations.terminal import answer, sentence
 from quacklr.wiring.prove import check
 from quacklr.wiring.result import Wiring
 
@@ -49,14 +50,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         with quiet():
             wiring = checked(asked)
-        print(wiring)
+        answer(str(wiring))
         if asked.out is not None:
             wiring.save(asked.out)
     except BrokenPipeError:  # somebody reads the first lines only
         return 1
     except ValueError as error:  # QuacK refuses it, or it does not run
         return fail(str(error), 1)
-    except (BadTargetError, ModuleNotFoundError, OSError) as error:
+    except OSError as error:
+        return fail(sentence(error), 2)
+    except (BadTargetError, ModuleNotFoundError) as error:
         return fail(str(error), 2)
     return 0 if wiring.ok else 1
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from quacklr.integrations import terminal
 from quacklr.lab.data.corpus import STDLIB, Corpus, open_folder
 from quacklr.lab.data.journal import read_journal
 from quacklr.lab.data.manifest import MANIFEST, SPLITS
@@ -20,7 +21,8 @@ from quacklr.lab.data.prepare import prepare
 from quacklr.lab.data.request import SHARD_TOKENS, Request
 from quacklr.lab.data.sources import Cosmopedia, Local, Source, Stdlib
 from quacklr.lab.data.tokens import DTYPE
-from quacklr.lab.errors import UserError
+from quacklr.lab.errors import UserError, exit_code
+from quacklr.lab.options import read
 from quacklr.lab.progress import progress
 
 NAME = "quacklr prepare"
@@ -73,17 +75,13 @@ class Options:
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    try:
-        options = tyro.cli(
-            Options, args=argv, prog=NAME, config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-        )
-    except SystemExit as stop:  # tyro exits by itself after --help and mistakes
-        return int(stop.code or 0)
+    return exit_code(NAME, lambda: _main(read(Options, NAME, argv)))
+
+
+@terminal.tolerant()
+def _main(options: Options) -> int:
     try:
         _run(options)
-    except UserError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(f"{NAME}: stopped; {_what_is_safe(options.out)}", file=sys.stderr)
         return 130

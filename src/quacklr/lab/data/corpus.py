@@ -1,6 +1,6 @@
 """A folder of tokens, opened: what training, validation and the logit probe read.
 
-Opening compares sizes only, since hashing gigabytes at every start is too slow; `verify` hashes.
+Opening compares sizes only. `suspects` says which files to hash before they are read, and `verify` hashes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +20,11 @@ from quacklr.lab.data.manifest import (
     MANIFEST,
     TOKENIZER,
     Manifest,
+    Shard,
     Vocabulary,
     check_hash,
     hash_of,
+    made,
     read_manifest,
 )
 from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer
@@ -32,6 +34,8 @@ from quacklr.lab.files import read_json, whole, write_json
 
 STDLIB = "stdlib"
 VOCABULARY = "vocabulary.json"
+CHEAP = 500_000_000
+"""Bytes of tokens that are hashed at every start: a second at most, on most machines."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +71,37 @@ class Corpus:
     def tokens(self, split: str) -> Tokens:
         """The tokens of train, val or probe."""
         shards = self.manifest.splits[split].shards
-        return Tokens(f"the {split} split of {self.where}", [self.where / shard.name for shard in shards])
+        return Tokens(f"the {split} split of {self.where}", [self.where / shard.name for shard in shards], self.vocab)
 
     def bytes_per_token(self, split: str) -> float:
         """How many bytes of text a token stands for, on the mean: a loss per token divided by it is one per byte."""
         counts = self.manifest.splits[split]
         return counts.bytes / counts.tokens
 
-    def verify(self, show: Callable[[float], None]) -> None:
-        """Hash every file; UserError names the first that is not what was written. `show` is told the tokens so far."""
+    @property
+    def shards(self) -> list[Shard]:
+        """The files of all splits."""
+        return [shard for split in self.manifest.splits.values() for shard in split.shards]
+
+    def suspects(self, every: bool) -> list[Shard]:
+        """The shards to hash before a run reads them: all if it is resumed (`every`), or if that is cheap.
+
+        A large corpus has only those hashed that were written after its manifest, as a shard never is.
+        """
+        if every or sum(shard.tokens for shard in self.shards) * DTYPE.itemsize <= CHEAP:
+            return self.shards
+        finished = (self.where / MANIFEST).stat().st_mtime_ns
+        return [shard for shard in self.shards if (self.where / shard.name).stat().st_mtime_ns > finished]
+
+    def verify(self, show: Callable[[float], None], shards: Sequence[Shard] | None = None) -> None:
+        """Hash the tokenizer and these shards, or all; UserError names the first that is not what was written.
+
+        `show` is called with the tokens so far.
+        """
         if self.manifest.tokenizer.sha256 is not None:
             check_hash(self.where / TOKENIZER, self.manifest.tokenizer.sha256)
         tokens = 0
-        for shard in (shard for split in self.manifest.splits.values() for shard in split.shards):
+        for shard in self.shards if shards is None else shards:
             check_hash(self.where / shard.name, shard.sha256)
             tokens += shard.tokens
             show(tokens)
@@ -93,8 +115,8 @@ def left_tokenizer(folder: Path) -> Tokenizer:
             f"--resume {folder}` with more --steps adds it"
         )
     try:
-        stated = Vocabulary(**read_json(folder / VOCABULARY))
-    except TypeError as error:
+        stated = made(Vocabulary, dict(read_json(folder / VOCABULARY)))
+    except (TypeError, ValueError) as error:
         raise UserError(f"{folder / VOCABULARY} is damaged: it is not what quacklr writes") from error
     return _tokenizer(stated, folder, "the corpus of the run has a copy of it")
 
@@ -117,7 +139,7 @@ def open_folder(folder: Path) -> Corpus:
         is_what = "is not finished or was not made by quacklr prepare" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder} {is_what}: quacklr prepare SOURCE --out {folder}")
     corpus = Corpus(folder, read_manifest(folder))
-    for shard in (shard for split in corpus.manifest.splits.values() for shard in split.shards):
+    for shard in corpus.shards:
         _sized(folder / shard.name, shard.tokens * DTYPE.itemsize)
     return corpus
 
@@ -147,6 +169,6 @@ def _embedded() -> Path:
 
 
 def _cache() -> Path:
-    if "QUACKLR_CACHE" in os.environ:
+    if os.environ.get("QUACKLR_CACHE"):
         return Path(os.environ["QUACKLR_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quacklr"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quacklr.lab.data.manifest import FORMAT, SPLITS, Split, Vocabulary, check_format, read_splits
+from quacklr.lab.data.manifest import FORMAT, SPLITS, Split, Vocabulary, check_format, made, read_splits
 from quacklr.lab.data.sources import Place
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import read_json, write_json
@@ -39,9 +39,9 @@ def read_journal(folder: Path) -> Journal | None:
     read = read_json(folder / JOURNAL)
     try:
         check_format(read, folder)
-        tokenizer = read["tokenizer"] and Vocabulary(**read["tokenizer"])
-        return Journal(read["request"], tokenizer, Place(**read["place"]), read_splits(read["splits"]))
-    except (KeyError, TypeError) as error:
+        tokenizer = read["tokenizer"] and made(Vocabulary, read["tokenizer"])
+        return Journal(dict(read["request"]), tokenizer, made(Place, read["place"]), read_splits(read["splits"]))
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / JOURNAL} is damaged: remove the folder and begin again") from error
 
 

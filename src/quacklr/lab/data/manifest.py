@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import read_json, write_json
+from quacklr.lab.typed import misfits
 
+T = TypeVar("T")
 FORMAT = 1
 SPLITS = ("train", "val", "probe")
 MANIFEST = "manifest.json"
@@ -69,7 +71,10 @@ def read_manifest(folder: Path) -> Manifest:
     read = read_json(folder / MANIFEST)
     try:
         check_format(read, folder)
-        return Manifest(read["request"], Vocabulary(**read["tokenizer"]), read_splits(read["splits"]))
+        splits = read_splits(read["splits"])
+        if not all(split.tokens for split in splits.values()):
+            raise ValueError("a split has no tokens")
+        return Manifest(dict(read["request"]), made(Vocabulary, read["tokenizer"]), splits)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / MANIFEST} is damaged; {AGAIN}") from error
 
@@ -80,9 +85,32 @@ def check_format(read: Mapping[str, Any], folder: Path) -> None:
         raise UserError(f"{folder} has format {read['format']}, and this quacklr reads {FORMAT}: prepare it again")
 
 
+def made(kind: type[T], read: Any) -> T:
+    """A dataclass from its JSON; TypeError if a field is missing, unknown, or of another type."""
+    if not isinstance(read, dict) or misfits(read, kind):
+        raise TypeError(f"it is no {kind.__name__}")
+    return kind(**read)
+
+
 def read_splits(read: Mapping[str, Any]) -> dict[str, Split]:
     """Splits, from their JSON."""
-    return {name: Split(**{**read[name], "shards": tuple(Shard(**s) for s in read[name]["shards"])}) for name in SPLITS}
+    return {name: _split(name, dict(read[name])) for name in SPLITS}
+
+
+def _split(name: str, read: dict[str, Any]) -> Split:
+    """A split; ValueError if its shards are not named as `shards.py` names them, or are not all of it."""
+    shards = tuple(made(Shard, each) for each in read.pop("shards"))
+    if [shard.name for shard in shards] != [shard_name(name, place) for place in range(len(shards))]:
+        raise ValueError("shards of other names")
+    split = replace(made(Split, read), shards=shards)
+    if split.tokens != sum(shard.tokens for shard in shards) or any(shard.tokens < 1 for shard in shards):
+        raise ValueError("shards of another size")
+    return split
+
+
+def shard_name(split: str, place: int) -> str:
+    """The file of a split's shard, counted from 0."""
+    return f"{split}-{place:05d}.bin"
 
 
 def hash_of(path: Path) -> str:

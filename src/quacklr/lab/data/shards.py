@@ -14,7 +14,7 @@ from typing import IO, final
 import numpy as np
 from numpy.typing import NDArray
 
-from quacklr.lab.data.manifest import SPLITS, Shard, Split
+from quacklr.lab.data.manifest import SPLITS, Shard, Split, shard_name
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import whole
 
@@ -37,7 +37,7 @@ class _Pen:
     """Writes the next shard of a split, and counts."""
 
     def __init__(self, files: ExitStack, folder: Path, name: str, before: Split) -> None:
-        self._path = folder / f"{name}-{len(before.shards):05d}.bin"
+        self._path = folder / shard_name(name, len(before.shards))
         self._before, self._files, self._hash = before, files, hashlib.sha256()
         self._file: IO[bytes] | None = None
         self.documents = self.tokens = self.bytes = 0

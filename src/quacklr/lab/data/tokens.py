@@ -25,8 +25,8 @@ DTYPE = np.dtype("<u2")
 class Tokens:
     """The tokens of a split, as if its shards were one array. Only what is read is loaded."""
 
-    def __init__(self, name: str, shards: Iterable[Path]) -> None:
-        self.name = name
+    def __init__(self, name: str, shards: Iterable[Path], vocab: int) -> None:
+        self.name, self.vocab = name, vocab
         self._shards = [np.memmap(path, DTYPE, mode="r").view(np.ndarray) for path in shards]
         self._starts = [0, *accumulate(len(shard) for shard in self._shards)]
 
@@ -83,4 +83,9 @@ def _stack(tokens: Tokens, windows: Sequence[int], length: int) -> torch.Tensor:
     rows = np.empty((len(windows), length + 1), dtype=np.int64)
     for row, window in enumerate(windows):
         rows[row] = tokens.window(window * length, length + 1)
+    if (largest := int(rows.max())) >= tokens.vocab:
+        raise UserError(
+            f"{tokens.name} has the token {largest}, but its tokenizer has {tokens.vocab} tokens, from 0 to "
+            f"{tokens.vocab - 1}; remove the folder and prepare it again"
+        )
     return torch.from_numpy(rows)

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 
 import tyro
 
+from quacklr.integrations import terminal
 from quacklr.lab.data.extra import extra
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.export import tokenizer, twins
 from quacklr.lab.export.check import agreement
 from quacklr.lab.files import read_json, write_json
-from quacklr.lab.options import OPTIONS
+from quacklr.lab.options import read
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.trained import Trained, open_run
 
@@ -44,11 +45,11 @@ class Export:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command: 0, or 2 for what a user can mend."""
-    return exit_code("quacklr export", lambda: _main(argv))
+    return exit_code("quacklr export", lambda: _export(read(Export, "quacklr export", argv, ABOUT)))
 
 
-def _main(argv: Sequence[str]) -> int:
-    given = tyro.cli(Export, prog="quacklr export", args=list(argv), description=ABOUT, config=OPTIONS)
+@terminal.tolerant()
+def _export(given: Export) -> int:
     twins.twin_of(Folder(given.run).config())  # before a large checkpoint is read for nothing
     with told(given.out):
         if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):

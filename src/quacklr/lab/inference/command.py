@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ import tyro
 from quacklr.lab.errors import UserError, exit_code, refuse_unless_positive
 from quacklr.lab.inference.sample import Choice, written
 from quacklr.lab.inference.stream import pieces
-from quacklr.lab.options import OPTIONS
+from quacklr.lab.options import read
 from quacklr.lab.train.trained import Trained, open_run
 
 ABOUT = """\
@@ -56,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    given = tyro.cli(Generate, prog="quacklr generate", args=list(argv), description=ABOUT, config=OPTIONS)
-    text = readable(sys.stdin.buffer.read() if given.prompt == "-" else os.fsencode(given.prompt))
+    given = read(Generate, "quacklr generate", argv, ABOUT)
+    text = readable(standard_input() if given.prompt == "-" else given.prompt.encode())
     if not text:
         raise UserError("--prompt is empty; give at least a character to go on with")
     run = open_run(given.run, given.step, given.device)
@@ -65,6 +64,14 @@ def _main(argv: Sequence[str]) -> int:
     most = room(run, prompt, given.tokens)
     tell(run, text, prompt, most, given.sampling)
     return 0
+
+
+def standard_input() -> bytes:
+    """All of stdin; UserError if it cannot be read."""
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise UserError(f"--prompt - cannot read stdin: {error.strerror or error}") from error
 
 
 def readable(content: bytes) -> str:

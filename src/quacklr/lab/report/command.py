@@ -10,10 +10,11 @@ from typing import Annotated
 import matplotlib as mpl
 import tyro
 
+from quacklr.integrations import terminal
 from quacklr.integrations.figures import FORMATS, RC, drawn
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.files import whole
-from quacklr.lab.options import OPTIONS
+from quacklr.lab.options import read
 from quacklr.lab.report import markdown
 from quacklr.lab.report.figures import FIGURES, Draw
 from quacklr.lab.report.page import Figure, page
@@ -69,6 +70,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+@terminal.tolerant()
 def report(given: Report) -> int:
     """Make everything."""
     source = given.ledger / "ledger.jsonl"
@@ -95,7 +97,4 @@ def report(given: Report) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command: 0, or 2 for what a user can mend."""
-    return exit_code(
-        "quacklr report",
-        lambda: report(tyro.cli(Report, prog="quacklr report", args=list(argv), config=OPTIONS)),
-    )
+    return exit_code("quacklr report", lambda: report(read(Report, "quacklr report", argv)))

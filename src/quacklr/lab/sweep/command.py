@@ -11,11 +11,12 @@ from typing import Annotated, Literal
 
 import tyro
 
+from quacklr.integrations import terminal
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.data import open_corpus
 from quacklr.lab.errors import UserError, exit_code, refuse_unless_positive
 from quacklr.lab.files import locked
-from quacklr.lab.options import OPTIONS
+from quacklr.lab.options import read
 from quacklr.lab.studies.questions import STUDIES
 from quacklr.lab.studies.scale import Size, scale_of, seeded
 from quacklr.lab.sweep.display import display, listing
@@ -106,11 +107,12 @@ def execute(given: Sweep) -> State | None:
     if TIMED in given.studies:  # the same run in a process of its own says nothing about times
         known = {key: entry for key, entry in known.items() if entry.environment.get("turns")}
     if given.dry_run:
-        print(listing(configs, known))
+        terminal.answer(listing(configs, known))
         return None
     todo = missing(configs, known, given.retry)
-    with locked(given.runs):
-        refuse_other_corpora(configs, known)
+    refuse_other_corpora(configs, known)
+    with terminal.tolerant(), locked(given.runs):
+        ledger.refuse_unless_writable()
         place = place_of(given, len(configs))
         try:
             with display(" ".join(given.studies), len(configs) - len(todo)) as show:
@@ -136,13 +138,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command: 0, 1 if a run crashed, 2 for what a user can mend, 130 or 143 when stopped by a signal."""
 
     def call() -> int:
-        given = tyro.cli(
-            Sweep,
-            prog="quacklr sweep",
-            args=list(argv),
-            description=ABOUT,
-            config=(*OPTIONS, tyro.conf.PositionalRequiredArgs),
-        )
+        given = read(Sweep, "quacklr sweep", argv, ABOUT, tyro.conf.PositionalRequiredArgs)
         if not given.studies or not set(given.studies) <= set(STUDIES):
             raise UserError(f"which study? One or more of {', '.join(STUDIES)}; see quacklr sweep --help")
         state = execute(given)
@@ -151,6 +147,7 @@ def main(argv: Sequence[str]) -> int:
     return exit_code("quacklr sweep", call)
 
 
+@terminal.tolerant()
 def conclude(given: Sweep, state: State, argv: Sequence[str]) -> int:
     """A sentence about how it went, and the exit code."""
     if state.stopped is not None:

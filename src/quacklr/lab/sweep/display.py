@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from quacklr.lab.config import Config, fingerprint
-from quacklr.lab.progress import is_terminal
+from quacklr.lab.files import parse_json
+from quacklr.lab.progress import duration, is_terminal, stderr, to_stderr
 from quacklr.lab.studies.names import describe, plain
 from quacklr.lab.sweep.ledger import Entry
 from quacklr.lab.sweep.sweep import State, Task
@@ -35,8 +33,8 @@ def step_of(path: Path) -> int:
         with (path / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL))
             lines = file.read().split(b"\n")[:-1]
-        return int(json.loads(lines[-1])["step"])
-    except (OSError, ValueError, IndexError, KeyError):  # not begun, or a line longer than we read
+        return int(parse_json(lines[-1])["step"])
+    except (OSError, ValueError, LookupError, TypeError, OverflowError):  # not begun, or a line longer than we read
         return 0
 
 
@@ -58,7 +56,7 @@ class Meter:
         seconds = time.monotonic() - self.began
         if not done or seconds < 1:
             return "time left unknown yet"
-        return f"{timedelta(seconds=round(seconds * remaining / done))} left"
+        return f"{duration(seconds * remaining / done)} left"
 
 
 def summary(state: State, known: int, meter: Meter) -> str:
@@ -81,7 +79,7 @@ def display(title: str, known: int) -> Iterator[Callable[[State], None]]:
     from rich.live import Live
 
     meter = Meter()
-    with Live(console=Console(stderr=True), refresh_per_second=2, transient=False) as live:
+    with Live(console=Console(file=stderr()), refresh_per_second=2, transient=False) as live:
         yield lambda state: live.update(_table(title, state, known, meter))
 
 
@@ -91,11 +89,11 @@ def _lines(title: str, known: int) -> Callable[[State], None]:
 
     def show(state: State) -> None:
         for entry in state.ended[told[0] :]:
-            print(f"{describe(entry.config)}: {verdict(entry)}", file=sys.stderr, flush=True)
+            to_stderr(f"{describe(entry.config)}: {verdict(entry)}")
         if time.monotonic() - said[0] > SECONDS_A_LINE or (
             len(state.ended) > told[0] and not state.running and not state.waiting
         ):
-            print(f"{title}: {summary(state, known, meter)}", file=sys.stderr, flush=True)
+            to_stderr(f"{title}: {summary(state, known, meter)}")
             said[0] = time.monotonic()
         told[0] = len(state.ended)
 

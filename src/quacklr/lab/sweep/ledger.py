@@ -11,18 +11,21 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any, Literal, TypedDict
 
+from quacklr.integrations.files import flush_folder, make_folder
 from quacklr.lab.config import Config, fingerprint, from_json, to_json
 from quacklr.lab.errors import UserError
-from quacklr.lab.files import read_json
-from quacklr.lab.train.folder import Folder
+from quacklr.lab.files import parse_json
+from quacklr.lab.train.folder import Folder, Measured
 from quacklr.lab.train.session import Row
+from quacklr.lab.train.statistics import Table
+from quacklr.lab.typed import fits
 
 DIGITS = 4
 MEASURED = ("step", "val_loss", "logits", "change_steps", "norm", "rate")  # what is kept of a row that measured
@@ -62,15 +65,58 @@ class Entry:
             if value is not None:
                 yield row["step"], value
 
+    def tables(self) -> Iterator[Table]:
+        """Every table of layers and heads in the history."""
+        return (table for row in self.history for table in row.get("logits", {}).values())
+
     def to_json(self) -> Row:
         """A line of the ledger."""
         return {"key": self.key} | vars(self) | {"config": to_json(self.config)}
 
 
-def entry_from_json(saved: Row) -> Entry:
-    """The Entry that `to_json` wrote."""
+class Ending(TypedDict, total=False):
+    """The result of a run in a ledger, as far as it is read again."""
+
+    step: int
+    tokens: int
+    val_loss: float | None
+    val_bpb: float | None
+    best_val_loss: float | None
+    max_logit: float | None
+
+
+class Reached(TypedDict):
+    """What a run that has finished must have reached."""
+
+    val_loss: float
+    max_logit: float | None
+
+
+class Line(TypedDict):
+    """A line of a ledger."""
+
+    config: dict[str, Any]
+    status: Literal["finished", "diverged", "crashed"]
+    reason: str | None
+    result: Ending
+    history: list[Measured]
+    losses: list[float | None]
+    step_seconds: float | None
+    environment: dict[str, Any]
+
+
+def entry_from_json(saved: Any) -> Entry:
+    """The Entry that `to_json` wrote; ValueError or UserError if it is something else."""
+    if not fits(saved, Line):
+        raise ValueError("something is missing, or of another type")
     rest = {name: value for name, value in saved.items() if name not in ("key", "config")}
-    return Entry(config=from_json(saved["config"]), **rest)
+    entry = Entry(config=from_json(saved["config"]), **rest)
+    size = (entry.config.shape.layers, entry.config.attention.heads)
+    if any((len(table), *{len(row) for row in table}) != size for table in entry.tables()):
+        raise ValueError("its logits are not those of {} layers with {} heads".format(*size))
+    if entry.status == "finished" and not fits(entry.result, Reached):
+        raise ValueError("it has finished, but its result has no validation loss")
+    return entry
 
 
 def entry_of(config: Config, path: Path) -> Entry:
@@ -79,7 +125,7 @@ def entry_of(config: Config, path: Path) -> Entry:
     rows, result = folder.rows(), folder.result
     if result is None:
         raise UserError(f"{path} has no result.json: the run in it has not ended")
-    return Entry(config, result["status"], result["reason"], result, **measurements(config, folder, rows))
+    return Entry(config, result["status"], result.get("reason"), result, **measurements(config, folder, rows))
 
 
 def crashed(config: Config, path: Path, reason: str) -> Entry:
@@ -95,7 +141,6 @@ def crashed(config: Config, path: Path, reason: str) -> Entry:
 def measurements(config: Config, folder: Folder, rows: list[Row]) -> dict[str, Any]:
     """The part of an entry that comes from the rows of the run."""
     speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
-    environment = folder.path / "environment.json"
     return {
         "history": [
             {name: rounded(row[name]) for name in MEASURED if name in row}
@@ -104,7 +149,7 @@ def measurements(config: Config, folder: Folder, rows: list[Row]) -> dict[str, A
         ],
         "losses": [rounded(row["loss"]) for row in rows if "loss" in row],
         "step_seconds": rounded(config.training.batch_tokens / median(speeds)) if speeds else None,
-        "environment": read_json(environment) if environment.exists() else {},
+        "environment": folder.environment,
     }
 
 
@@ -128,9 +173,12 @@ class Ledger:
         found: dict[str, Entry] = {}
         for number, line in enumerate(self._lines(), start=1):
             try:
-                entry = entry_from_json(json.loads(line))
-            except (ValueError, KeyError, TypeError, UserError) as error:
-                raise UserError(f"{self.path}, line {number}, is not what quacklr writes: {error}") from error
+                entry = entry_from_json(parse_json(line))
+            except (ValueError, TypeError, UserError) as error:
+                raise UserError(
+                    f"{self.path}, line {number}, is not what quacklr writes: {error}; restore the file from a copy, "
+                    "or remove the line to have its run done again"
+                ) from error
             found[entry.key] = entry
         return found
 
@@ -140,21 +188,46 @@ class Ledger:
             text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read {self.path}: {error}") from error
-        return text.split("\n")[:-1]
+        *lines, last = text.split("\n")
+        return [*lines, last] if is_json(last) else lines
+
+    def refuse_unless_writable(self) -> None:
+        """UserError if no line can be added: before a run is made, not after it. Creates the file."""
+        with self._opened():
+            pass
 
     def append(self, entry: Entry) -> None:
         """Add a line; it is on the disk before this returns. What a killed process left of one is cut off first."""
         text = json.dumps(entry.to_json(), allow_nan=False, separators=(",", ":")) + "\n"
+        with self._opened() as file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            before, newline, last = file.read().rpartition(b"\n")
+            if is_json(last):  # a whole line but for its end, as of an editor
+                text = f"\n{text}"
+            else:
+                file.truncate(len(before + newline))
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    @contextmanager
+    def _opened(self) -> Iterator[IO[bytes]]:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
+            new = not self.path.exists()
             with self.path.open("ab+") as file:
-                with suppress(OSError):  # a file system without locks
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                file.seek(0)
-                whole = file.read().rfind(b"\n") + 1
-                file.truncate(whole)
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
+                if new:
+                    flush_folder(self.path.parent)
+                yield file
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+
+def is_json(text: str | bytes) -> bool:
+    """Whether a line is whole: no part of an object is JSON."""
+    with suppress(ValueError):
+        parse_json(text)
+        return True
+    return False

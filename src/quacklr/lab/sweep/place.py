@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from quacklr.integrations import terminal
 from quacklr.lab.config import Config, from_json
 from quacklr.lab.files import locked
 from quacklr.lab.sweep.ledger import Entry, entry_from_json, entry_of
@@ -78,10 +79,11 @@ def work(saved: dict[str, Any], path: str) -> dict[str, Any]:
     return entry_of(config, Path(path)).to_json()
 
 
+@terminal.tolerant()
 def execute(saved: dict[str, Any], path: str) -> Report:
     """In the process of the run: do the work with the output in its folder, and say how it ended."""
-    write_output_to(Path(path))
     try:
+        write_output_to(Path(path))
         return "entry", work(saved, path)
     except (Stopped, KeyboardInterrupt):
         return "halted", None

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quacklr.lab.config import Config, fingerprint
+from quacklr.lab.signals import signals
 from quacklr.lab.sweep.ledger import Entry, Ledger, crashed
 from quacklr.lab.sweep.place import Crashed, Halted, Job, Lost, Outcome, Place
-from quacklr.lab.train.runner import signals
 
 ATTEMPTS = 3
 """How often a run is started before a death of its process counts as its end."""

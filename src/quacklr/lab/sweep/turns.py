@@ -12,12 +12,16 @@ from shutil import rmtree
 
 from quacklr.lab.config import Config
 from quacklr.lab.data import open_corpus
+from quacklr.lab.errors import UserError
+from quacklr.lab.files import read_json
 from quacklr.lab.sweep.ledger import entry_of
 from quacklr.lab.sweep.place import Halted, Outcome, cores
 from quacklr.lab.train.device import environment
 from quacklr.lab.train.folder import Folder
+from quacklr.lab.train.integrity import verify
 from quacklr.lab.train.runner import conclude
 from quacklr.lab.train.session import Session
+from quacklr.lab.train.world import World
 
 
 class Turns:
@@ -56,11 +60,22 @@ class TurnsJob:
         self.stopped = True
 
     def _execute(self, here: Config) -> Iterator[None]:
+        refuse_strangers(self.path)
         rmtree(self.path, ignore_errors=True)  # what an earlier attempt left cannot go on: there are no checkpoints
         corpus = open_corpus(here.training.corpus)
+        verify(corpus, World(), resumed=False)
         session, folder = Session(here, corpus), Folder(self.path)
         folder.begin(session.config, environment(session.device) | {"corpus": corpus.fingerprint, "turns": True})
         for row in session.rows():
             folder.append(row)
             yield
         folder.end(conclude(folder.rows()))
+
+
+def refuse_strangers(path: Path) -> None:
+    """UserError if a folder has anything in it that no runs of this kind have left: it would be removed."""
+    about = path / "environment.json"
+    environment = read_json(about) if about.exists() else {}
+    ours = isinstance(environment, dict) and environment.get("turns") is True
+    if path.exists() and not ours and any(not each.name.startswith(".") for each in path.iterdir()):
+        raise UserError(f"{path} holds something else than a run that took turns; give other --runs")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,18 @@ from quacklr.lab.train.tensors import MODEL, tensors_for
 
 FORMAT = 2
 """1 was one file, `step-0000100.pt`."""
+WRONG = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    UnpicklingError,
+)  # what it raises to read something else as a checkpoint
+LEFT = re.compile(r"\.step-[0-9]{7,}\.(saving|removed)")
+"""What a killed save or removal leaves; see storage.py."""
 
 
 class Checkpoints:
@@ -58,7 +71,7 @@ class Checkpoints:
         from quacklr.lab.train import storage
 
         self.wait()
-        path = self.folder / f"step-{step:07}"
+        path = self.folder / name_of(step)
         content = {"format": FORMAT, "config": self.name, "state": dict(rest)}
         writer = storage.Writer(path, packed(content) if self._rank == 0 else b"", self._tidy)
         if later:
@@ -77,7 +90,8 @@ class Checkpoints:
         from quacklr.lab.train.storage import hidden
 
         for left in self.folder.glob(".step-*"):
-            erase(left)
+            if LEFT.fullmatch(left.name):
+                erase(left)
         for old in checkpoints(self.folder)[: -self.keep]:
             erase(hidden(old))
 
@@ -89,10 +103,9 @@ class Checkpoints:
         """
         from quacklr.lab.train import storage
 
-        if path.suffix == ".pt":
-            raise UserError(f"the checkpoint {path} was made by an older quacklr; start the run anew in another --out")
         if damage := self._damage_of(path):
-            older = [other.name for other in checkpoints(path.parent) if other < path]
+            every = checkpoints(path.parent)
+            older = [other.name for other in every[: every.index(path)]] if path in every else []
             way = f"remove it to go on from {older[-1]}" if older else "there is no older one, so start the run anew"
             raise UserError(f"the checkpoint {path} is damaged ({damage}); {way}")
         rest = rest_of(path, self.name)
@@ -112,14 +125,34 @@ class Checkpoints:
         return next((each for each in found if each), None)
 
 
+def name_of(step: int) -> str:
+    """The name of the checkpoint after a step: seven digits, or more from step 10,000,000 on."""
+    return f"step-{step:07}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint, from its name; None for every name that `name_of` does not give."""
+    digits = path.name.removeprefix("step-")
+    step = int(digits) if digits.isascii() and digits.isdecimal() else 0
+    return step if path.name == name_of(step) else None
+
+
 def checkpoints(folder: Path) -> list[Path]:
-    """All that are there, oldest first."""
-    return sorted(folder.glob("step-*"))
+    """All that are there, oldest first. Whatever else a user keeps beside them, such as a copy, is none."""
+    found = {step_of(path): path for path in (folder.iterdir() if folder.exists() else ()) if path.is_dir()}
+    return [found[step] for step in sorted(step for step in found if step is not None)]
+
+
+def refuse_older_format(folder: Path) -> None:
+    """UserError if a folder has checkpoints of format 1."""
+    for path in sorted(folder.glob("step-*.pt")):
+        if step_of(path.with_suffix("")) is not None:
+            raise UserError(f"the checkpoint {path} was made by an older quacklr; start the run anew in another --out")
 
 
 def erase(path: Path) -> None:
-    """Remove a folder, or a file."""
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Remove a folder, or a file; of a symbolic link only the link."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def damage_of(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
@@ -173,5 +206,6 @@ def ours(path: Path) -> Iterator[None]:
     """UserError for whatever a folder that is no checkpoint of quacklr makes torch say."""
     try:
         yield
-    except (OSError, ValueError, TypeError, LookupError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise UserError(f"{path} is not a checkpoint of quacklr: {str(error).splitlines()[0]}") from error
+    except WRONG as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{path} is not a checkpoint of quacklr: {reason}") from error

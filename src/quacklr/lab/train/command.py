@@ -12,16 +12,18 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 
+from quacklr.integrations import terminal
 from quacklr.lab.config import KINDS, Config, fingerprint, kind_of, values_of
-from quacklr.lab.errors import UserError
-from quacklr.lab.options import OPTIONS
+from quacklr.lab.errors import UserError, exit_code
+from quacklr.lab.options import read
 from quacklr.lab.presets import ATTENTIONS, PRESETS, with_kinds
 from quacklr.lab.train.checkpoint import checkpoints
 from quacklr.lab.train.folder import Folder
@@ -75,7 +77,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, Place]:
         frozen=True,
     )
     refuse_strangers(argv, base)
-    given: Any = tyro.cli(shown, prog="quacklr train", args=list(argv), description=ABOUT, config=OPTIONS)
+    given: Any = read(shown, "quacklr train", argv, ABOUT)
     return Config(**{name: getattr(given, titles[name]) for name in parts}), given.folder
 
 
@@ -130,35 +132,29 @@ def name_of(config: Config) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the command: 0, 1 if another process is lost, 2 for what a user can mend, 130 or 143 when stopped."""
     if leads():
-        return _main(argv, "quacklr train")
+        return exit_code("quacklr train", lambda: _train(*asked(argv), "quacklr train"))
+    who = f"quacklr train (rank {os.environ['RANK']})"
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-        return _main(argv, f"quacklr train (rank {os.environ['RANK']})")
+        return exit_code(who, lambda: _train(*asked(argv), who))
 
 
-def _main(argv: Sequence[str], who: str) -> int:
-    path = None
+@terminal.tolerant()
+def _train(config: Config, path: Path, place: Place, who: str) -> int:
     try:
-        config, path, place = asked(argv)
         result = run(config, path, resume=place.resume is not None, wandb=place.wandb)
         picture = draw_logits(path) if leads() else None
-    except SystemExit as stop:  # tyro exits by itself after --help and mistakes
-        return int(stop.code or 0)
-    except BrokenPipeError:  # somebody reads the first lines of --help only
-        return 1
-    except UserError as error:
-        print(f"{who}: {error}", file=sys.stderr)
-        return 2
     except Stopped as stopped:
         if leads():
             print(f"Stopped at step {stopped.step}; go on with: {again(path)}", file=sys.stderr)
         return 128 + stopped.signum
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise UserError(out_of_memory(error, path)) from error
         if not is_loss_of_a_process(error):
             raise
         print(f"{who}: {loss_of_a_process(error, path)}", file=sys.stderr)
         return 1
-    with suppress(BrokenPipeError):
-        tell_end(result, path, picture)
+    tell_end(result, path, picture)
     return 0
 
 
@@ -176,19 +172,36 @@ def asked(argv: Sequence[str]) -> tuple[Config, Path, Place]:
     return config, place.resume or place.out or Path("runs") / name_of(config), place
 
 
-def again(path: Path | None) -> str:
+def again(path: Path) -> str:
     """The command that goes on with a run, in as many processes as before."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     start = "quacklr train" if size == 1 else f"torchrun --nproc-per-node {size} -m quacklr train"
     return f"{start} --resume {shlex.quote(str(path))}"
 
 
-def loss_of_a_process(error: RuntimeError, path: Path | None) -> str:
+def loss_of_a_process(error: BaseException, path: Path) -> str:
     """What has happened, and the way on."""
     reason = re.sub(r"^\[[^]]*\]\s*", "", str(error).splitlines()[0]).partition(". ")[0]
-    found = checkpoints(path / "checkpoints") if path else []
-    way = f"its last checkpoint is {found[-1].name}; go on with: {again(path)}" if found else "it has no checkpoint yet"
-    return f"another process of this run has died or does not answer ({reason}), so the run ends; {way}"
+    return f"another process of this run has died or does not answer ({reason}), so the run ends; {way_on(path)}"
+
+
+def way_on(path: Path) -> str:
+    """How to go on with a run that has ended early."""
+    found = checkpoints(path / "checkpoints")
+    return (
+        f"its last checkpoint is {found[-1].name}; go on with: {again(path)}" if found else "it has no checkpoint yet"
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory cannot be allocated: numpy's, torch's of a GPU, torch's of the CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def out_of_memory(error: BaseException, path: Path) -> str:
+    """What was too large, and the way on."""
+    reason = " ".join(str(error).split()).partition(". ")[0]
+    return f"out of memory ({reason}): a smaller model, --micro-batch or --context needs less; {way_on(path)}"
 
 
 def tell_end(result: Row, path: Path, picture: Path | None) -> None:

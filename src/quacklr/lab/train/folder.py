@@ -12,13 +12,53 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
+from quacklr.integrations.files import flush_folder
 from quacklr.lab.config import Config, from_json, to_json
 from quacklr.lab.errors import UserError
-from quacklr.lab.files import read_json, whole, write_json
+from quacklr.lab.files import parse_json, read_json, whole, write_json
 from quacklr.lab.train.session import Row
+from quacklr.lab.train.statistics import Table
+from quacklr.lab.typed import fits
+
+RESTORE = "restore the file from a copy, or train anew in another --out"
+
+
+class _Step(TypedDict):
+    step: int
+
+
+class Measured(_Step, total=False):
+    """A row, as far as it is read again."""
+
+    loss: float | None
+    val_loss: float | None
+    val_bpb: float | None
+    tokens: int
+    tokens_per_second: float | None
+    logits: dict[str, Table]
+    norm: dict[str, Table]
+    rate: dict[str, Table]
+    diverged: str
+
+
+class Finished(_Step):
+    """The result of a run that has reached its end."""
+
+    status: Literal["finished"]
+    val_loss: float
+    val_bpb: float
+
+
+class Diverged(_Step):
+    """The result of a run that was lost."""
+
+    status: Literal["diverged"]
+    reason: str
 
 
 class Folder:
@@ -39,9 +79,7 @@ class Folder:
         """How the run ended, if it has."""
         path = self.path / "result.json"
         result = read_json(path) if path.exists() else None
-        if result is not None and not (
-            isinstance(result, dict) and isinstance(result.get("step"), int) and "status" in result
-        ):
+        if result is not None and not fits(result, Finished | Diverged):
             raise UserError(f"{path} is damaged: it is not what quacklr writes; remove it")
         return result
 
@@ -75,27 +113,62 @@ class Folder:
 
     def rows(self) -> list[Row]:
         """All rows so far. A last line that a killed process left unfinished is not one."""
-        rows = []
-        lines = self._text().splitlines()
-        for place, line in enumerate(lines, start=1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                if place < len(lines):
-                    raise UserError(f"{self.metrics}, line {place}, is damaged: {error}") from error
+        lines = self._lines()
+        rows = [self._row(lines, place) for place in range(len(lines) - 1)]
+        with suppress(ValueError):
+            parse_json(lines[-1] if lines else "")
+            rows.append(self._row(lines, len(lines) - 1))
         return rows
 
-    def _text(self) -> str:
-        return self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.exists() else ""
+    def _lines(self) -> list[str]:
+        text = self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.exists() else ""
+        return text.removesuffix("\n").split("\n") if text else []
+
+    def _row(self, lines: list[str], place: int) -> Row:
+        """The row of a line; UserError if it is none."""
+        try:
+            row = parse_json(lines[place])
+        except ValueError as error:
+            raise UserError(f"{self.metrics}, line {place + 1}, is damaged: {error}; {RESTORE}") from error
+        if not fits(row, Measured):
+            raise UserError(f"{self.metrics}, line {place + 1}, is damaged: it is no row of a run; {RESTORE}")
+        return dict(row)
+
+    def refuse_gaps(self, step: int, ended: bool = False) -> None:
+        """UserError unless the rows begin with those of steps 0 to `step`: each of them, once, in this order.
+
+        Of a run that has ended there must be no others. One that was killed may have some, or a part of one.
+        """
+        lines = self._lines()
+        if ended and len(lines) > step + 1:
+            raise UserError(f"{self.metrics} has rows after step {step}, where the run has ended; {RESTORE}")
+        for place in range(step + 1):
+            if place == len(lines):
+                found = (
+                    f"ends before step {place}" if lines else "has no rows" if self.metrics.exists() else "is missing"
+                )
+                raise UserError(f"{self.metrics} {found}, but the run has reached step {step}; {RESTORE}")
+            if (other := self._row(lines, place)["step"]) != place:
+                raise UserError(
+                    f"{self.metrics}, line {place + 1}, is the row of step {other}, not that of step {place}: "
+                    f"rows are missing, repeated or in another order; {RESTORE}"
+                )
 
     def forget_after(self, step: int) -> None:
-        """Drop the rows after a step: a resumed run makes them again."""
-        rows = self.rows()
-        kept = [row for row in rows if row["step"] <= step]
-        if len(kept) == len(rows) and self._text().endswith("\n"):
-            return
-        with whole(self.metrics) as file:
-            file.write("".join(line(row) for row in kept).encode())
+        """Drop all that follows the row of a step: a resumed run makes it again. `refuse_gaps` has been called."""
+        kept = "".join(f"{line}\n" for line in self._lines()[: step + 1]).encode()
+        if self.metrics.exists() and self.metrics.read_bytes() != kept:
+            with whole(self.metrics) as file:
+                file.write(kept)
+
+    def flush(self) -> None:
+        """Return when all rows are on the disk, where a power cut does not reach them, and not only with the system."""
+        try:
+            with self.metrics.open("rb") as file:
+                os.fsync(file.fileno())
+            flush_folder(self.path)
+        except OSError as error:
+            raise UserError(f"cannot write {self.metrics}: {error.strerror or error}") from error
 
     def reopen(self) -> None:
         """Forget the ending of a run that goes on."""
@@ -110,7 +183,8 @@ class Folder:
             raise UserError(f"cannot write {self.metrics}: {error.strerror or error}") from error
 
     def end(self, result: Row) -> None:
-        """Write down how it ended."""
+        """Write down how it ended, after all its rows."""
+        self.flush()
         write_json(self.path / "result.json", result)
 
 

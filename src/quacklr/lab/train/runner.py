@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from quacklr.integrations import terminal
 from quacklr.lab.config import KINDS, Config, Machine, Watch, differences, fingerprint, kind_of, values_of
 from quacklr.lab.data import Corpus, open_corpus
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import locked
 from quacklr.lab.optim import Constant
 from quacklr.lab.progress import Show, progress
-from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
+from quacklr.lab.signals import signals
+from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, ours, refuse_older_format, step_of
 from quacklr.lab.train.device import device_of, environment
 from quacklr.lab.train.folder import Folder
+from quacklr.lab.train.integrity import verify
 from quacklr.lab.train.session import Row, Session
 from quacklr.lab.train.statistics import largest
-from quacklr.lab.train.trackers import trackers
+from quacklr.lab.train.trackers import Tracker, trackers
 from quacklr.lab.train.world import World, is_restarted, job, joined
 
 
@@ -36,6 +35,7 @@ class Stopped(Exception):  # noqa: N818 - not an error
         self.step, self.signum = step, signum
 
 
+@terminal.tolerant()
 def run(config: Config, path: Path, resume: bool = False, wandb: str | None = None) -> Row:
     """Train, and return how it ended: the content of `result.json`.
 
@@ -57,6 +57,7 @@ def _run(config: Config, folder: Folder, resume: bool, wandb: str | None, world:
     corpus = open_corpus(config.training.corpus)
     if corpus.fingerprint != world.told(lambda: corpus.fingerprint):
         raise UserError(f"--corpus {config.training.corpus} is other text here than for the leading process")
+    verify(corpus, world, resumed=resume and folder.taken)
     session = Session(config, corpus)
     name = name_of_checkpoints(session.config, corpus.fingerprint)
     about = environment(session.device) | {"corpus": corpus.fingerprint, "processes": world.size, "job": job()}
@@ -64,15 +65,26 @@ def _run(config: Config, folder: Folder, resume: bool, wandb: str | None, world:
         found = world.told(lambda: _taken(folder, resume, stack))
         saves = stack.enter_context(Checkpoints(folder.checkpoints, name, config.watch.keep))
         if found:
-            session.load_rest(saves.load(found, session.model, session.optimizers))
+            _load(session, saves, found)
         writer = _writer(session, corpus, folder, about, wandb) if world.leads else nullcontext(_nowhere)
         with writer as write:
-            _train(session, saves, write)
+            _train(session, saves, write, folder)
         saves.wait()
         return world.told(lambda: _end(folder))
 
 
-def _train(session: Session, saves: Checkpoints, write: Callable[[Row], None]) -> None:
+def _load(session: Session, saves: Checkpoints, path: Path) -> None:
+    """Go on from a checkpoint; UserError if it is none of quacklr's, before a row is dropped for it."""
+    rest = saves.load(path, session.model, session.optimizers)
+    with ours(path):
+        session.load_rest(rest)
+        if type(session.step) is not int or session.step != step_of(path):
+            raise ValueError(f"it says that it is of step {session.step}")
+        if not isinstance(session.first_val_loss, float):
+            raise ValueError("it does not say the first validation loss")
+
+
+def _train(session: Session, saves: Checkpoints, write: Callable[[Row], None], folder: Folder) -> None:
     """All rows from where the session stands, each written before the next is begun."""
     steps = session.config.training.steps
     with signals() as stop:
@@ -80,7 +92,10 @@ def _train(session: Session, saves: Checkpoints, write: Callable[[Row], None]) -
             write(row)
             signum = int(session.world.largest(stop[0] if stop else 0))  # all processes stop at the same step
             stopping = bool(signum) and session.step < steps and "diverged" not in row
-            _save_if_due(session, saves, last=stopping or "diverged" in row)
+            if stopping or "diverged" in row or is_due(session):
+                if session.world.leads:
+                    folder.flush()  # a checkpoint without the rows before it could not be resumed
+                saves.save(session.step, session.tensors(), session.rest(), session.config.watch.async_save)
             if stopping:
                 saves.wait()
                 raise Stopped(session.step, signum)
@@ -91,31 +106,42 @@ def _writer(
     session: Session, corpus: Corpus, folder: Folder, about: Row, wandb: str | None
 ) -> Iterator[Callable[[Row], None]]:
     """What writes a row to the folder, to the trackers and to the terminal, from where the session stands."""
+    watchers = trackers(folder.path, session.config, session.step, wandb)  # it may refuse, so it comes first
+    corpus.leave_tokenizer(folder.path)
     folder.forget_after(session.step if session.first_val_loss is not None else -1)
     folder.reopen()
-    watchers = trackers(folder.path, session.config, session.step, wandb)
-    corpus.leave_tokenizer(folder.path)
     folder.begin(session.config, about)
     try:
         with progress("training", session.config.training.steps, "steps", session.step) as show:
-            with suppress(BrokenPipeError):
-                show.line(heading(session, folder.path))
+            show.line(heading(session, folder.path))
 
             def write(row: Row) -> None:
                 folder.append(row)
-                for watcher in watchers:
-                    watcher.write(row)
-                with suppress(BrokenPipeError):  # nobody reads any more; the run goes on
-                    tell(show, row)
+                for watcher in list(watchers):
+                    with _dropped_if_it_fails(watcher, watchers):
+                        watcher.write(row)
+                tell(show, row)
 
             yield write
     finally:
-        for watcher in watchers:
-            watcher.close()
+        for watcher in list(watchers):
+            with _dropped_if_it_fails(watcher, watchers):
+                watcher.close()
 
 
-def _nowhere(_: Row) -> None:
-    """For processes that leave the writing to another."""
+@contextmanager
+def _dropped_if_it_fails(watcher: Tracker, watchers: list[Tracker]) -> Iterator[None]:
+    """A tracker shows what metrics.jsonl has: a run goes on without one that fails."""
+    try:
+        yield
+    except Exception as error:  # whatever a package and its network raise
+        watchers.remove(watcher)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"{type(watcher).__name__} fails ({reason}), so the run goes on without it", file=sys.stderr)
+
+
+def _nowhere(_: Any) -> None:
+    """For what is not to be shown or written."""
 
 
 def _ending(config: Config, folder: Folder, resume: bool) -> Row | None:
@@ -123,7 +149,10 @@ def _ending(config: Config, folder: Folder, resume: bool) -> Row | None:
     folder.refuse_unless_new(resume)
     _refuse_another(config, folder)
     ended = folder.result
-    return ended if ended and (ended["status"] == "diverged" or ended["step"] >= config.training.steps) else None
+    if not ended or (ended["status"] != "diverged" and ended["step"] < config.training.steps):
+        return None
+    folder.refuse_gaps(ended["step"], ended=True)
+    return ended
 
 
 def _taken(folder: Folder, resume: bool, stack: ExitStack) -> Path | None:
@@ -131,11 +160,17 @@ def _taken(folder: Folder, resume: bool, stack: ExitStack) -> Path | None:
     stack.enter_context(locked(folder.path))
     folder.refuse_unless_new(resume)
     found = checkpoints(folder.checkpoints) if folder.taken else []
-    if not found and folder.result:
+    if found:
+        folder.refuse_gaps(step_of(found[-1]) or 0)
+        return found[-1]
+    refuse_older_format(folder.checkpoints)
+    reached = folder.rows()[-1]["step"] if folder.taken and folder.rows() else None
+    # with --async-save one may be under way when the next is due
+    if folder.result or (reached is not None and reached > 2 * folder.config().watch.checkpoint_every):
         raise UserError(f"{folder.path} has no checkpoint left to go on from; train anew in another --out")
-    if not found and folder.rows():
+    if reached is not None:
         print(f"{folder.path} has no checkpoint yet, so the run begins again", file=sys.stderr)
-    return found[-1] if found else None
+    return None
 
 
 def _end(folder: Folder) -> Row:
@@ -170,38 +205,10 @@ def name_of_checkpoints(config: Config, corpus: str) -> str:
     return f"{fingerprint(essence(config))}-{corpus}"
 
 
-def _save_if_due(session: Session, saves: Checkpoints, last: bool) -> None:
+def is_due(session: Session) -> bool:
+    """Whether a checkpoint is saved after this step."""
     watch, steps = session.config.watch, session.config.training.steps
-    if last or session.step == steps or (session.step and session.step % watch.checkpoint_every == 0):
-        saves.save(session.step, session.tensors(), session.rest(), later=watch.async_save)
-
-
-@contextmanager
-def signals() -> Iterator[list[int]]:
-    """A list that a first Ctrl-C or SIGTERM puts its number into; a second Ctrl-C, a second later, stops at once.
-
-    torchrun sends every process what the system may have sent it already, so the same signal can come twice.
-    """
-    caught: list[int] = []
-    began = time.monotonic()
-
-    def handle(signum: int, _: FrameType | None) -> None:
-        nonlocal began
-        if not caught:
-            caught.append(signum)
-            began = time.monotonic()
-        elif signum == signal.SIGINT and time.monotonic() - began > 1:
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    return session.step == steps or (session.step > 0 and session.step % watch.checkpoint_every == 0)
 
 
 def heading(session: Session, path: Path) -> str:

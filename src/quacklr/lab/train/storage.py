@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.futures import Future
 
-from quacklr.integrations.files import flush_folder
+from quacklr.integrations.files import flush_folder, make_folder
 from quacklr.lab.errors import UserError
 from quacklr.lab.train.tensors import Kind
 
@@ -108,7 +108,7 @@ class Writer(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0, before any rank writes."""
         self.tidy()
-        Path(self.path).mkdir(parents=True)
+        make_folder(Path(self.path))
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
@@ -132,7 +132,7 @@ class Writer(FileSystemWriter):
         with Summed(Path(self.path) / CHECKSUMS) as file:
             file.write(json.dumps([lines[name] for name in sorted(lines)], indent=2).encode())
         flush_folder(Path(self.path))
-        if self.folder.exists():
+        if self.folder.is_dir():
             hidden(self.folder)
         Path(self.path).rename(self.folder)
         flush_folder(self.folder.parent)

@@ -16,7 +16,7 @@ from quacklr.lab.data import Tokenizer, left_tokenizer
 from quacklr.lab.errors import UserError
 from quacklr.lab.methods import alter
 from quacklr.lab.model import Decoder, unfilled
-from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
+from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, step_of
 from quacklr.lab.train.device import device_of
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.runner import name_of_checkpoints
@@ -39,11 +39,7 @@ def open_run(path: Path, step: int | None = None, device: str = "cpu") -> Traine
     """
     folder = Folder(path)
     config = folder.config()
-    found = {
-        int(number): each
-        for each in checkpoints(folder.checkpoints)
-        if (number := each.name.removeprefix("step-")).isdigit()
-    }
+    found = {number: each for each in checkpoints(folder.checkpoints) if (number := step_of(each)) is not None}
     step = _ended(folder, config, list(found)) if step is None else step
     if step not in found:
         raise UserError(f"{path} has no checkpoint of step {step}{_choice(list(found)) or ', nor any other'}")

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m quacklr train ...
 
-Each is a rank. Rank 0 leads: it alone writes to the run's folder and to the terminal.
+Each is a rank. Rank 0 leads: it alone writes to the terminal and to the run's folder, but for the checkpoints, of
+which each rank writes its own shards.
 """
 
 from __future__ import annotations
@@ -32,6 +33,16 @@ class World:
 
     rank: int = 0
     size: int = 1
+
+    @property
+    def local_rank(self) -> int:
+        """Its number among the processes on this machine."""
+        return int(os.environ.get("LOCAL_RANK", "0")) if self.size > 1 else 0
+
+    @property
+    def local_size(self) -> int:
+        """How many of the processes are on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.size > 1 else 1
 
     @property
     def leads(self) -> bool:
