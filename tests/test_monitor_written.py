@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, scaled_dot_product_attention, softmax
 
 import by_hand
-from quacklr import LogitMonitor, Path, mha, packed
+from quacklr import LogitMonitor, Path, QKClip, check, mha, packed
 
 B, T, D, H = 3, 7, 16, 4
 MIN = torch.finfo(torch.float32).min
@@ -293,3 +293,35 @@ def test_a_model_with_only_a_router_is_refused() -> None:
     torch.manual_seed(0)
     with pytest.raises(ValueError, match="no attention"):
         LogitMonitor(nn.Sequential(nn.Linear(D, T), nn.Softmax(dim=-1)), inputs()).measure()
+
+
+class Recurrent(nn.Module):
+    """Linear attention: a product of queries and keys, and no softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_mix, self.out_mix = nn.Linear(D, 2 * D), nn.Linear(D, D)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k = self.in_mix(x_BTD).relu().chunk(2, -1)
+        return self.out_mix(q @ (k.mT @ x_BTD))
+
+    def declared(self) -> list[Path]:
+        return mha(*packed(self.in_mix, ("q", H, D // H), ("k", H, D // H)))
+
+
+def test_a_model_without_softmax_attention_is_told_that_it_may_have_none() -> None:
+    torch.manual_seed(0)
+    model = Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = "may have (no softmax attention|none) .*Mamba, RWKV"
+    with pytest.raises(ValueError, match=told):
+        LogitMonitor(model, inputs()).measure()
+    with pytest.raises(ValueError, match=told):
+        check(model, optimizer, inputs())
+    with pytest.raises(ValueError, match=told):
+        QKClip(model, optimizer)
+    QKClip(model, optimizer, paths=model.declared())
+    model(inputs()).sum().backward()
+    with pytest.raises(RuntimeError, match=told):
+        optimizer.step()

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from models import Separate, assert_equal
-from quacklr import Path, QuacK, check, logit_paths, mha
+from quacklr import Path, QuacK, check, logit_paths, mha, packed
+from quacklr.find import survey
+from quacklr.find.rules.finding import Finding
 from quacklr.lab.model import build
 from quacklr.lab.model.spec import MHA, MLA, Shape
 from quacklr.wiring.command import MAKERS
@@ -161,6 +163,92 @@ def test_paths_and_several_optimizers_can_be_given() -> None:
     wiring = check(model, optimizers, X_BTD, paths=logit_paths(model), loss=lambda model, x: model(x).square().mean())
     assert wiring.ok
     assert (torch.stack([layer.start.measured for layer in wiring.layers]) > 0).all()
+
+
+class Unruled(nn.Module):
+    """No rule knows these names, and nothing is declared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks, self.tells = nn.Linear(16, 16, bias=False), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        parts = self.asks(x_BTD), *self.tells(x_BTD).chunk(2, 2)
+        heads = (part.unflatten(2, (4, 4)).transpose(1, 2) for part in parts)
+        return nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
+def test_paths_that_are_not_given_are_measured_on_the_batch() -> None:
+    wiring = checked(stack(Unruled), steps=1)
+    assert wiring.ok, wiring
+    assert [layer.heads for layer in wiring.layers] == [4, 4]
+    assert "measured" not in str(wiring)
+
+
+class Misread(nn.Module):
+    """What a rule makes of these names is wrong: a head's rows are not consecutive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        projected = (of(x_BTD) for of in (self.q_proj, self.k_proj, self.v_proj))
+        heads = (part.unflatten(2, (4, 4)).permute(0, 3, 1, 2) for part in projected)
+        shares = nn.functional.scaled_dot_product_attention(*heads)
+        return shares.permute(0, 2, 1, 3).flatten(2)
+
+
+def test_a_rule_that_is_contradicted_is_not_ok_and_what_was_measured_can_be_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rule stands for any: it is said to have read consecutive rows."""
+
+    def by_rule(one: Any) -> Finding | None:
+        if not isinstance(one, Misread):
+            return None
+        return Finding(mha(*packed(one.q_proj, ("q", 4, 4)), *packed(one.k_proj, ("k", 4, 4))))
+
+    monkeypatch.setattr(survey, "by_rule", by_rule)
+    model = stack(Misread)
+    wiring = checked(model, steps=1)
+    assert not wiring.ok
+    assert "0: the rule for Misread is wrong here; it says that a head reads" in str(wiring)
+    assert all(layer.wrong.all() for layer in wiring.layers)
+    assert checked(model, logit_paths(model, X_BTD, rules=False), steps=1).ok
+
+
+def test_what_is_right_by_nudges_and_contradicted_by_measurement_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the two ways to look at a model do not agree, one of them is wrong."""
+    monkeypatch.setattr(survey, "differences", lambda *_: "it says one thing, but measured is another")
+    monkeypatch.setattr(survey, "by_rule", lambda one: Finding(one.paths()) if isinstance(one, Plain) else None)
+    wiring = checked(stack(Plain), steps=1)
+    assert not any(layer.faults for layer in wiring.layers)
+    assert not wiring.ok
+    assert str(wiring).endswith("; but other paths were measured")
+
+
+class Plain(Separate):
+    """Right, and not declared."""
+
+    logit_paths = None  # type: ignore[assignment]
+
+    def paths(self) -> list[Path]:
+        return Separate.logit_paths(self)
+
+
+def test_a_model_that_cannot_be_measured_is_checked_by_its_rules_and_the_report_says_so() -> None:
+    class Fussy(Separate):
+        """Runs without gradients in eval mode only."""
+
+        def forward(self, x_BTD: Tensor) -> Tensor:
+            assert self.training or not torch.is_grad_enabled()
+            return super().forward(x_BTD)
+
+    wiring = checked(stack(Fussy), steps=1)
+    assert wiring.ok
+    assert "paths are those of the rules, and could not be measured: Sequential failed on the sample" in str(wiring)
 
 
 def test_a_weight_that_two_layers_share_moves_both_and_that_is_right() -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from models import Separate
-from quacklr import check
+from quacklr import Path, check, logit_paths, packed
 from quacklr.wiring.faults import Fault
 from quacklr.wiring.result import Checked, Wiring
 from quacklr.wiring.steps import Change
-from wiring_runs import X_BTD, checked, stack
+from wiring_runs import X_BTD, checked, named, stack
 
 GOOD = {"measured": 0.1, "bound": 0.2}
 
@@ -136,3 +136,38 @@ def test_rows_that_take_no_step_though_they_train_are_not_shown_to_be_right() ->
 def test_no_paths_are_no_proof() -> None:
     with pytest.raises(ValueError, match="no path"):
         checked(stack(Separate), [])
+
+
+class Routed(nn.Module):
+    """As JetMoe: two of three experts make a token's queries, for the two keys each; so there are four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(0.3 * torch.randn(3, 8, 16))
+        self.router, self.kv = nn.Linear(16, 3, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        chosen_BT2 = self.router(x_BTD).topk(2).indices
+        by_expert = torch.stack([x_BTD @ expert.T for expert in self.experts], 2)
+        q_BT2D = by_expert.gather(2, chosen_BT2[..., None].expand(-1, -1, -1, 8))
+        q = q_BT2D.unflatten(3, (2, 4)).flatten(2, 3).transpose(1, 2)
+        k, v = (each.unflatten(2, (2, 4)).transpose(1, 2).repeat(1, 2, 1, 1) for each in self.kv(x_BTD).chunk(2, 2))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_routed_queries_are_right_if_every_expert_is_seen_everywhere_and_otherwise_are_not_called_wrong() -> None:
+    model = stack(Routed, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert check(model, optimizer, torch.randn(2, 40, 16), steps=1).ok
+    wiring = check(model, optimizer, X_BTD[:, :2], paths=logit_paths(model, X_BTD), steps=1)
+    assert not wiring.ok
+    assert not any(layer.faults for layer in wiring.layers)
+    assert "attends with several heads for each of these" in str(wiring).splitlines()[1]
+
+
+def test_heads_that_share_a_key_are_not_taken_for_one() -> None:
+    """Two heads for each key: paths that say one head for each key are wrong, though every row is right."""
+    model = stack(lambda: Separate(groups=2), 1)
+    q, k = packed(model[0].q, ("q", 2, 8)), packed(model[0].k, ("k", 2, 4))
+    paths = [Path(named(0, *q, *k), 2)]
+    assert check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=paths, steps=1).layers[0].wrong.all()

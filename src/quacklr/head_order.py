@@ -168,12 +168,19 @@ def by_examples(runs: Reruns, count: int, heads: int | None) -> Found | None:
 
 
 def by_rows(runs: Reruns, count: int, heads: int | None) -> Found | None:
-    """All sequences of a head become NaN together, if the output of a projection is that head's alone."""
+    """All sequences of a head become NaN together, if the output of a projection is that head's alone.
+
+    An output that several heads read, as those of a key may, is not asked.
+    """
     if heads is None or count % heads:
         return None
-    entries, inner = torch.arange(count), [size for size in range(1, count // heads + 1) if count // heads % size == 0]
-    for answer in runs.by_outputs():
-        for size in inner if int(answer.sum()) * heads == count else ():
+    answers = [answer for answer in runs.by_outputs() if answer.any()]
+    least = min((int(answer.sum()) for answer in answers), default=0)
+    if least * heads != count:
+        return None
+    entries = torch.arange(count)
+    for answer in [answer for answer in answers if int(answer.sum()) == least]:
+        for size in [size for size in range(1, least + 1) if least % size == 0]:
             head = entries // size % heads
             if torch.equal(head == head[answer][0], answer):
                 return Found(entries.view(-1, heads, size).movedim(1, -1).reshape(-1, heads))

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 Reading = tuple[int | None, Order | None]  # how many heads, if that is known, and where they are if that was measured
 SEEN = (
     "seen are scaled_dot_product_attention, flex attention, torch.nn.MultiheadAttention, and a softmax over the last "
-    "dimension of products of queries and keys; not a kernel with a name of its own, such as flash attention: switch "
-    "the model to sdpa or eager"
+    "dimension of products of queries and keys. A model may have no softmax attention (Mamba, RWKV, linear attention): "
+    "then there are no logits. A kernel with a name of its own, such as flash attention, is not seen: switch the model "
+    "to sdpa or eager"
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product as every
 from typing import Any, Self
 
 import torch
@@ -28,19 +29,21 @@ PLAIN = (Tensor, nn.Module, str, int, float, type(None), torch.dtype, torch.devi
 class Reruns:
     """Runs of a module up to the attention that it has come to. They leave no trace.
 
-    Objects among its arguments, such as caches of keys and values, are left out, or else are copied.
+    Objects among its arguments, such as caches of keys and values, are left out, or else are copied. In the first run
+    all arguments were NaN, or else none.
     """
 
     call: ModuleCall
     with_objects: bool
+    all_nan: bool
     first: Traced
 
     @classmethod
     def of(cls, call: ModuleCall, lead: tuple[int, ...]) -> Self | None:
         """None if the module does not run again, or its attention has other leading axes then."""
-        for with_objects in (False, True):
-            runs = cls(call, with_objects, Traced(call.attentions))
-            if runs.run(runs.first, range(len(call.tensors))) and runs.first.lead == lead:
+        for all_nan, with_objects in every((True, False), (False, True)):
+            runs = cls(call, with_objects, all_nan, Traced(call.attentions))
+            if runs.run(runs.first, range(len(call.tensors) * all_nan)) and runs.first.lead == lead:
                 return runs
         return None
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from quacklr.find.rules.finding import MEASURED
 from quacklr.modules import named_parameters
 from quacklr.wiring.claims import Claims, Layer
 from quacklr.wiring.faults import Fault, about, listed
 from quacklr.wiring.nudges import Nudge, Nudges
 from quacklr.wiring.twin import Twin
 
+ROUTED = "attends with several heads for each of these: every token has experts of its own"
 LOST = "not comparable when its rows change"
 SCALE_FREE = 1e-3  # of a head's largest logit: what scaling still changes through the epsilon of a norm
 
@@ -25,13 +27,14 @@ class Judge:
         self.layers = self.claims.layers
         self.names = {id(param): name for name, param in named_parameters(twin.model)}
         self.nudges = Nudges(twin, self.claims)
+        self.measured = {name for name, of in getattr(twin.paths, "found", {}).items() if of.origin == MEASURED}
         self.silent = [self._silence(*each) for each in enumerate(self.nudges.hearing.change())]
         self.roles = range(max(len(layer.weights) for layer in self.layers))
 
     def _silence(self, number: int, change: Tensor) -> str:
         hearing = self.nudges.hearing
         if hearing.unread[number] or not hearing.first[number]:
-            return hearing.unread[number] or "not heard"
+            return hearing.unread[number] or ROUTED * self._is_routed(number) or "not heard"
         return "" if (change <= hearing.rounding[number]).all() else "not the same twice"
 
     def faults(self) -> list[list[Fault]]:
@@ -49,10 +52,15 @@ class Judge:
     def _counted(self) -> Iterator[tuple[int, Fault]]:
         """Layers that attend, but with another number of heads."""
         for number, strange in enumerate(self.nudges.hearing.strange):
-            if strange and not self.nudges.hearing.first[number]:
+            if strange and not self.nudges.hearing.first[number] and not self._is_routed(number):
                 heads = self.layers[number].heads
                 text = f"attends with {' or '.join(map(str, sorted(strange)))} heads, but its paths say {heads}"
                 yield number, Fault(tuple(range(heads)), text)
+
+    def _is_routed(self, number: int) -> bool:
+        """Whether it attends with several times the heads that were measured: which rows a head reads is routed."""
+        layer, strange = self.layers[number], self.nudges.hearing.strange[number]
+        return bool(strange) and layer.module in self.measured and not any(of % layer.heads for of in strange)
 
     def _other_layers(self) -> Iterator[tuple[int, Fault]]:
         """Heads that rows of another layer move."""
