@@ -65,15 +65,14 @@ def ended(call: Callable[[], int], way: str, both: bool, log: File) -> tuple[int
     """The exit code of a process in which stdout (and stderr, if it is both) fails; and what stderr said if not."""
     child = os.fork()
     if child == 0:
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT, 0o600), 2)
-        sys.stderr = WAYS[way](2) if both else open(2, "w", closefd=False)
+        sys.stderr = WAYS[way](2) if both else log.open("w")
         sys.stdout = WAYS[way](1)
         leave(call())
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), log.read_text()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), log.read_text() if log.exists() else ""
 
 
 def leave(code: int) -> NoReturn:
-    """Exit as Python does, with code 120 if stdout or stderr has text that cannot be written; but without a clean-up."""
+    """Exit as Python does, with code 120 if there is text that cannot be written; but without a clean-up."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -97,7 +96,7 @@ def hung_up(out: File, options: list[str]) -> int:
     child, terminal = os.forkpty()
     if child == 0:
         os.environ["TERM"] = "xterm"
-        Folder.append = waiting  # type: ignore[method-assign]
+        setattr(Folder, "append", waiting)  # noqa: B010
         leave(train([*options, "--out", str(out)]))
     os.read(ready, 1)
     os.close(terminal)
@@ -116,14 +115,7 @@ def commands(corpus: File, out: File) -> dict[str, list[str]]:
     """Those whose output is a display, or a sentence about the files that they write."""
     return {
         "train": ["train", *SIZES.split(), *STEPS.split(), "--corpus", str(corpus), "--out", str(out / "train")],
-        "prepare": [
-            "prepare",
-            str(corpus.parent / "source.jsonl"),
-            "--out",
-            str(out / "prepare"),
-            "--val=.1",
-            "--probe=.1",
-        ],
+        "prepare": ["prepare", str(corpus.parent / "source.jsonl"), "--out", str(out / "prepare"), "--val", "0.1"],
         "report": ["report", str(out / "report")],
         "sweep": ["sweep", "demo", "--out", str(out / "sweep"), "--runs", str(out / "sweep/runs")],
     }

@@ -134,8 +134,8 @@ def sentence(results: Results) -> str:
     for attention in reversed(results.scale.attentions):
         default, quack = only(results, attention, Default), only(results, attention, Quack)
         broken = default.status != "finished" or largest_logit(default) > STABLE
-        better = loss(quack) < loss(default) - MARGIN
         stable = quack.status == "finished" and largest_logit(quack) < STABLE
+        better = stable and (default.status != "finished" or loss(quack) < loss(default) - MARGIN)
         logits = f"largest logit {shown_logit(default)} against {shown_logit(quack)}"
         losses = f"validation loss {shown_loss(default)} against {shown_loss(quack)}"
         if broken and stable and better:
@@ -161,14 +161,15 @@ def picture(results: Results) -> Figure:
             curve(right, runs, largest, color=colour(method), label=NAMES[method])
         left.set(title=attention.upper(), xlabel="step", ylabel="validation loss")
         right.set(title=attention.upper(), xlabel="step", ylabel="largest logit", yscale="log")
-    grid_[0][0].legend()
+    if grid_[0][0].lines:
+        grid_[0][0].legend()
     return figure
 
 
 def largest(entry: Entry) -> list[tuple[int, float]]:
     """The largest logit of all layers and heads by step."""
     rows = ((step, [value for row in table for value in row if value]) for step, table in entry.curve("logits", "max"))
-    return [(step, max(values)) for step, values in rows if values and step]
+    return [(step, max(values)) for step, values in rows if values and step and max(values) > 0]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,6 +18,7 @@ from quacklr.lab.options import read
 from quacklr.lab.report import markdown
 from quacklr.lab.report.figures import FIGURES, Draw
 from quacklr.lab.report.page import Figure, page
+from quacklr.lab.report.style import hide_empty_panels
 from quacklr.lab.studies.claims import CLAIMS
 from quacklr.lab.studies.finding import Finding
 from quacklr.lab.studies.own import OWN
@@ -54,6 +55,7 @@ def draw(figures: dict[str, Draw], results: Results, folder: Path) -> list[Figur
                 figure = function(results)
             except NotRun:
                 continue
+        hide_empty_panels(figure)
         files = {kind: drawn(figure, kind) for kind in FORMATS}
         for kind, content in files.items():
             with whole(folder / f"{name}.{kind}") as out:
@@ -61,6 +63,22 @@ def draw(figures: dict[str, Draw], results: Results, folder: Path) -> list[Figur
         title, _, caption = (function.__doc__ or "").partition("\n\n")
         shown.append(Figure(name, title, " ".join(caption.split()), files["svg"].decode()))
     return shown
+
+
+def missing(results: Results) -> str:
+    """What a ledger lacks if there is nothing to report on, and the way out."""
+    scale, crashed = results.scale.name, len(results.crashed)
+    if not crashed:
+        return f"of the scale {scale}; see --scale, --steps and --corpus"
+    return f"that ended: {crashed} of the scale {scale} have crashed; `quacklr sweep STUDY --retry` runs them again"
+
+
+def lost(results: Results) -> str:
+    """How many of the runs diverged, and how many others crashed."""
+    diverged = sum(entry.status == "diverged" for entry in results.entries)
+    share = "all" if diverged == len(results.entries) else str(diverged)
+    parts = [f", {share} of them diverged"] if diverged else []
+    return "".join([*parts, *([f", {len(results.crashed)} others crashed"] if results.crashed else [])])
 
 
 def write(path: Path, text: str) -> Path:
@@ -79,10 +97,10 @@ def report(given: Report) -> int:
         raise UserError(f"{source} has no runs yet; make some with `quacklr sweep STUDY --out {given.ledger}`")
     results = Results(entries, scale_of(given.size))
     if not results.entries:
-        raise UserError(f"{source} has no runs of the scale {results.scale.name}; see --scale, --steps and --corpus")
+        raise UserError(f"{source} has no runs {missing(results)}")
     findings = findings_of(results)
     figures = draw(FIGURES, results, given.ledger / "figures")
-    about = f"{len(results.entries)} runs at the scale {results.scale.name}"
+    about = f"{len(results.entries)} runs at the scale {results.scale.name}{lost(results)}"
     tables = f"# What was found\n\n{about}.\n\n{markdown.claims(findings)}\n# Evidence\n\n{markdown.evidence(findings)}"
     written = [
         write(given.ledger / "claims.md", tables),

@@ -176,8 +176,13 @@ def logits(results: Results) -> Figure:
 
 
 def of_head(name: str, layer: int, head: int) -> Callable[[Entry], Iterable[tuple[int, Any]]]:
-    """The curve of one statistic of one head, counted from 0."""
-    return lambda entry: ((step, table[layer][head]) for step, table in entry.curve("logits", name) if step)
+    """The curve of one statistic of one head, counted from 0; what is above 0, as on a logarithmic axis."""
+
+    def points(entry: Entry) -> Iterable[tuple[int, Any]]:
+        found = ((step, table[layer][head]) for step, table in entry.curve("logits", name) if step)
+        return ((step, value) for step, value in found if value is not None and value > 0)
+
+    return points
 
 
 def sensitivity(results: Results) -> Figure:
@@ -208,24 +213,27 @@ def heatmaps(results: Results) -> Figure:
 
     The largest logit of every layer and head at the end of training at the highest learning rate, mean over seeds.
     """
-    lr, shown = results.scale.high, []
+    lr = results.scale.high
+    found: list[tuple[str, list[tuple[Seeds, list[list[float]]]]]] = []
     for attention in ("mha", "mla"):
-        row = []
+        row: list[tuple[Seeds, list[list[float]]]] = []
         for method in PAPERS:
             with suppress(NotRun):
-                row.append(results.best(attention, method, lr))
-        shown.append((attention, row))
-    columns = max((len(row) for _, row in shown), default=0)
+                runs = results.best(attention, method, lr)
+                row.append((runs, mean_table(runs)))
+        found.append((attention, row))
+    columns = max(len(row) for _, row in found)
     if not columns:
         raise NotRun("no run at the highest learning rate")
     figure, grid = panels(2, columns, 2.0, 2.1)
-    tables = [[mean_table(runs) for runs in row] for _, row in shown]
-    values = [value for row in tables for table in row for line in table for value in line]
-    for (attention, runs_row), tables_row, axes_row in zip(shown, tables, grid, strict=True):
-        for axes in axes_row[len(runs_row) :]:
+    values = [value for _, row in found for _, table in row for line in table for value in line]
+    lowest, highest = max(min(values), 1.0), max(values)
+    colours = LogNorm(min(lowest, highest / 1.01), highest)
+    for (attention, row), axes_row in zip(found, grid, strict=True):
+        for axes in axes_row[len(row) :]:
             axes.set_visible(False)
-        for runs, table, axes in zip(runs_row, tables_row, axes_row, strict=False):
-            image = axes.imshow(table, norm=LogNorm(max(min(values), 1.0), max(values)), cmap="magma", origin="lower")
+        for (runs, table), axes in zip(row, axes_row, strict=False):
+            image = axes.imshow(table, norm=colours, cmap="magma", origin="lower")
             axes.set(title=f"{attention.upper()}, {title(runs)}", xlabel="head", ylabel="layer")
             axes.title.set_fontsize(7)
             axes.set_xticks(range(len(table[0])))
@@ -235,8 +243,11 @@ def heatmaps(results: Results) -> Figure:
 
 
 def mean_table(runs: Seeds) -> list[list[float]]:
-    """Layers x heads: the largest logit at the end, mean over seeds."""
-    tables = [[table for _, table in entry.curve("logits", "max")][-1] for entry in runs.values()]
+    """Layers x heads: the largest logit at the last measurement, mean over the seeds that have one."""
+    each = ([table for _, table in entry.curve("logits", "max")] for entry in runs.values())
+    tables = [tables[-1] for tables in each if tables]
+    if not tables:
+        raise NotRun("no logits were measured")
     return [
         [mean(shown(table[layer][head]) for table in tables) for head in range(len(tables[0][0]))]
         for layer in range(len(tables[0]))

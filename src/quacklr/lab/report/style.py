@@ -40,6 +40,8 @@ def curve(axes: Axes, runs: Seeds, points: Callable[[Entry], Iterable[tuple[int,
     """The mean over seeds as a line, and the range of the seeds as a band; a cross where one diverged."""
     each = [{step: value for step, value in points(entry) if value is not None} for entry in runs.values()]
     steps = sorted(set.union(*(set(one) for one in each)))
+    if not steps:  # all were lost before the first measurement
+        return
     values = [[one[step] for one in each if step in one] for step in steps]
     (drawn,) = axes.plot(steps, [mean(at) for at in values], linewidth=1.5, **line)
     bottom, top = [min(at) for at in values], [max(at) for at in values]
@@ -54,6 +56,12 @@ def dots(axes: Axes, places: list[float], values: list[Points], **line: Any) -> 
     (drawn,) = axes.plot(places, [mean(each.values()) for each in values], linewidth=1.5, **line)
     for place, each in zip(places, values, strict=True):
         axes.scatter([place] * len(each), list(each.values()), s=9, color=drawn.get_color(), linewidths=0, alpha=0.7)
+
+
+def hide_empty_panels(figure: Figure) -> None:
+    """A panel without data has nothing to say, and with a logarithmic axis it cannot be drawn."""
+    for axes in figure.axes:
+        axes.set_visible(axes.get_visible() and axes.has_data())
 
 
 def validation(entry: Entry) -> Iterable[tuple[int, Any]]:

@@ -36,7 +36,9 @@ class Results:
 
     def __init__(self, entries: Iterable[Entry], scale: Scale) -> None:
         self.scale, self.every = scale, list(entries)
-        self.entries = [e for e in self.every if e.status != "crashed" and _fixed(e.config, scale) == scale.base]
+        here = [entry for entry in self.every if _fixed(entry.config, scale) == scale.base]
+        self.entries = [entry for entry in here if entry.status != "crashed"]
+        self.crashed = [entry for entry in here if entry.status == "crashed"]
 
     def runs(
         self,
@@ -104,6 +106,8 @@ def best_by_the_others(settings: Iterable[Seeds]) -> Seeds:
     seeds = set.intersection(*(set(runs) for runs in candidates))
     if not seeds:
         raise NotRun("its settings have no seed in common")
+    if len(candidates) == 1:
+        return {seed: candidates[0][seed] for seed in sorted(seeds)}
 
     def elsewhere(seed: int) -> Seeds:
         others = seeds - {seed} or seeds
@@ -116,7 +120,9 @@ def loss(entry: Entry) -> float:
     """Validation loss at the end; of a run that diverged, that of the untrained model (Wortsman et al. 2023)."""
     if entry.status == "finished":
         return float(entry.result["val_loss"])
-    return float(next(value for _, value in entry.curve("val_loss")))
+    for _, value in entry.curve("val_loss"):
+        return float(value)
+    raise NotRun(f"{entry.key} has no validation loss, not even of the untrained model")
 
 
 def largest_logit(entry: Entry) -> float:
@@ -136,7 +142,7 @@ def middle_step_change(entry: Entry) -> float:
 
 def step_time(entry: Entry) -> float:
     """Median time of a step, as a power of ten."""
-    if entry.step_seconds is None:
+    if not entry.step_seconds or entry.step_seconds < 0:
         raise NotRun(f"{entry.key} has no times")
     return math.log10(entry.step_seconds)
 

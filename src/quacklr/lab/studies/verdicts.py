@@ -75,10 +75,12 @@ def against(where: str, one: Seeds, limit: float, measure: Measure, what: str) -
 
 
 def level(runs: Seeds, measure: Measure = loss, digits: int = 3) -> str:
-    """A method's mean, and its standard deviation over the seeds: `2.393 (sd 0.012)`."""
+    """A method's mean, its standard deviation over the seeds, and how many were lost: `2.393 (sd 0.012)`."""
     values = list(measured(runs, measure).values())
-    spread = f" (sd {stdev(values):.{digits}f})" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{spread}"
+    lost = sum(entry.status == "diverged" for entry in runs.values())
+    parts = [f"sd {stdev(values):.{digits}f}"] if len(values) > 1 else []
+    parts += [f"{lost} of {len(values)} diverged"] if lost else []
+    return f"{mean(values):.{digits}f}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def levels(results: Results, attention: str, methods: Iterable[type[Method]], lr: float | None) -> str:
