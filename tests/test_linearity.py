@@ -455,6 +455,14 @@ def test_one_that_cannot_be_run_is_a_warning_that_says_what_must_hold(make: Any,
     assert seen[0].filename == __file__
 
 
+def test_a_group_without_lr_that_is_on_no_path_is_no_obstacle_and_nothing_to_run_is_no_proof() -> None:
+    model = Separate()
+    groups = [{"params": [model.q.weight, model.k.weight]}, {"params": [model.v.weight], "lr": None}]
+    assert probe(Momentum(groups), [model.q.weight]) == (0, 0, 0, True)
+    with pytest.raises(ProbeError, match="it steps no parameter of 1 to 4 dimensions"):
+        probe(Averaged([nn.Parameter(torch.ones(1, 1, 1, 1, 1))]))
+
+
 def test_it_is_run_once_for_a_class_and_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counted(Momentum):
         pass
@@ -560,7 +568,7 @@ def test_nothing_is_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_works_without_gradients_in_inference_mode_and_with_another_default_device() -> None:
-    optimizer = StateAtOnce(Separate().parameters())
+    optimizer = Hessian(Separate().parameters())
     for around in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
         linearity._known.clear()
         with around:

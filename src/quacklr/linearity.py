@@ -13,6 +13,7 @@ import itertools
 import math
 import random
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,6 +27,7 @@ from quacklr.scratch import ProbeError, Scratch, inner_optimizers, isolated, key
 CONSTANT, CHANGING, LATE = [0.5] * 12, [0.25, 2.0, 0.5, 1.5, 0.1, 1.0], [0.5] * 4
 MANY_STEPS = 1_000_000
 MOST_EVALUATIONS = 50
+MOST_SECONDS = 10.0  # of the processor, for all copies together
 LINEAR, NEARLY = 1e-4, 1e-2  # the largest deviation from being linear, relative to the step
 
 Trajectory = list[list[Tensor]]
@@ -49,8 +51,8 @@ class Linearity(NamedTuple):
 class _Run:
     """A scratch optimizer, and the steps it takes."""
 
-    def __init__(self, scratch: Scratch, optimizer: Any, feed: Feed) -> None:
-        self._scratch, self._optimizer, self._feed = scratch, optimizer, feed
+    def __init__(self, scratch: Scratch, optimizer: Any, feed: Feed, until: float) -> None:
+        self._scratch, self._optimizer, self._feed, self._until = scratch, optimizer, feed, until
         self._objects = [optimizer, *inner_optimizers(optimizer)]
         scaled = {id(param) for param in scratch.scaled}
         groups = [group for each in self._objects for group in getattr(each, "param_groups", [])]
@@ -88,6 +90,8 @@ class _Run:
         lrs = [group["lr"] for group in self._groups]
         seen = [[param.detach().clone() for param in self._scratch.scaled]]
         for step, rate in enumerate(rates):
+            if time.process_time() > self._until:
+                raise ProbeError("its steps take long")
             if step == len(CONSTANT) + len(CHANGING):
                 self._skip_to_late_steps()
             self._rate = rate
@@ -175,9 +179,10 @@ def probe(given: Any, only: Iterable[Tensor] | None = None, inside: bool = False
 def _probe(given: Any, only: set[int] | None, hooked: Callable[[Any], list[Optimizer]]) -> Linearity | str:
     """What was found, or why nothing was."""
     reasons: list[str] = []
+    until = time.process_time() + MOST_SECONDS
     for build, feed in _ways(given, only):
         try:
-            return _measure(build, feed, hooked)
+            return _measure(build, feed, hooked, until)
         except ProbeError as error:
             reasons.insert(0, str(error))
         except Exception as error:  # of any kind: this is other people's code
@@ -204,21 +209,21 @@ def _ways(given: Any, only: set[int] | None) -> Iterator[tuple[Callable[[], tupl
 
 
 def _measure(
-    build: Callable[[], tuple[Scratch, Any]], feed: Feed, hooked: Callable[[Any], list[Optimizer]]
+    build: Callable[[], tuple[Scratch, Any]], feed: Feed, hooked: Callable[[Any], list[Optimizer]], until: float
 ) -> Linearity:
     rates = [*CONSTANT, *CHANGING, *LATE]
     scratch, optimizer = build()
     grads = _gradients(scratch.params, len(rates))
-    run = _Run(scratch, optimizer, feed)
+    run = _Run(scratch, optimizer, feed, until)
     run.hook(hooked(optimizer))
     scaled = run.steps(grads, rates, by_lr=False)
     _deviation(scaled, scaled, 0, len(CONSTANT))  # of one that moves nothing, another run would not help
-    with_lr = _Run(*build(), feed).steps(grads, rates, by_lr=True)
+    with_lr = _Run(*build(), feed, until).steps(grads, rates, by_lr=True)
     ends = list(itertools.accumulate(map(len, (CONSTANT, CHANGING, LATE)), initial=0))
     parts = [_deviation(scaled, with_lr, *part) for part in itertools.pairwise(ends)]
     reads_lr = True
     if max(parts) > LINEAR:
-        same = _Run(*build(), feed).steps(grads, [CONSTANT[0]] * len(rates), by_lr=True)
+        same = _Run(*build(), feed, until).steps(grads, [CONSTANT[0]] * len(rates), by_lr=True)
         reads_lr = _deviation(same, with_lr, *ends[1:3]) > LINEAR
     return Linearity(parts[0], parts[1], parts[2], reads_lr)
 

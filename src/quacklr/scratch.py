@@ -198,12 +198,16 @@ def representatives(given: Any, only: set[int] | None) -> list[tuple[Group, list
     """
     found: list[tuple[Group, list[Tensor]]] = []
     for each in inner_optimizers(given) or [given]:
-        kinds: dict[str, tuple[Group, list[Tensor]]] = {}
-        for group in sorted(each.param_groups, key=positive_lr):
+        stepped = []
+        for group in each.param_groups:
             params = {p.ndim: p for p in group["params"] if p.ndim in SHAPES and (only is None or id(p) in only)}
-            if params:
-                kinds[settings_key(group)] = group, list(params.values())
+            stepped += [(group, list(params.values()))] if params else []
+        kinds = {
+            settings_key(group): (group, params) for group, params in sorted(stepped, key=lambda e: positive_lr(e[0]))
+        }
         found += kinds.values()
+    if not found:
+        raise ProbeError("it steps no parameter of 1 to 4 dimensions")
     return found[:MOST_GROUPS]
 
 
@@ -265,8 +269,7 @@ def isolated(given: Any) -> Iterator[None]:
             if distributed_c10d.is_initialized():
                 stack.enter_context(mock.patch.object(distributed_c10d, "_new_group_with_tag", _no_new_groups))
             stack.enter_context(as_written())
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.inference_mode(False))  # gradients are on, too
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
             if torch.accelerator.current_accelerator() is not None or distributed_c10d.is_initialized():
