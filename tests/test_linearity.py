@@ -18,8 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from models import Separate
 from quacklr import QuacK, linearity
+from quacklr.isolation import LocalOnly
 from quacklr.linearity import LINEAR, NEARLY, Linearity, probe
-from quacklr.scratch import LocalOnly, ProbeError
+from quacklr.scratch import ProbeError
 
 
 class At(NamedTuple):

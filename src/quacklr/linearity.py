@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.scratch import ProbeError, Scratch, inner_optimizers, isolated, key_of
+from quacklr.isolation import isolated
+from quacklr.scratch import ProbeError, Scratch, inner_optimizers, key_of
 
 CONSTANT, CHANGING, LATE = [0.5] * 12, [0.25, 2.0, 0.5, 1.5, 0.1, 1.0], [0.5] * 4
 MANY_STEPS = 1_000_000
