@@ -44,7 +44,7 @@ PACKAGES = [
     *("heavyball", "kron_torch", "lion_pytorch", "lomo_optim", "madgrad", "muon", "optimi", "parameterfree"),
     *("prodigyopt", "prodigyplus", "pytorch_lamb", "pytorch_optimizer", "pytorch_ranger", "q_galore_torch"),
     *("ranger21", "ranger_adabelief", "schedulefree", "soap", "sophia_opt", "timm.optim", "torch_optimizer"),
-    *("torchao.optim", "torchium", "transformers.optimization"),
+    *("torchao.optim", "transformers.optimization"),
 ]
 PAGE = Path(__file__).parent.parent / "results" / "optimizers.md"
 WORKS, WARNS, REFUSED, UNKNOWN, FAILS = "works", "works, with a warning", "refused", "could not be checked", "fails"

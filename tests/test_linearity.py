@@ -136,7 +136,7 @@ class SlowWeights(StandIn):
     def move(self, at: At) -> None:
         slow = at.state.setdefault("slow", at.param.clone())
         at.param.sub_(at.grad, alpha=at.lr)
-        if at.state["step"] % 6 == 0:
+        if at.state["step"] % at.group.get("k", 6) == 0:
             slow.lerp_(at.param, 0.5)
             at.param.copy_(slow)
 
@@ -306,6 +306,11 @@ def test_settings_decide_those_of_the_param_group_and_attributes_that_are_in_no_
     attached(Flagged, averages=False)
     with pytest.raises(ValueError, match="Flagged is not linear"):
         attached(Flagged, averages=True)
+
+
+def test_slow_weights_are_found_however_seldom_they_are_used() -> None:
+    with pytest.raises(ValueError, match="SlowWeights is not linear"):
+        attached(SlowWeights, k=30)
 
 
 def test_only_param_groups_with_weights_on_a_path_matter() -> None:
