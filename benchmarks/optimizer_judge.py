@@ -146,8 +146,6 @@ def deviation(cls: type[Optimizer], steps: int = STEPS) -> tuple[float, float, s
                 nearly = trained(cls, dtype, several, how, SHORT, False, 1 + 1e-6) if short > EQUAL else two
             chaotic = short > EQUAL and apart(nearly, two, SHORT) > short / 3
             return short, long, CHAOTIC if chaotic else "" if several else "one lr"
-        except TimeoutError:
-            return math.nan, math.nan, "takes too long"
         except Exception as error:
             reason = reason or f"{type(error).__name__}: {error}"
     return math.nan, math.nan, reason

@@ -35,15 +35,16 @@ from torch.optim import Optimizer
 
 from quacklr import QuacK
 from quacklr.modules import as_written
+from quacklr.optimizers import NOT_LINEAR
 
 PACKAGES = [
     *("torch.optim", "adabelief_pytorch", "adam_mini", "adamp", "adan_pytorch", "apollo_torch"),
     *("bitsandbytes.optim", "came_pytorch", "dadaptation", "dion", "distributed_shampoo", "dog"),
-    *("dowg", "emerging_optimizers", "fairscale.optim", "galore_torch", "gefen", "grams", "grokfast_pytorch"),
+    *("dowg", "emerging_optimizers", "fairscale.optim", "galore_torch", "grams", "grokfast_pytorch"),
     *("heavyball", "kron_torch", "lion_pytorch", "lomo_optim", "madgrad", "muon", "optimi", "parameterfree"),
     *("prodigyopt", "prodigyplus", "pytorch_lamb", "pytorch_optimizer", "pytorch_ranger", "q_galore_torch"),
     *("ranger21", "ranger_adabelief", "schedulefree", "soap", "sophia_opt", "timm.optim", "torch_optimizer"),
-    *("torchao.optim", "torchium", "transformers.optimization"),
+    *("torchao.optim", "transformers.optimization"),
 ]
 PAGE = Path(__file__).parent.parent / "results" / "optimizers.md"
 WORKS, WARNS, REFUSED, UNKNOWN, FAILS = "works", "works, with a warning", "refused", "could not be checked", "fails"
@@ -96,10 +97,14 @@ def said(cls: type[Optimizer]) -> tuple[str, str]:
     return (WARNS, notes[0]) if notes else (WORKS, "")
 
 
+class TooLong(BaseException):
+    """Nobody catches it by accident."""
+
+
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
     def stop(*_: Any) -> None:
-        raise TimeoutError
+        raise TooLong
 
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -110,17 +115,25 @@ def limited(seconds: int) -> Iterator[None]:
 
 
 def examined(cls: type[Optimizer]) -> Row:
-    verdict, why = said(cls)
-    with limited(120):
-        short, long, how = deviation(cls) if verdict != FAILS else (math.nan, math.nan, why)
-        if verdict == REFUSED and max(short, long) <= EQUAL:
-            short, long, how = deviation(cls, 5 * STEPS)  # some begin slowly
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    short = long = math.nan
+    try:
+        with limited(180):
+            verdict, why = said(cls)
+            if verdict != FAILS:
+                short, long, how = deviation(cls)
+            if verdict == REFUSED and max(short, long) <= EQUAL:
+                short, long, how = deviation(cls, 5 * STEPS)  # some begin slowly
+    except TooLong:
+        return Row(name, FAILS, "takes too long", "-", None)
+    if verdict == FAILS:
+        return Row(name, FAILS, shortened(why), "-", None)
+    known = [other for other in NOT_LINEAR if issubclass(cls, other)]  # refused by name, for what comes late
     agrees = None
-    if short == short and verdict != UNKNOWN and how != CHAOTIC:
+    if short == short and verdict != UNKNOWN and how != CHAOTIC and not known:
         agrees = max(short, long) > EQUAL if verdict == REFUSED else short <= EQUAL or "keeps lr" in why
     numbers = f"{short:.0e} {long:.0e}" if short == short else "does not run"
-    judge = f"{numbers} ({how})" if how else numbers
-    return Row(f"{cls.__module__}.{cls.__qualname__}", verdict, shortened(why), shortened(judge), agrees)
+    return Row(name, verdict, shortened(why), shortened(f"{numbers} ({how})" if how else numbers), agrees)
 
 
 def shortened(text: str) -> str:

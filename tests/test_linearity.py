@@ -18,8 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from models import Separate
 from quacklr import QuacK, linearity
+from quacklr.isolation import LocalOnly
 from quacklr.linearity import LINEAR, NEARLY, Linearity, probe
-from quacklr.scratch import LocalOnly, ProbeError
+from quacklr.scratch import ProbeError
 
 
 class At(NamedTuple):
@@ -135,7 +136,7 @@ class SlowWeights(StandIn):
     def move(self, at: At) -> None:
         slow = at.state.setdefault("slow", at.param.clone())
         at.param.sub_(at.grad, alpha=at.lr)
-        if at.state["step"] % 6 == 0:
+        if at.state["step"] % at.group.get("k", 6) == 0:
             slow.lerp_(at.param, 0.5)
             at.param.copy_(slow)
 
@@ -307,6 +308,11 @@ def test_settings_decide_those_of_the_param_group_and_attributes_that_are_in_no_
         attached(Flagged, averages=True)
 
 
+def test_slow_weights_are_found_however_seldom_they_are_used() -> None:
+    with pytest.raises(ValueError, match="SlowWeights is not linear"):
+        attached(SlowWeights, k=30)
+
+
 def test_only_param_groups_with_weights_on_a_path_matter() -> None:
     model = Separate()
     groups = [{"params": [model.q.weight, model.k.weight], "cap": 1.0}, {"params": [model.v.weight]}]
@@ -455,6 +461,14 @@ def test_one_that_cannot_be_run_is_a_warning_that_says_what_must_hold(make: Any,
     assert seen[0].filename == __file__
 
 
+def test_a_group_without_lr_that_is_on_no_path_is_no_obstacle_and_nothing_to_run_is_no_proof() -> None:
+    model = Separate()
+    groups = [{"params": [model.q.weight, model.k.weight]}, {"params": [model.v.weight], "lr": None}]
+    assert probe(Momentum(groups), [model.q.weight]) == (0, 0, 0, True)
+    with pytest.raises(ProbeError, match="it steps no parameter of 1 to 4 dimensions"):
+        probe(Averaged([nn.Parameter(torch.ones(1, 1, 1, 1, 1))]))
+
+
 def test_it_is_run_once_for_a_class_and_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counted(Momentum):
         pass
@@ -560,7 +574,7 @@ def test_nothing_is_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_works_without_gradients_in_inference_mode_and_with_another_default_device() -> None:
-    optimizer = StateAtOnce(Separate().parameters())
+    optimizer = Hessian(Separate().parameters())
     for around in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
         linearity._known.clear()
         with around:

@@ -161,6 +161,20 @@ class Beside(Optimizer):
                 param.sub_(param.grad, alpha=group["lr"])
 
 
+class Hybrid(Optimizer):
+    """Steps the first parameter itself, and leaves the rest to another optimizer."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        first, *rest = self.param_groups[0]["params"]
+        self.own, self.adam = first, AdamW(rest, lr=lr)
+
+    @torch.no_grad()
+    def step(self, *_: Any) -> None:  # type: ignore[override]
+        self.adam.step()
+        self.own.sub_(self.own.grad, alpha=self.param_groups[0]["lr"])
+
+
 def plain(optimizer: Any, backward: Closure) -> None:
     backward()
     optimizer.step()
@@ -178,10 +192,9 @@ def by_hand(optimizer: Any, backward: Closure) -> None:
     optimizer.second_step()
 
 
-def averaging(groups: Any) -> Any:
-    made = Averaging(SGD(groups, lr=0.01, momentum=0.9))
-    made.train()
-    return made
+def in_training(optimizer: Any, backward: Closure) -> None:
+    optimizer.train()
+    plain(optimizer, backward)
 
 
 WRAPPERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Closure], None], list[str]]] = {
@@ -190,13 +203,14 @@ WRAPPERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Closure], None], 
     "Lookahead": (lambda groups: Slow(AdamW(groups, lr=0.01)), plain, ["AdamW"]),
     "Lookahead around SAM": (lambda groups: Slow(Sam(groups, AdamW, lr=0.01)), with_closure, ["AdamW"]),
     "a container": (Several, plain, ["AdamW", "SGD"]),
-    "no optimizer": (averaging, plain, ["SGD"]),
+    "no optimizer": (lambda groups: Averaging(SGD(groups, lr=0.01, momentum=0.9)), in_training, ["SGD"]),
     "from other weights": (
         lambda groups: Perturbing(groups, Evaluating(groups, lr=0.01)),
         with_closure,
         ["Perturbing"],
     ),
     "an optimizer beside": (Beside, plain, ["Beside"]),
+    "an optimizer for a part": (Hybrid, plain, ["Hybrid"]),
 }
 
 
@@ -232,6 +246,7 @@ def trained(name: str, quack: bool) -> tuple[list[Tensor], list[str]]:
     return [model.q.weight.detach().clone(), model.k.weight.detach().clone()], hooked
 
 
+@pytest.mark.filterwarnings("ignore:Hybrid could not be checked")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapper_steps_as_with_a_scaled_lr_wherever_it_must_be_hooked(name: str) -> None:
     mine, hooked = trained(name, quack=True)

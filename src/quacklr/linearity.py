@@ -13,6 +13,7 @@ import itertools
 import math
 import random
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,11 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.scratch import ProbeError, Scratch, inner_optimizers, isolated, key_of
+from quacklr.isolation import isolated
+from quacklr.scratch import ProbeError, Scratch, inner_optimizers, key_of
 
 CONSTANT, CHANGING, LATE = [0.5] * 12, [0.25, 2.0, 0.5, 1.5, 0.1, 1.0], [0.5] * 4
 MANY_STEPS = 1_000_000
-MOST_EVALUATIONS = 50
+MOST_EVALUATIONS, LONGEST_PERIOD = 50, 500
+MOST_SECONDS = 10.0  # of the processor, for all copies together
 LINEAR, NEARLY = 1e-4, 1e-2  # the largest deviation from being linear, relative to the step
 
 Trajectory = list[list[Tensor]]
@@ -49,15 +52,15 @@ class Linearity(NamedTuple):
 class _Run:
     """A scratch optimizer, and the steps it takes."""
 
-    def __init__(self, scratch: Scratch, optimizer: Any, feed: Feed) -> None:
-        self._scratch, self._optimizer, self._feed = scratch, optimizer, feed
+    def __init__(self, scratch: Scratch, optimizer: Any, feed: Feed, until: float) -> None:
+        self._scratch, self._optimizer, self._feed, self._until = scratch, optimizer, feed, until
         self._objects = [optimizer, *inner_optimizers(optimizer)]
         scaled = {id(param) for param in scratch.scaled}
         groups = [group for each in self._objects for group in getattr(each, "param_groups", [])]
         groups = [g for g in groups if "lr" in g and any(id(param) in scaled for param in g["params"])]
         self._groups = list({id(group): group for group in groups}.values())
-        self._nested = 0
-        self._rate = self._lr_rate = 1.0
+        self._nested = self.period = 0
+        self._rate = 1.0
         self._before: list[Tensor] = []
         self._scales = False
 
@@ -88,7 +91,10 @@ class _Run:
         lrs = [group["lr"] for group in self._groups]
         seen = [[param.detach().clone() for param in self._scratch.scaled]]
         for step, rate in enumerate(rates):
-            if step == len(CONSTANT) + len(CHANGING):
+            if time.process_time() > self._until:
+                raise ProbeError("its steps take long")
+            if step == len(rates) - len(LATE):
+                self.period = self._longest_period(seen[0])
                 self._skip_to_late_steps()
             self._rate = rate
             for group, lr in zip(self._groups, lrs, strict=True):
@@ -98,6 +104,19 @@ class _Run:
             if step == len(CONSTANT) and not by_lr and not self._scales:
                 raise ProbeError("its step runs no hooks")
         return seen
+
+    def _longest_period(self, start: list[Tensor]) -> int:
+        """The largest whole number among the settings, if the weights at the start are kept in the state; else 0.
+
+        Such weights may come into play after so many steps only.
+        """
+        states = [state for each in self._objects for state in getattr(each, "state", {}).values()]
+        kept = [v for state in states if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)]
+        if not any(value.shape == param.shape and torch.equal(value, param) for value in kept for param in start):
+            return 0
+        settings = [value for each in self._objects for value in vars(each).values()]
+        settings += [value for group in self._groups for value in group.values()]
+        return max((value for value in settings if type(value) is int and value <= LONGEST_PERIOD), default=0)
 
     def _skip_to_late_steps(self) -> None:
         for each in self._objects:
@@ -175,9 +194,10 @@ def probe(given: Any, only: Iterable[Tensor] | None = None, inside: bool = False
 def _probe(given: Any, only: set[int] | None, hooked: Callable[[Any], list[Optimizer]]) -> Linearity | str:
     """What was found, or why nothing was."""
     reasons: list[str] = []
+    until = time.process_time() + MOST_SECONDS
     for build, feed in _ways(given, only):
         try:
-            return _measure(build, feed, hooked)
+            return _measure(build, feed, hooked, until)
         except ProbeError as error:
             reasons.insert(0, str(error))
         except Exception as error:  # of any kind: this is other people's code
@@ -204,21 +224,27 @@ def _ways(given: Any, only: set[int] | None) -> Iterator[tuple[Callable[[], tupl
 
 
 def _measure(
-    build: Callable[[], tuple[Scratch, Any]], feed: Feed, hooked: Callable[[Any], list[Optimizer]]
+    build: Callable[[], tuple[Scratch, Any]],
+    feed: Feed,
+    hooked: Callable[[Any], list[Optimizer]],
+    until: float,
+    constant: Sequence[float] = CONSTANT,
 ) -> Linearity:
-    rates = [*CONSTANT, *CHANGING, *LATE]
+    rates = [*constant, *CHANGING, *LATE]
+    ends = list(itertools.accumulate(map(len, (constant, CHANGING, LATE)), initial=0))
     scratch, optimizer = build()
     grads = _gradients(scratch.params, len(rates))
-    run = _Run(scratch, optimizer, feed)
+    run = _Run(scratch, optimizer, feed, until)
     run.hook(hooked(optimizer))
     scaled = run.steps(grads, rates, by_lr=False)
-    _deviation(scaled, scaled, 0, len(CONSTANT))  # of one that moves nothing, another run would not help
-    with_lr = _Run(*build(), feed).steps(grads, rates, by_lr=True)
-    ends = list(itertools.accumulate(map(len, (CONSTANT, CHANGING, LATE)), initial=0))
+    _deviation(scaled, scaled, 0, ends[1])  # of one that moves nothing, another run would not help
+    with_lr = _Run(*build(), feed, until).steps(grads, rates, by_lr=True)
     parts = [_deviation(scaled, with_lr, *part) for part in itertools.pairwise(ends)]
+    if parts[0] <= LINEAR and run.period > ends[1]:
+        return _measure(build, feed, hooked, until, CONSTANT[:1] * (run.period + 2))
     reads_lr = True
     if max(parts) > LINEAR:
-        same = _Run(*build(), feed).steps(grads, [CONSTANT[0]] * len(rates), by_lr=True)
+        same = _Run(*build(), feed, until).steps(grads, CONSTANT[:1] * len(rates), by_lr=True)
         reads_lr = _deviation(same, with_lr, *ends[1:3]) > LINEAR
     return Linearity(parts[0], parts[1], parts[2], reads_lr)
 

@@ -1,39 +1,25 @@
-"""A scratch copy of an optimizer: the same class and settings on small tensors of its own, run without a trace.
+"""A scratch copy of an optimizer: the same class and settings on small tensors of its own.
 
-Nothing of the given optimizer is shared with the copy: not its parameters, state, hooks or param groups. `isolated`
-restores the global state that a constructor or a step may change, and forbids collectives and other devices.
+Nothing of the given optimizer is shared with the copy: not its parameters, state, hooks or param groups.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
-import io
-import random
-import sys
-import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
-from torch.optim import Optimizer, optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from quacklr.modules import as_written
+from torch.optim import Optimizer
 
 Group = dict[str, Any]
 SHAPES = {1: (64,), 2: (64, 64), 3: (4, 32, 32), 4: (64, 16, 2, 2)}  # of 4096 entries: some treat small ones otherwise
 OTHER_KERNELS = ("fused", "capturable")  # the same update on other devices
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, type, Enum, BuiltinFunctionType)
 NO_SETTINGS = {"params", "param_names", "lr", "initial_lr"}
-COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
 MOST_GROUPS = 16
 
 
@@ -198,12 +184,16 @@ def representatives(given: Any, only: set[int] | None) -> list[tuple[Group, list
     """
     found: list[tuple[Group, list[Tensor]]] = []
     for each in inner_optimizers(given) or [given]:
-        kinds: dict[str, tuple[Group, list[Tensor]]] = {}
-        for group in sorted(each.param_groups, key=positive_lr):
+        stepped: list[tuple[Group, list[Tensor]]] = []
+        for group in each.param_groups:
             params = {p.ndim: p for p in group["params"] if p.ndim in SHAPES and (only is None or id(p) in only)}
-            if params:
-                kinds[settings_key(group)] = group, list(params.values())
+            stepped += [(group, list(params.values()))] if params else []
+        kinds = {
+            settings_key(group): (group, params) for group, params in sorted(stepped, key=lambda e: positive_lr(e[0]))
+        }
         found += kinds.values()
+    if not found:
+        raise ProbeError("it steps no parameter of 1 to 4 dimensions")
     return found[:MOST_GROUPS]
 
 
@@ -227,75 +217,3 @@ def positive_lr(group: Group) -> float:
     values = [group.get(name) for name in ("lr", "initial_lr")]
     numbers = [float(v) for v in values if isinstance(v, int | float) or (isinstance(v, Tensor) and v.is_cpu)]
     return max([number for number in numbers if number > 0], default=1e-3)
-
-
-class LocalOnly(TorchDispatchMode):
-    """Raises ProbeError where a collective or another device would be used."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace in COLLECTIVES:
-            raise ProbeError("it communicates between processes")
-        devices = [torch.device(kwargs.get("device") or "cpu"), *(a.device for a in args if isinstance(a, Tensor))]
-        if any(device.type != "cpu" for device in devices):
-            raise ProbeError("it needs a device")
-        return func(*args, **kwargs)
-
-
-def _no_new_groups(*_: Any, **__: Any) -> Any:
-    raise ProbeError("it makes process groups")
-
-
-@contextlib.contextmanager
-def isolated(given: Any) -> Iterator[None]:
-    """Afterwards random and other global state is what it was, and so are the attributes of the optimizer's classes."""
-    classes = _class_attributes(given)
-    numpy: Any = sys.modules.get("numpy")
-    python_random, dtype = random.getstate(), torch.get_default_dtype()
-    numpy_random = numpy and numpy.random.get_state()
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-            for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
-                stack.enter_context(mock.patch.object(optimizer, name, OrderedDict()))
-            if distributed_c10d.is_initialized():
-                stack.enter_context(mock.patch.object(distributed_c10d, "_new_group_with_tag", _no_new_groups))
-            stack.enter_context(as_written())
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            if torch.get_default_device().type != "cpu":
-                stack.enter_context(torch.device("cpu"))
-            if torch.accelerator.current_accelerator() is not None or distributed_c10d.is_initialized():
-                stack.enter_context(LocalOnly())  # type: ignore[no-untyped-call]
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        random.setstate(python_random)
-        if numpy_random:
-            numpy.random.set_state(numpy_random)
-        for cls, before in classes.items():
-            _restore(cls, *before)
-
-
-def _class_attributes(given: Any) -> dict[type, tuple[dict[str, Any], dict[str, Any]]]:
-    """The attributes of an optimizer's classes, and copies of what their containers hold."""
-    found = {}
-    for cls in {cls for each in (given, *inner_optimizers(given)) for cls in type(each).__mro__[:-1]}:
-        values = dict(vars(cls))
-        found[cls] = values, {name: copy.copy(v) for name, v in values.items() if isinstance(v, list | dict | set)}
-    return found
-
-
-def _restore(cls: type, values: dict[str, Any], held: dict[str, Any]) -> None:
-    for name in vars(cls).keys() | values.keys():
-        if name not in values:
-            delattr(cls, name)
-        elif vars(cls).get(name) is not values[name]:
-            setattr(cls, name, values[name])
-    for name, copied in held.items():
-        values[name].clear()
-        values[name].extend(copied) if isinstance(copied, list) else values[name].update(copied)
