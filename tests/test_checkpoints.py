@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_saver import save as save_as_torch_does
 
 from crew import Crew
 from models import assert_equal
@@ -70,6 +71,17 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: File, monkeypa
     other = trained(seed=1, steps=0)
     assert_equal(saves.load(tmp_path / "step-0000001", *other), {"kept": torch.zeros(3)})
     assert_equal(whole_tensors(other), wanted)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
+def test_saving_and_loading_leave_the_filters_of_warnings_as_they_were(tmp_path: File, later: bool) -> None:
+    warnings.simplefilter("error")  # as they do
+    before = list(warnings.filters)
+    save_trained(0, tmp_path, later)
+    load_untrained(0, tmp_path)
+    assert list(warnings.filters) == before
+    with pytest.warns(UserWarning, match="torch.distributed is disabled, unavailable or uninitialized"):
+        save_as_torch_does({"x": torch.ones(2)}, checkpoint_id=tmp_path / "another's", no_dist=True)
 
 
 def damaged_on_ranks(_: int, folder: File) -> str:

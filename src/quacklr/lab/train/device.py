@@ -6,6 +6,8 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -48,6 +50,16 @@ def device_of(machine: Machine) -> torch.device:
     if device.type == "cpu":
         keep_memory()
     return device
+
+
+@contextmanager
+def threads_restored() -> Iterator[None]:
+    """Afterwards torch has as many threads as before: `device_of` sets those that a run asks for."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def keep_memory() -> None:

@@ -18,7 +18,7 @@ from quacklr.lab.optim import Constant
 from quacklr.lab.progress import Show, progress
 from quacklr.lab.signals import signals
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, ours, refuse_older_format, step_of
-from quacklr.lab.train.device import device_of, environment
+from quacklr.lab.train.device import device_of, environment, threads_restored
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.integrity import verify
 from quacklr.lab.train.session import Row, Session
@@ -44,7 +44,7 @@ def run(config: Config, path: Path, resume: bool = False, wandb: str | None = No
     """
     folder = Folder(path)
     resume = resume or (is_restarted() and folder.environment.get("job") == job())
-    with joined() as world:
+    with threads_restored(), joined() as world:
         return _run(config, folder, resume, wandb, world)
 
 

@@ -18,7 +18,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -146,8 +146,7 @@ def hidden(path: Path) -> Path:
 
 def write(tensors: Mapping[str, Tensor], writer: Writer, group: ProcessGroup | None) -> None:
     """Write a checkpoint; all ranks together. UserError on every rank if any could not."""
-    allow_one_process()
-    with told(writer):
+    with one_process_allowed(), told(writer):
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
@@ -156,11 +155,13 @@ def write_later(tensors: Mapping[str, Tensor], writer: Writer, group: ProcessGro
 
     The thread's collectives must not meet those of the training, so `group` is to be used for nothing else.
     """
-    allow_one_process()
-    future: Any = async_save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    with ExitStack() as stack:
+        stack.enter_context(one_process_allowed())
+        future: Any = async_save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+        until_written = stack.pop_all()
 
     def wait() -> None:
-        with told(writer):
+        with until_written, told(writer):
             future.result()
 
     return wait
@@ -189,8 +190,8 @@ def contents(path: Path) -> dict[str, Kind]:
 
 def fill(tensors: Mapping[str, Tensor], path: Path, group: ProcessGroup | None) -> None:
     """Read the numbers of these tensors, each rank those of its own shards, from however many ranks wrote them."""
-    allow_one_process()
-    load(dict(tensors), storage_reader=Reader(path), process_group=group, no_dist=group is None)
+    with one_process_allowed():
+        load(dict(tensors), storage_reader=Reader(path), process_group=group, no_dist=group is None)
 
 
 class Reader(FileSystemReader):
@@ -219,6 +220,14 @@ class Known(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
 
 
-def allow_one_process() -> None:
-    """torch warns when there are no ranks, also from its thread, where no warning can be caught for a while only."""
+@contextmanager
+def one_process_allowed() -> Iterator[None]:
+    """Ignore torch's warning that there are no ranks. Filters of warnings hold for all threads, torch's own too."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+    filters: Any = warnings.filters
+    added = filters[0]
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # somebody else has removed it
+            filters.remove(added)
