@@ -16,6 +16,7 @@ from quacklr import logit_paths
 from quacklr.find.rules import by_rule
 from quacklr.find.rules.finding import Finding
 from quacklr.weight import Weight
+from stand_ins_kit import called
 
 H, D, W = 4, 3, 12
 
@@ -267,12 +268,11 @@ class GQAttention(GPTNeoXAttention):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv_linear = nn.Module()
-        self.qkv_linear.wqkv = nn.Linear(W, 3 * W, bias=False)
+        self.qkv_linear = nn.ModuleDict({"wqkv": nn.Linear(W, 3 * W, bias=False)})
         self.n_heads = H
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in self.qkv_linear.wqkv(x).chunk(3, -1))
+        q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in self.qkv_linear["wqkv"](x).chunk(3, -1))
         return self.dense(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -351,3 +351,110 @@ class OverAProduct(SoftmaxOfEach):
 
 def test_a_softmax_over_a_product_is_found_through_names_and_functions() -> None:
     assert ruled(OverAProduct()).paths
+
+
+class IdentityOp(nn.Module):
+    """Megatron's: takes anything and does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@called("SelfAttention", "megatron.core.transformer.attention")
+class MegatronAttention(nn.Module):
+    """Megatron-core's: grouped rows; without QK norm its norms are identities, or None."""
+
+    def __init__(self, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.num_attention_heads_per_partition, self.num_query_groups_per_partition = H, 2
+        self.hidden_size_per_attention_head = D
+        self.linear_qkv, self.linear_proj = nn.Linear(W, 8 * D, bias=False), nn.Linear(W, W, bias=False)
+        self.q_layernorm, self.k_layernorm, self.core_attention = norm, norm, nn.Module()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.linear_qkv(x).view(*x.shape[:2], 2, 4 * D).split([2 * D, D, D], -1)
+        q = q.reshape(*x.shape[:2], H, D)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        k, v = (t.repeat_interleave(2, 2) for t in (k, v))
+        y = (
+            self.core_attention(q, k, v)
+            if False
+            else F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        )
+        return self.linear_proj(y.transpose(1, 2).flatten(2))
+
+    def run_realtime_tests(self) -> Tensor:
+        return torch.norm(self.linear_qkv.weight)
+
+
+@pytest.mark.parametrize("norm", [None, IdentityOp(), nn.Identity()])
+def test_a_norm_that_does_nothing_is_no_qk_norm(norm: nn.Module | None) -> None:
+    module = MegatronAttention(norm)
+    (path,) = ruled(module).paths
+    (measured,) = logit_paths(module, torch.randn(2, 5, W), rules=False)
+    assert [rows(weight) for weight in path.weights] == [rows(weight) for weight in measured.weights]
+    assert "QK norm" in ruled(MegatronAttention(nn.RMSNorm(D))).reason
+
+
+@called("Attention", "torchtitan.models.gpt_oss.model")
+class TitanAttention(nn.Module):
+    """torchtitan's since 0.3: a part of it has the projections, separate or fused; GPT-OSS has sinks."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim, self.fused = H, 2, D, fused
+        parts = {"wqkv": 8 * D} if fused else {"wq": W, "wk": 2 * D, "wv": 2 * D}
+        self.qkv_linear = nn.Module()
+        for name, width in parts.items():
+            self.qkv_linear.add_module(name, nn.Linear(W, width, bias=False))
+        self.wo, self.sinks, self.inner_attention = nn.Linear(W, W, bias=False), nn.Parameter(torch.zeros(H)), Kernel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        held: Any = self.qkv_linear
+        if self.fused:
+            q, k, v = held.wqkv(x).view(*x.shape[:2], 2, 4, D).split([2, 1, 1], 3)
+            q, k, v = (t.reshape(*x.shape[:2], -1, D) for t in (q, k, v))
+        else:
+            q, k, v = (w(x).view(*x.shape[:2], -1, D) for w in (held.wq, held.wk, held.wv))
+        return self.wo(self.inner_attention(q, k, v).flatten(2))
+
+
+class Kernel(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_torchtitans_projections_are_found_in_the_part_that_has_them(fused: bool) -> None:
+    module = TitanAttention(fused)
+    (path,) = ruled(module).paths
+    (measured,) = logit_paths(module, torch.randn(2, 5, W), rules=False)
+    assert [rows(weight) for weight in path.weights] == [rows(weight) for weight in measured.weights]
+
+
+class Processor:
+    """An object that is no module and does the attention, as in diffusers."""
+
+    def __call__(self, attn: Any, x: Tensor) -> Tensor:
+        q, k, v = (to(x).view(*x.shape[:2], -1, D).transpose(1, 2) for to in (attn.to_q, attn.to_k, attn.to_v))
+        return attn.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class ByProcessor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.dim_head = H, D
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(W, W, bias=False) for _ in range(4))
+        self.processor = Processor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.processor(self, x)
+
+
+def test_what_an_object_that_is_called_does_is_read_too() -> None:
+    assert ruled(ByProcessor()).paths

@@ -81,6 +81,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "Attention": (
         Known("c_attn", concat),
         Known("qkv", concat, package="timm.layers.attention"),
+        Known("qkv_linear.wqkv", grouped, package="torchtitan"),
     ),
     "CausalSelfAttention": (
         Known("c_attn", concat, package="", uses=frozenset({"split", "n_embd"})),  # nanoGPT: split(self.n_embd, dim=2)

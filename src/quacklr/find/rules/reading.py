@@ -106,6 +106,10 @@ def _followed(owner: nn.Module, function: Any, cls: type, name: str) -> Iterator
         if issubclass(c, nn.Module) and c is not nn.Module and name in vars(c):
             yield owner, vars(c)[name], c
             return
+    kept = vars(owner).get(name)  # a function, or an object that is called, as diffusers' processors
+    kept = kept if isinstance(kept, FunctionType) else vars(type(kept)).get("__call__")
+    if isinstance(kept, FunctionType):
+        yield owner, kept, cls
     found = getattr(function, "__globals__", {}).get(name)
     if isinstance(found, FunctionType) and found.__module__.split(".")[0] != "torch":
         yield owner, found, cls
@@ -158,6 +162,6 @@ def child(module: nn.Module, *names: str) -> nn.Module | None:
     """The first of these children that the module has, and that does something."""
     for name in names:
         found = getattr(module, name, None)
-        if isinstance(found, nn.Module) and not isinstance(found, nn.Identity):
+        if isinstance(found, nn.Module) and "Identity" not in type(found).__name__:  # Megatron has its own, IdentityOp
             return found
     return None

@@ -22,12 +22,14 @@ LINEAR = re.compile(
 )
 NORMS_ITS_INPUT = {"BltCrossAttention": ("q_norm", "k_norm"), "PerceiverSelfAttention": ("layernorm1", "layernorm2")}
 NORMED = {"DeepseekV4Attention", "ZayaAttention"}  # other projections, but normed all the same
+HOLDER = "qkv_linear"
 GATED = re.compile(r"Qwen(3_?5|3Next|4Exp)\w*Attention")  # rows of q_proj are [q, gate] a head
 
 
 def separate(module: nn.Module) -> Finding | None:
     """MHA, GQA and MQA with separate projections; None if the module has none of the usual names."""
-    pair = next((pair for pair in QUERY_AND_KEY if all(_projects(getattr(module, name, None)) for name in pair)), None)
+    holder: Any = _holder(module)
+    pair = next((pair for pair in QUERY_AND_KEY if all(_projects(getattr(holder, name, None)) for name in pair)), None)
     if any(cls.__name__ in NORMED for cls in type(module).__mro__) and is_trusted(module, {"transformers"}):
         return Finding(reason=QK_NORM)
     if pair is None:
@@ -38,12 +40,18 @@ def separate(module: nn.Module) -> Finding | None:
         return unknown(NO_PRODUCT)
     if (reason := normed(module)) is not None:
         return reason
-    if strange := strange_parts(module, (*pair, *input_norms(module))):
+    if strange := strange_parts(module, (*pair, *input_norms(module), HOLDER)):
         return unknown(f"beside {pair[0]} and {pair[1]} it has {', '.join(strange)}")
-    q, k = (sources(getattr(module, name)) for name in pair)
+    q, k = (sources(getattr(holder, name)) for name in pair)
     if not q or not k:
         return unknown(f"{pair[0] if not q else pair[1]} is not a projection that we can read")
     return _paired(module, q, k)
+
+
+def _holder(module: nn.Module) -> nn.Module:
+    """What has the projections: the attention itself, or in torchtitan a part of it."""
+    held = getattr(module, HOLDER, None)
+    return held if isinstance(held, nn.Module) and is_trusted(module, {"torchtitan"}) else module
 
 
 def _paired(module: nn.Module, q: list[Source], k: list[Source]) -> Finding:
@@ -82,7 +90,7 @@ def normed(module: nn.Module) -> Finding | None:
         return Finding(reason=QK_NORM)
     if q is not None or k is not None:
         return unknown("only queries or only keys have a norm")
-    calls = norm_calls(module)
+    calls = norm_calls(module) if not is_trusted(module, {"megatron"}) else []  # a self-test of its calls torch.norm
     if calls == ["normalize"] and hasattr(module, "logit_scale"):
         return Finding(reason=QK_NORM)  # cosine attention
     if calls and type(module).__name__ == "CausalSelfAttention" and hasattr(module, "c_q"):
