@@ -363,6 +363,12 @@ class IdentityOp(nn.Module):
         return x
 
 
+class Kernel(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+
 @called("SelfAttention", "megatron.core.transformer.attention")
 class MegatronAttention(nn.Module):
     """Megatron-core's: grouped rows; without QK norm its norms are identities, or None."""
@@ -372,20 +378,14 @@ class MegatronAttention(nn.Module):
         self.num_attention_heads_per_partition, self.num_query_groups_per_partition = H, 2
         self.hidden_size_per_attention_head = D
         self.linear_qkv, self.linear_proj = nn.Linear(W, 8 * D, bias=False), nn.Linear(W, W, bias=False)
-        self.q_layernorm, self.k_layernorm, self.core_attention = norm, norm, nn.Module()
+        self.q_layernorm, self.k_layernorm, self.core_attention = norm, norm, Kernel()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.linear_qkv(x).view(*x.shape[:2], 2, 4 * D).split([2 * D, D, D], -1)
         q = q.reshape(*x.shape[:2], H, D)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        k, v = (t.repeat_interleave(2, 2) for t in (k, v))
-        y = (
-            self.core_attention(q, k, v)
-            if False
-            else F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
-        )
-        return self.linear_proj(y.transpose(1, 2).flatten(2))
+        return self.linear_proj(self.core_attention(q, *(t.repeat_interleave(2, 2) for t in (k, v))).flatten(2))
 
     def run_realtime_tests(self) -> Tensor:
         return torch.norm(self.linear_qkv.weight)
@@ -421,12 +421,6 @@ class TitanAttention(nn.Module):
         else:
             q, k, v = (w(x).view(*x.shape[:2], -1, D) for w in (held.wq, held.wk, held.wv))
         return self.wo(self.inner_attention(q, k, v).flatten(2))
-
-
-class Kernel(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
 
 @pytest.mark.parametrize("fused", [True, False])
