@@ -162,6 +162,17 @@ def test_a_bias_is_multiplied_with_one_and_what_was_not_seen_has_no_length() -> 
     assert inputs.of(Weight("bias_k", torch.randn(6), torch.arange(6) // 3)) == 1.0
 
 
+def test_a_learned_vector_that_is_added_to_every_query_is_multiplied_with_one() -> None:
+    """XLNet's biases: a row for each head, added to (B, T, H, K). A sum of two weights is none."""
+    bias, one, other = (torch.randn(2, 3) for _ in range(3))
+    rows = torch.arange(2)
+    with Inputs([weight := Weight("bias", bias, rows), adapted := Weight("one", one, rows)]) as inputs:
+        torch.zeros(2, 4, 2, 3) + bias
+        F.linear(X_BTD[..., :3], one + other)
+    assert inputs.of(weight) == 1.0
+    assert np.isnan(inputs.of(adapted))
+
+
 def test_a_parametrised_weight_has_no_bound_and_is_judged_all_the_same() -> None:
     model = Attention()
     for of in (model.q, model.k):

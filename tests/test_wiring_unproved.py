@@ -133,6 +133,22 @@ def test_rows_that_take_no_step_though_they_train_are_not_shown_to_be_right() ->
         assert lines[-1].startswith("wired right, as far as shown: 1 layer, 4 heads;")
 
 
+def test_a_batch_that_runs_no_attention_shows_nothing() -> None:
+    """As a batch of text for a model of text and images whose paths are in its eyes."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.text = Separate(), nn.Linear(16, 16)
+
+        def forward(self, x_BTD: Tensor, images: bool = False) -> Tensor:
+            return self.attention(x_BTD) if images else self.text(x_BTD)
+
+    wiring = check(model := Beside(), SGD(model.parameters(), lr=0.1), X_BTD, steps=1)
+    assert not wiring.ok
+    assert str(wiring).splitlines()[-1].startswith("not shown: the batch runs none of these layers")
+
+
 def test_no_paths_are_no_proof() -> None:
     with pytest.raises(ValueError, match="no path"):
         checked(stack(Separate), [])

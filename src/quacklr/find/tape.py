@@ -87,7 +87,7 @@ class Tape(TorchFunctionMode):
             return func(*args, **kwargs)
         if all(id(t) in self.weights or id(t) in self.constants for t in tensors) and func is not F.linear:
             return self._known(func(*args, **kwargs), any(id(t) in self.weights for t in tensors))
-        # whatever is checkpointed, or without gradients; detached, since what is saved must not keep its own graph alive
+        # whatever is checkpointed, or without gradients; detached, or what is saved would keep its own graph alive
         with torch.enable_grad(), saved_tensors_hooks(torch.detach, _same):
             return self._run(func, args, kwargs)
 

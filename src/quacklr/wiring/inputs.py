@@ -44,7 +44,10 @@ class Inputs(TorchFunctionMode):
 
 
 def _multiplied(name: str, operands: tuple[Any, ...]) -> Iterator[tuple[Tensor, Any]]:
-    """Each factor of a product that may be a weight, and the norms of what it is multiplied with."""
+    """Each factor of a product that may be a weight, and the norms of what it is multiplied with.
+
+    A weight that is added to activations as it is, as a bias of the queries, is multiplied with 1.
+    """
     if name == "linear":
         x, weight = operands[:2]
         yield weight, lambda: _norms(x, -1)
@@ -55,6 +58,11 @@ def _multiplied(name: str, operands: tuple[Any, ...]) -> Iterator[tuple[Tensor, 
     elif name in ("conv1d", "conv2d"):  # a patch is at most as long as all of its places at the longest one's norm
         x, weight = operands[:2]
         yield weight, lambda: _norms(x, 1) * sqrt(prod(weight.shape[2:]))
+    elif name in ("add", "__add__", "__radd__", "add_", "__iadd__"):
+        left, right = operands[:2]
+        sizes = [each.ndim if isinstance(each, Tensor) else -1 for each in (left, right)]
+        if 0 <= min(sizes) < max(sizes):
+            yield (left if sizes[0] < sizes[1] else right), lambda: torch.ones(1)
     elif name == "einsum":
         tensors = operands[1:] if isinstance(operands[1], Tensor) else operands[1]
         if len(tensors) == 2:

@@ -65,13 +65,22 @@ class Twin:
         """What its paths say."""
         return Claims(self.paths, self.model)
 
-    def step(self) -> None:
-        """One real step of all optimizers, in the mode that the model was given in; buffers stay what they are."""
+    def reaches_a_path(self) -> bool:
+        """Whether the loss of the batch has a gradient for any weight on a path."""
+        self._backward()
+        parts = [part for path in self.paths for weight in path.weights for part in weight.parts]
+        return any(part.param.grad is not None for part in parts)
+
+    def _backward(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         torch.clear_autocast_cache()
         with torch.enable_grad(), own_buffers(self.model):
             self.loss(self.model, self.batch).backward()
+
+    def step(self) -> None:
+        """One real step of all optimizers, in the mode that the model was given in; buffers stay what they are."""
+        self._backward()
         for optimizer in self.optimizers:
             optimizer.step()
 
