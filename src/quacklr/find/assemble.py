@@ -17,6 +17,7 @@ from quacklr.modules import named_parameters, trainable
 from quacklr.path import Path
 from quacklr.weight import Weight
 
+BOUNDED = "its logit is bounded, however large its queries and keys are"
 Reads = tuple[Weight, tuple[int, ...]]  # a weight, and the block of it that each head reads
 
 
@@ -56,9 +57,9 @@ def _assembled(measured: Measurement, parameters: dict[int, str]) -> dict[str, F
         if any(id(weight.param) in measured.idle for term in of_module for weight, _ in (*term.q, *term.k)):
             found[seen.module] = unwritable("some experts had no token of the sample; pass a larger one")
             continue
-        names = [parameters[id(p.weight)] for p in seen.cut if id(p.weight) in parameters]
+        names = [parameters[id(p.weight)] for p in (*seen.cut, *seen.bounded) if id(p.weight) in parameters]
         cut = {name.removeprefix(f"{seen.module}."): NOT_LINEAR for name in names if of_module}
-        reason = "" if of_module else QK_NORM if seen.cut else NO_WEIGHTS
+        reason = "" if of_module else QK_NORM if seen.cut else BOUNDED if seen.bounded else NO_WEIGHTS
         found[seen.module] = Finding(as_paths(of_module, seen.module), reason, cut)
     return found
 

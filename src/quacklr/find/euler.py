@@ -7,7 +7,7 @@ projection is asked for its share, next to the query and the key first, then beh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,6 +39,7 @@ class Euler:
         dtypes = [side.tensor.dtype for side in beside]
         self.rounding = self.ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
         self.finite = True
+        self.unreached = False  # whether what a query or a key is made of has no gradient at all
         self.out_of_proportion = False  # whether it is not linear, and no path either
         self.unknown: list[Slope] = []  # of what is on a path, but not linear
         self.alive: dict[Side | Projection, list[Projection]] = {}
@@ -53,6 +54,8 @@ class Euler:
                     self._ask(side.tensor, at[side], side.tensor, at[side], found) for at in at_sides if side in at
                 ]
                 self.alive[side] = self._beside(Slope(part, product.number), side, asked, found)
+                made = [at for p in found if p.output is not None for at in self.at.get(p, [])]
+                self.unreached |= bool(made) and not any(bool(at.any()) for at in made)
         waiting = [p for side in beside for p in self.alive[side]]
         while waiting:
             projection = waiting.pop()
@@ -73,7 +76,7 @@ class Euler:
         """
         alive = self._with_a_share(asked, found)
         if not self._are_whole(asked, found, alive):
-            alive = self._without_gates(side.tensor, alive, lambda p: replace(slope, at=p.number))
+            alive = self._without_gates(side.tensor, alive, slope)
         inside = [p for p in alive if self.call and self.call in p.calls]
         return alive if inside == alive or self._are_whole(asked, found, alive) else inside
 
@@ -83,14 +86,12 @@ class Euler:
         shares = torch.tensor([sum(s for p, s in zip(found, shares, strict=True) if p in some) for _, shares in asked])
         return bool((shares - size).norm() <= max(0.01, self.rounding) * size.norm())
 
-    def _without_gates(
-        self, output: Tensor, alive: list[Projection], slope: Callable[[Projection], Slope]
-    ) -> list[Projection]:
+    def _without_gates(self, output: Tensor, alive: list[Projection], slope: Slope) -> list[Projection]:
         """Those that something is linear in, and those of which it is another function; but not factors of others.
 
         Learned tensors by themselves are factors here, as a temperature is, and not counted.
         """
-        bounded = [p for p in alive if self.changes.get(slope(p)) is Change.VANISHES]
+        bounded = [p for p in alive if self.changes.get(replace(slope, at=p.number)) is Change.VANISHES]
         self.bounded += bounded
         alive = [p for p in alive if p not in bounded]
         if not alive:
@@ -105,10 +106,11 @@ class Euler:
         self.cut |= dict.fromkeys(gates)
         if not linear and any(p in bent_by[other] and not _close(at[p], at[other]) for p in kept for other in kept):
             self.out_of_proportion = True  # one function of several, and not of their sum
-        for bent in [slope(p) for p in kept if any(by.output is not None for by in bent_by[p])]:
-            self.out_of_proportion |= self.changes.get(bent) is Change.GROWS
-            if bent not in self.changes:
-                self.unknown.append(bent)
+        bent = [p for p in kept if any(by.output is not None for by in bent_by[p])]
+        for each in [replace(slope, at=p.number, linear=p in linear) for p in bent]:
+            self.out_of_proportion |= self.changes.get(each) is Change.GROWS
+            if each not in self.changes:
+                self.unknown.append(each)
         return kept
 
     def _behind(self, projection: Projection) -> list[Projection]:
@@ -125,7 +127,7 @@ class Euler:
         if not self._are_whole(asked, earlier, alive):
             self.partly.add(projection)
             slope = Slope("output", self.number, of=projection.number)
-            alive = self._without_gates(projection.output, alive, lambda p: replace(slope, at=p.number))
+            alive = self._without_gates(projection.output, alive, slope)
         return alive
 
     def _earlier(self, projection: Projection) -> list[Projection]:

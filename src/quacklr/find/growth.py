@@ -25,6 +25,7 @@ from quacklr.find.records import Attention, Projection, gradients
 
 SCALE = 2.0**12
 MOST = SCALE**0.5  # a slope that changes by less has not changed
+MANY = 0.75  # of the rows
 
 
 class Change(Enum):
@@ -47,13 +48,14 @@ class Slope:
     product: int
     at: int = -1
     of: int = -1
+    linear: bool = False  # it is linear in the projection, times something that is not
 
     def is_of(self, attention: Attention) -> bool:
         """Whether the product is one of this attention's."""
         return any(product.number == self.product for product in attention.products)
 
     def taken(self, attention: Attention, projections: Mapping[int, Projection]) -> Tensor:
-        """The largest slope; one for every row of a projection."""
+        """The mean slope, in absolute value; one for every row of a projection."""
         (product,) = [product for product in attention.products if product.number == self.product]
         numbered = {projection.number: projection for projection in projections.values()}
         output = {"logits": attention.logits, "q": product.q.tensor, "k": product.k.tensor}.get(self.part)
@@ -64,16 +66,20 @@ class Slope:
         (gradient,) = gradients(output, [leaf], noise)
         if gradient is None:
             return torch.zeros(())
-        return gradient.abs().max() if self.part == "logits" else size_of_rows(numbered[self.at], gradient)
+        return (
+            gradient.abs().mean() if self.part == "logits" else size_of_rows(numbered[self.at], gradient, Tensor.mean)
+        )
 
     def changed(self, before: Tensor, after: Tensor) -> Change:
-        """From one forward to another on larger numbers. Logits may move less: a cap does not break the bound.
+        """From one forward to another on larger numbers. Caps of logits, and gates, may make it as small as they like.
 
-        A slope that vanishes in some rows and not in others counts as one that grows: neither is the path's.
+        Otherwise a slope that vanishes in some rows and not in others counts as one that grows: no path says that. But
+        what saturates (its slope falls faster than a norm's) may by chance not do so everywhere.
         """
         if before.shape != after.shape or not after.isfinite().all() or (after > MOST * before).any():
             return Change.GROWS
-        vanishing = (MOST * after < before)[before > 0]
-        if self.part == "logits" or not vanishing.any():
+        before, after = before[before > 0], after[before > 0]
+        vanishing, saturated = MOST * after < before, SCALE**1.5 * after < before
+        if self.part == "logits" or self.linear or not vanishing.any():
             return Change.STAYS
-        return Change.VANISHES if vanishing.all() else Change.GROWS
+        return Change.VANISHES if vanishing.all() or saturated.float().mean() > MANY else Change.GROWS

@@ -38,7 +38,8 @@ class Seen:
     module: str
     problem: str  # why it cannot be described, if it cannot
     terms: list[tuple[tuple[Rowset, ...], tuple[Rowset, ...]]]
-    cut: list[Projection]
+    cut: list[Projection]  # those that a norm follows, and gates
+    bounded: list[Projection]  # those that something bounded follows, as a tanh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +87,7 @@ def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
 
         def listen(attention: Attention, tape: Tape) -> None:
             probe = Probe(attention, tape.projections, changes)
-            seen.append(Seen(attention.module, probe.problem(), probe.terms, probe.cut()))  # noqa: B023
+            seen.append(Seen(attention.module, probe.problem(), probe.terms, probe.cut(), probe.euler.bounded))  # noqa: B023
             unknown.update({slope: slope.taken(attention, tape.projections) for slope in probe.unknown})  # noqa: B023
 
         tape = _run(model, sample, listen, random, as_written=of_logits)

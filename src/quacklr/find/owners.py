@@ -7,7 +7,7 @@ several, reparametrised. Whose rows they are is found by differentiating the wei
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from quacklr.find.records import Projection, gradients, leaves_of
 from quacklr.weight import Weight
 
 LEAST = 1e-6  # of the largest gradient: below it, a row is not touched but for rounding
-UNLIKELY = 1e-3  # so many rows may be expected to have no gradient by chance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,22 +53,25 @@ def rows_of(projection: Projection, gradient: Tensor) -> Rowset:
     return Rowset(projection, touched.permute(order).reshape(shape))
 
 
-def size_of_rows(projection: Projection, gradient: Tensor) -> Tensor:
-    """The largest entry of a gradient of the output in every row, whatever the token."""
+def size_of_rows(projection: Projection, gradient: Tensor, over: Callable[..., Tensor] = Tensor.amax) -> Tensor:
+    """The largest entry of a gradient of the output in every row, or the mean, over all tokens."""
     kept = [axis for axis, _ in projection.rows]
     others = [axis for axis in range(gradient.ndim) if axis not in kept]
     size = gradient.detach().abs()
-    return size.amax(others) if others else size
+    return over(size, others) if others else size
 
 
 def is_sparse(projection: Projection, gradient: Tensor) -> bool:
-    """Whether so many entries have no gradient, here and there, that a row may have none by chance."""
+    """Whether entries have no gradient, here and there: by chance, whole rows may have none.
+
+    Otherwise those that have one are some rows, the same for every token that has any.
+    """
     if len(projection.rows) != 1 or projection.output is None:
         return False
     by_row = gradient.movedim(projection.rows[0][0], 0).flatten(1) != 0
-    entries = by_row[by_row.any(1)][:, by_row.any(0)]
-    missing = 1 - float(entries.float().mean())
-    return len(entries) * missing ** entries.shape[1] > UNLIKELY
+    rows, tokens = by_row.any(1), by_row.any(0)
+    alone = bool(tokens.sum() == 1 < len(tokens))  # that the others have none may be chance, too
+    return alone or not bool(by_row[rows][:, tokens].all())
 
 
 def weight_of(tensor: Tensor, masks: Sequence[Tensor], parameters: dict[int, str]) -> tuple[Weight, list[int]] | None:

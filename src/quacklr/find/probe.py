@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quacklr.find.euler import Euler
 from quacklr.find.growth import Change, Slope
-from quacklr.find.mixing import mixes_heads
+from quacklr.find.mixing import Heads, are_mixed
 from quacklr.find.owners import Rowset, is_sparse, rows_of
 from quacklr.find.records import Attention, Product, Projection, Side, gradients, leaves_of
 
@@ -22,7 +22,10 @@ NOT_LINEAR = (
     "its logits are not linear in its queries or keys, and do not grow in proportion to them either; if you know its "
     "paths, declare them: a method logit_paths() of the module is believed"
 )
-SPARSE = "some of its queries or keys have no gradient, as behind a ReLU, so their rows may not all be seen; pass more tokens"
+SPARSE = (
+    "entries of its queries or keys have no gradient here and there, as behind a ReLU, so which rows they are made of "
+    "may not all be seen; if you know its paths, declare them: a method logit_paths() of the module is believed"
+)
 
 
 class Probe:
@@ -53,7 +56,7 @@ class Probe:
         """Why this attention cannot be described by what is multiplied, if it cannot."""
         if not self.euler.finite:
             return "its derivatives are not finite"
-        if any(is_sparse(p, at) for p in self.euler.on_paths for at in self.euler.at[p][:1]):
+        if self.euler.unreached or any(is_sparse(p, at) for p in self.euler.on_paths for at in self.euler.at[p][:1]):
             return SPARSE
         if self.mixed:
             return MIXED
@@ -65,7 +68,7 @@ class Probe:
     def cut(self) -> list[Projection]:
         """Projections that reach the logits, but a norm comes after them, or after their product."""
         after = [p for product in self.normed for side in (product.q, product.k) for p in self.beside[side]]
-        return [*self.euler.cut, *self.euler.bounded, *after]
+        return [*self.euler.cut, *after]
 
     def _normed(self) -> list[Product]:
         """Products that the logits do not depend on the scale of, alone or all together: a norm comes after them."""
@@ -99,23 +102,22 @@ class Probe:
         A head is the entries of a product that are made of the same rows.
         """
         found: dict[object, tuple[Chain, Chain]] = {}
+        heads: dict[Product, Heads] = {}
         for product in self.products:
-            axes = [
-                a for a, size in enumerate(product.output.shape) if size > 1 and self._rows_differ(product, a, size)
-            ]
-            shape = [product.output.shape[axis] for axis in axes]
-            heads: dict[object, int] = {}
-            head_of_entry = torch.zeros(shape, dtype=torch.long)
-            for index in every(*map(range, shape)):
-                at = self._at_sides(product, self._noise(product.output, axes, index))
-                rows = frozenset(self._rows(at).items())
-                if rows not in heads and product not in self.normed:
+            sizes = product.output.shape
+            axes = [axis for axis, size in enumerate(sizes) if size > 1 and self._rows_differ(product, axis, size)]
+            numbers: dict[frozenset[tuple[object, object]], int] = {}
+            head_of_entry = torch.zeros([size if axis in axes else 1 for axis, size in enumerate(sizes)])
+            for index in every(*(range(size) for size in head_of_entry.shape)):
+                at = self._at_sides(product, self._noise(product.output, axes, [index[axis] for axis in axes]))
+                rows = self._rows(at)
+                if frozenset(rows.items()) not in numbers and product not in self.normed:
                     terms = self._terms_of(product.q, product.k, at)
                     found |= {(tuple(r.key for r in q), tuple(r.key for r in k)): (q, k) for q, k in terms}
-                head_of_entry[index] = heads.setdefault(rows, len(heads))
-            place = [size if axis in axes else 1 for axis, size in enumerate(product.output.shape)]
-            entries = head_of_entry.view(place).to(product.leaf.device)
-            self.mixed |= mixes_heads(self.logits, product, entries, self.generator)
+                head_of_entry[index] = numbers.setdefault(frozenset(rows.items()), len(numbers))
+            rows_of_heads = [frozenset(rows for _, rows in of) for of in numbers]
+            heads[product] = head_of_entry.to(product.leaf.device), rows_of_heads
+        self.mixed = are_mixed(self.logits, heads, self.generator)
         return list(found.values())
 
     def _rows_differ(self, product: Product, axis: int, size: int) -> bool:
@@ -153,9 +155,20 @@ class Probe:
         return {side: gradient for of_product in at for side, gradient in of_product.items()}
 
     def _at_sides(self, product: Product, cotangent: Tensor) -> dict[Side, Tensor]:
-        """What a cotangent of a product is at its query and its key."""
-        both = gradients(product.output, [product.q.tensor, product.k.tensor], cotangent)
-        return {side: at for side, at in zip((product.q, product.k), both, strict=True) if at is not None}
+        """A random cotangent of the query and the key, at those entries that a cotangent of their product reaches.
+
+        It is not the gradient itself, which is zero where the other factor is, as behind a ReLU.
+        """
+        q, k = product.q, product.k
+        found: dict[Side, Tensor] = {}
+        both = gradients(product.output, [q.tensor, k.tensor], cotangent)
+        for side, other, gradient in zip((q, k), (k, q), both, strict=True):
+            if gradient is not None:
+                summed = [size if axis == side.axis else 1 for axis, size in enumerate(gradient.shape)]
+                met = (other.tensor.detach() != 0).movedim(other.axis, 0).flatten(1).any(1).view(summed)
+                reached = (gradient != 0).any(side.axis, keepdim=True)
+                found[side] = self._noise(gradient) * (met & reached)
+        return found
 
     def _at_projections(self, side: Side, gradient: Tensor) -> Iterator[tuple[Projection, Tensor]]:
         found = self.euler.alive[side]

@@ -146,7 +146,7 @@ class Tape(TorchFunctionMode):
         if self._is_weight(added) and (self._is_weight(left) or self._is_weight(right)):
             return self._multiply(func(*args, **kwargs), left, right, added, labels)
         beta = kwargs.get("beta", 1)
-        output = func(added, left, right, beta=0, alpha=kwargs.get("alpha", 1))
+        output = func(added.detach(), left, right, beta=0, alpha=kwargs.get("alpha", 1))
         return self._multiply(output, left, right, None, labels) + beta * added
 
     def _einsum(self, equation: str, *factors: Tensor) -> Tensor:
