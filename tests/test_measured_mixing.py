@@ -28,7 +28,7 @@ HEADS, SIZE = 4, 8
 
 
 class Function(nn.Module):
-    """A function of the logits z (B, H, I, J), what the attention reads, queries and keys (BH, I, K), and parameters."""
+    """A function of the logits z (B, H, I, J), what is attended to, queries and keys (BH, I, K), and weights."""
 
     def __init__(self, function: Callable[..., Tensor], *parameters: Tensor) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def starts(functions: dict[str, Callable[[str], Function]]) -> list[Any]:
     ]
 
 
-ROWS = random.Random(0).sample(range(32), 32)  # noqa: S311
+ROWS = random.Random(0).sample(range(32), 32)
 LAYOUTS = ["matmul", "einsum", "merged", "heads first", "heads last"]
 
 
@@ -262,7 +262,7 @@ def test_a_logit_may_be_any_function_of_its_own_heads_products(function: Functio
 @pytest.mark.parametrize("seed", range(24))
 def test_functions_of_logits_in_any_order_and_layout_are_measured_as_they_are_judged(seed: int) -> None:
     """Judge: rows are changed, and softmaxes looked at."""
-    draw = random.Random(seed)  # noqa: S311
+    draw = random.Random(seed)
     torch.manual_seed(seed)
     own = draw.choices(list(OF_ITS_OWN.values()), k=draw.choice([0, 1, 2]))
     chosen = own + draw.choices(list(MIXING.values()), k=seed % 2)

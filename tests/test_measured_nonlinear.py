@@ -23,6 +23,7 @@ SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
 SHORT = [SAMPLE, SAMPLE[:1, :4], SAMPLE[:1, :3], SAMPLE[:1, :2], SAMPLE[:, :2]]
 SCALE = 1e4
 Made = Callable[[Tensor], Tensor]
+SAME = nn.Identity()
 
 
 class Changed(Plain):
@@ -177,7 +178,7 @@ def test_what_grows_faster_is_refused_and_never_called_a_norm(name: str) -> None
 class Gated(Changed):
     """Queries are multiplied by another projection."""
 
-    def __init__(self, gate: Made, of_q: Made = nn.Identity()) -> None:
+    def __init__(self, gate: Made, of_q: Made = SAME) -> None:
         super().__init__(lambda q: of_q(q) * gate(self.open), nn.Identity())
 
 

@@ -1,8 +1,8 @@
 """Whether Lemma 1's bound holds though a logit is not linear in something: asked by scaling.
 
-The bound needs that a query is Lipschitz in its projection, and a logit in the product. Then a step of the weights moves
-the logit no further, up to a constant, than if it were linear. A second forward with all leaves SCALE times as large
-tells: the slope of a linear function is the same there, that of a square is SCALE times as large.
+The bound needs that a query is Lipschitz in its projection, and a logit in the product. Then a step of the weights
+moves the logit no further, up to a constant, than if it were linear. A second forward with all leaves SCALE times as
+large shows it: the slope of a linear function is the same there, that of a square is SCALE times as large.
 
     softplus, GELU, SiLU, ELU of a query     slopes stay      on the path
     a gate, sigmoid(g) * q                   slopes of q stay q is on the path, g is not
@@ -40,8 +40,8 @@ class Change(Enum):
 class Slope:
     """Of what, with respect to what. All are given by number, since in another forward they are other tensors.
 
-    `part` "q" or "k": the query or key of a product, with respect to projection `at`. "logits": the logits, with respect
-    to the product. "output": what projection `of` puts out, with respect to an earlier one, `at`.
+    `part` "q" or "k": the query or key of a product, with respect to projection `at`. "logits": the logits, with
+    respect to the product. "output": what projection `of` puts out, with respect to an earlier one, `at`.
     """
 
     part: str

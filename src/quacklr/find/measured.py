@@ -86,7 +86,7 @@ def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
         unknown: dict[Slope, Tensor] = {}
 
         def listen(attention: Attention, tape: Tape) -> None:
-            probe = Probe(attention, tape.projections, changes)
+            probe = Probe(attention, tape.projections, changes)  # noqa: B023
             seen.append(Seen(attention.module, probe.problem(), probe.terms, probe.cut(), probe.euler.bounded))  # noqa: B023
             unknown.update({slope: slope.taken(attention, tape.projections) for slope in probe.unknown})  # noqa: B023
 

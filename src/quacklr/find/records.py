@@ -70,7 +70,8 @@ class MadeOf:
 
     def search(self, tensor: Tensor, depth: int = 0) -> bool:
         """Whether it is made of products."""
-        return any([self._is_product(leaf, depth) for leaf in map(id, leaves_of(tensor))])
+        found = [self._is_product(leaf, depth) for leaf in map(id, leaves_of(tensor))]  # all are visited
+        return any(found)
 
     def _is_product(self, leaf: int, depth: int) -> bool:
         """Whether a leaf stands for a product, or for something that is made of products."""

@@ -11,8 +11,8 @@ or a norm's epsilon, must not hide anything.
     attention     scaled_dot_product_attention, or a softmax over the last dimension of something made of products
 
 What multiplies logits between a product and the softmax (talking heads, a convolution over keys) looks like a
-projection or a product, but is a function of the logits. That is seen at the softmax; such calls are kept by number, and
-a second tape runs them as they are written.
+projection or a product, but is a function of the logits. That is seen at the softmax; such calls are kept by number,
+and a second tape runs them as they are written.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ class Tape(TorchFunctionMode):
         if query.requires_grad and k.requires_grad:
             product = self._product(query @ k.mT, Side(query, query.ndim - 1), Side(k, k.ndim - 1))
             assert product is not None
-            biased = attn_mask is not None and attn_mask.requires_grad
-            self._attend(product.leaf + attn_mask if biased else product.leaf.clone(), -1)
+            biased = attn_mask if attn_mask is not None and attn_mask.requires_grad else None
+            self._attend(product.leaf.clone() if biased is None else product.leaf + biased, -1)
         mask = None if attn_mask is None else attn_mask.detach()
         return SDPA(query.detach(), key.detach(), value, mask, *args, **kwargs).detach()
 
