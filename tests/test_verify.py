@@ -390,3 +390,14 @@ def test_a_batch_that_a_closure_runs_inside_of_the_step_is_verified_before_the_s
     for _ in range(2):
         with pytest.raises(ValueError, match="layers.0: the rule for Attention is wrong here"):
             optimizer.step(closure)
+
+
+def test_what_a_sample_is_too_small_to_show_contradicts_no_rule() -> None:
+    """Behind a ReLU some queries have no gradient: more tokens would show all rows."""
+
+    def cut(x: Tensor) -> Tensor:
+        return x.unflatten(2, (4, 4)).transpose(1, 2).relu()
+
+    model, optimizer, quack = made(cut)
+    step(model, optimizer, tokens())
+    assert "layers.0   verified" in repr(quack) or "not verified: cannot be written as paths" in repr(quack)

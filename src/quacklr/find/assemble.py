@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from quacklr.find.measured import Measurement, Seen, measuring
 from quacklr.find.owners import NotRowsError, Rowset, weight_of
+from quacklr.find.probe import NOT_FINITE, SPARSE
 from quacklr.find.rules.finding import NO_WEIGHTS, NOT_LINEAR, QK_NORM, Finding
 from quacklr.modules import named_parameters, trainable
 from quacklr.path import Path
 from quacklr.weight import Weight
 
 BOUNDED = "its logit is bounded, however large its queries and keys are"
+IDLE_EXPERTS = "some experts had no token of the sample; pass a larger one"
 Reads = tuple[Weight, tuple[int, ...]]  # a weight, and the block of it that each head reads
 
 
@@ -55,7 +57,7 @@ def _assembled(measured: Measurement, parameters: dict[int, str]) -> dict[str, F
             found[seen.module] = unwritable(str(error))
             continue
         if any(id(weight.param) in measured.idle for term in of_module for weight, _ in (*term.q, *term.k)):
-            found[seen.module] = unwritable("some experts had no token of the sample; pass a larger one")
+            found[seen.module] = unwritable(IDLE_EXPERTS)
             continue
         names = [parameters[id(p.weight)] for p in (*seen.cut, *seen.bounded) if id(p.weight) in parameters]
         cut = {name.removeprefix(f"{seen.module}."): NOT_LINEAR for name in names if of_module}
@@ -65,8 +67,9 @@ def _assembled(measured: Measurement, parameters: dict[int, str]) -> dict[str, F
 
 
 def unwritable(why: str) -> Finding:
-    """An attention that was seen, and that paths cannot describe."""
-    return Finding(reason=f"cannot be written as paths: {why}", unknown=True)
+    """An attention that was seen, and that paths cannot describe; some reasons are the sample's."""
+    of_sample = why in (IDLE_EXPERTS, NOT_FINITE, SPARSE)
+    return Finding(reason=f"cannot be written as paths: {why}", unknown=True, undecided=of_sample)
 
 
 class Assembly:

@@ -22,6 +22,7 @@ NOT_LINEAR = (
     "its logits are not linear in its queries or keys, and do not grow in proportion to them either; if you know its "
     "paths, declare them: a method logit_paths() of the module is believed"
 )
+NOT_FINITE = "its derivatives are not finite"
 SPARSE = (
     "entries of its queries or keys have no gradient here and there, as behind a ReLU, so which rows they are made of "
     "may not all be seen; if you know its paths, declare them: a method logit_paths() of the module is believed"
@@ -55,7 +56,7 @@ class Probe:
     def problem(self) -> str:
         """Why this attention cannot be described by what is multiplied, if it cannot."""
         if not self.euler.finite:
-            return "its derivatives are not finite"
+            return NOT_FINITE
         if self.euler.unreached or any(is_sparse(p, at) for p in self.euler.on_paths for at in self.euler.at[p][:1]):
             return SPARSE
         if self.mixed:
