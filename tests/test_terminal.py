@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lab_runs import environment, read_rows
-from quacklr.integrations import terminal
+from quacklr import terminal
 from quacklr.lab.progress import duration, is_terminal, progress
 from terminal_runs import WAYS
 
@@ -119,7 +119,7 @@ def test_characters_that_the_terminal_does_not_have_are_escaped() -> None:
 
 def test_a_process_without_descriptors_gets_those_that_nothing_can_be_written_to(tmp_path: File) -> None:
     script = (
-        "import os, sys; from quacklr.integrations import terminal; terminal.open_missing();"
+        "import os, sys; from quacklr import terminal; terminal.open_missing();"
         f"file = open({str(tmp_path / 'file')!r}, 'w'); file.write(str(file.fileno())); file.close();"
         "sys.exit(os.write(2, b'of a library'))"
     )

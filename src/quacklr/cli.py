@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from quacklr import __version__
-from quacklr.integrations import terminal
+from quacklr import __version__, terminal
 
 COMMANDS = {  # the module whose main(argv) it is, and what it does
     "demo": ("quacklr.lab.demo", "see in minutes what QuacK is for: the default breaks, QuacK does not"),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.isolation import isolated
+from quacklr.running import running_steps
 from quacklr.scratch import ProbeError, Scratch, inner_optimizers, key_of
 
 CONSTANT, CHANGING, LATE = [0.5] * 12, [0.25, 2.0, 0.5, 1.5, 0.1, 1.0], [0.5] * 4
@@ -59,25 +60,28 @@ class _Run:
         groups = [group for each in self._objects for group in getattr(each, "param_groups", [])]
         groups = [g for g in groups if "lr" in g and any(id(param) in scaled for param in g["params"])]
         self._groups = list({id(group): group for group in groups}.values())
-        self._nested = self.period = 0
+        self._hooked: list[Optimizer] = []
+        self.period = 0
         self._rate = 1.0
         self._before: list[Tensor] = []
         self._scales = False
 
     def hook(self, optimizers: Iterable[Optimizer]) -> None:
         """Scale the steps of these, instead of lr."""
-        for each in optimizers:
+        self._hooked = list(optimizers)
+        for each in self._hooked:
             each.register_step_pre_hook(self._pre)
             each.register_step_post_hook(self._post)
 
+    def _is_outermost(self) -> bool:
+        return sum(map(running_steps, self._hooked)) == 1
+
     def _pre(self, *_: Any) -> None:
-        self._nested += 1
-        if self._nested == 1:
+        if self._is_outermost():
             self._before = [param.detach().clone() for param in self._scratch.scaled]
 
     def _post(self, *_: Any) -> None:
-        self._nested -= 1
-        if self._nested == 0:
+        if self._is_outermost():
             self._scales = True
             with torch.no_grad():
                 for param, before in zip(self._scratch.scaled, self._before, strict=True):

@@ -15,7 +15,7 @@ from quacklr.inspect.as_json import as_json
 from quacklr.inspect.report import report
 from quacklr.inspect.show import show
 from quacklr.inspect.target import BadTargetError, resolve
-from quacklr.integrations.terminal import answer, sentence
+from quacklr.terminal import answer, sentence
 
 ABOUT = """\
 The attention of a model: how queries and keys are stored, what their learning

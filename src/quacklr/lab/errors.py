@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 
-from quacklr.integrations import terminal
+from quacklr import terminal
 
 LARGEST = 1e30
 """Options are at most this large: float32, in which models train, ends at 3.4e38."""

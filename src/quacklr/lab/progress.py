@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, final
 
-from quacklr.integrations.terminal import Tolerant
+from quacklr.terminal import Tolerant
 
 SECONDS_A_LINE = 10.0
 

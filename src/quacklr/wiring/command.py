@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from quacklr.cli import Parser
 from quacklr.inspect.command import of_target, quiet, say
 from quacklr.inspect.target import BadTargetError, resolve, told
-from quacklr.integrations.terminal import answer, sentence
+from quacklr.terminal import answer, sentence
 from quacklr.wiring.prove import check
 from quacklr.wiring.result import Wiring
 

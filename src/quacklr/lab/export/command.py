@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from quacklr.integrations import terminal
+from quacklr import terminal
 from quacklr.lab.data.extra import extra
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.export import tokenizer, twins

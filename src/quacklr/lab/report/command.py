@@ -10,7 +10,7 @@ from typing import Annotated
 import matplotlib as mpl
 import tyro
 
-from quacklr.integrations import terminal
+from quacklr import terminal
 from quacklr.integrations.figures import FORMATS, RC, drawn
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.files import whole

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from quacklr.integrations import terminal
+from quacklr import terminal
 from quacklr.lab.config import Config, from_json
 from quacklr.lab.files import locked
 from quacklr.lab.sweep.ledger import Entry, entry_from_json, entry_of

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quacklr.integrations import terminal
+from quacklr import terminal
 from quacklr.lab.config import KINDS, Config, Machine, Watch, differences, fingerprint, kind_of, values_of
 from quacklr.lab.data import Corpus, open_corpus
 from quacklr.lab.errors import UserError
