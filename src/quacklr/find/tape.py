@@ -229,11 +229,11 @@ class Tape(TorchFunctionMode):
             product = self._product(query @ k.mT, Side(query, query.ndim - 1), Side(k, k.ndim - 1))
             assert product is not None
             biased = attn_mask is not None and attn_mask.requires_grad
-            self._attend(product.leaf + attn_mask if biased else product.leaf.clone(), -1)
+            self._attend(product.leaf + attn_mask if biased else product.leaf.clone(), -1, fused=not biased)
         mask = None if attn_mask is None else attn_mask.detach()
         return SDPA(query.detach(), key.detach(), value, mask, *args, **kwargs).detach()
 
-    def _attend(self, logits: Tensor, dim: int | None) -> bool:
+    def _attend(self, logits: Tensor, dim: int | None, fused: bool = False) -> bool:
         """Whether a softmax is an attention: over the last dimension of something made of products."""
         if logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
             return False
@@ -247,7 +247,7 @@ class Tape(TorchFunctionMode):
             del self.products[id(product.leaf)]
         self.of_logits |= made_of.between
         if not made_of.between:
-            self.listener(Attention(logits, direct, module, call))
+            self.listener(Attention(logits, direct, module, call, fused))
         return True
 
     def _is_nearby(self, product: Product, logits: Tensor) -> bool:
