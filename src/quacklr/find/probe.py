@@ -80,7 +80,7 @@ class Probe:
                 assert gradient is not None
                 self.euler.finite &= bool(gradient.isfinite().all())
                 shares.append(float((gradient * product.leaf.detach()).double().sum()))
-                bounds.append(1e-5 * float(gradient.norm() * product.leaf.detach().norm()))
+                bounds.append(1e-4 * float(gradient.norm() * product.leaf.detach().norm()))
                 alone[product] &= abs(shares[-1]) <= bounds[-1]
             together &= abs(sum(shares)) <= sum(bounds)
         if self.logits.dtype in (torch.float16, torch.bfloat16):

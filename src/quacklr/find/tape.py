@@ -178,7 +178,7 @@ class Tape(TorchFunctionMode):
         self.count += 1
         if self.count in self.as_written:
             return None
-        product = Product(self._leaf(output, positive=False), output, q, k, self.running.calls, self.count)
+        product = Product(self._leaf(output, signed=self.scale != 1), output, q, k, self.running.calls, self.count)
         self.products[id(product.leaf)] = product
         return product
 
@@ -274,7 +274,7 @@ class Tape(TorchFunctionMode):
     def _is_weight(self, tensor: Any) -> bool:
         return id(tensor) in self.weights
 
-    def _leaf(self, output: Tensor, positive: bool = True) -> Tensor:
+    def _leaf(self, output: Tensor, signed: bool = False) -> Tensor:
         """Random numbers in the place of an output. Positive ones, since after a ReLU others have no gradient."""
         if not self.random and output.any():
             return (output.detach() * self.scale).requires_grad_()
@@ -282,7 +282,7 @@ class Tape(TorchFunctionMode):
             self.generators[output.device] = torch.Generator(output.device).manual_seed(0)
         generator = self.generators[output.device]
         leaf = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device) * self.scale
-        return (leaf.abs_() if positive else leaf).requires_grad_()
+        return (leaf if signed else leaf.abs_()).requires_grad_()
 
 
 def _same(tensor: Tensor) -> Tensor:
