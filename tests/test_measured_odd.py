@@ -201,9 +201,19 @@ def test_what_paths_cannot_describe_is_left_alone_whatever_a_rule_says() -> None
         (lambda a, _q, _k: a / a.std(-1, keepdim=True), "QK norm"),
         (lambda a, q, k: a / (q.norm(dim=-1).unsqueeze(-1) * k.norm(dim=-1).unsqueeze(-2)), "in other ways"),
         (lambda a, q, k: 2 * a - q.square().sum(-1).unsqueeze(-1) - k.square().sum(-1).unsqueeze(-2), "in other ways"),
-        (lambda a, _q, _k: a.sqrt(), "not finite"),
+        (lambda a, _q, _k: a.sqrt(), "not linear"),
+        (lambda a, _q, _k: (a - a.detach()).sqrt(), "not finite"),
     ],
-    ids=["less a maximum", "capped", "normed", "divided by a deviation", "divided by norms", "distances", "not finite"],
+    ids=[
+        "less a maximum",
+        "capped",
+        "normed",
+        "divided by a deviation",
+        "divided by norms",
+        "distances",
+        "a root",
+        "not finite",
+    ],
 )
 def test_what_is_done_to_logits_after_the_product_counts(change: Any, why: str) -> None:
     (finding,) = measured_paths(Model(HF, Eager(change)), SAMPLE).values()

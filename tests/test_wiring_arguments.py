@@ -35,11 +35,11 @@ class Strict(Separate):
 
 
 class Calls(nn.Module):
-    """A stack of such attentions, and how they are called."""
+    """Such an attention, and how it is called."""
 
     def __init__(self, call: Callable[[nn.Module, Tensor], Tensor], demand: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.layers, self.call = nn.ModuleList(Strict(demand) for _ in range(2)), call
+        self.layers, self.call = nn.ModuleList([Strict(demand)]), call
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         for layer in self.layers:

@@ -43,10 +43,10 @@ class Probe:
         at_sides = [self._at_all_sides() for _ in range(Euler.PASSES)]
         self.euler = Euler(attention, self.beside, at_sides, projections, changes)
         self.reach = {side: self._reach(side) for side in self.sides}
-        self.normed = self._normed()
+        self.normed = [] if attention.fused else self._normed()
         self.mixed = False
         self.terms = self._terms()
-        curved = [Slope("logits", product.number) for product in self.products] if self._is_curved() else []
+        curved = [] if attention.fused or not self._is_curved() else [Slope("logits", p.number) for p in self.products]
         self.grows = any(changes.get(slope) is Change.GROWS for slope in curved)
         self.unknown = [*self.euler.unknown, *(slope for slope in curved if slope not in changes)]
 
@@ -81,7 +81,7 @@ class Probe:
                 assert gradient is not None
                 self.euler.finite &= bool(gradient.isfinite().all())
                 shares.append(float((gradient * product.leaf.detach()).double().sum()))
-                bounds.append(1e-5 * float(gradient.norm() * product.leaf.detach().norm()))
+                bounds.append(1e-4 * float(gradient.norm() * product.leaf.detach().norm()))
                 alone[product] &= abs(shares[-1]) <= bounds[-1]
             together &= abs(sum(shares)) <= sum(bounds)
         if self.logits.dtype in (torch.float16, torch.bfloat16):
@@ -107,18 +107,18 @@ class Probe:
         for product in self.products:
             sizes = product.output.shape
             axes = [axis for axis, size in enumerate(sizes) if size > 1 and self._rows_differ(product, axis, size)]
-            numbers: dict[frozenset[tuple[object, object]], int] = {}
+            numbers: dict[tuple[frozenset[object], ...], int] = {}
             head_of_entry = torch.zeros([size if axis in axes else 1 for axis, size in enumerate(sizes)])
             for index in every(*(range(size) for size in head_of_entry.shape)):
                 at = self._at_sides(product, self._noise(product.output, axes, [index[axis] for axis in axes]))
-                rows = self._rows(at)
-                if frozenset(rows.items()) not in numbers and product not in self.normed:
-                    terms = self._terms_of(product.q, product.k, at)
+                terms = list(self._terms_of(product.q, product.k, at))
+                if product not in self.normed:
                     found |= {(tuple(r.key for r in q), tuple(r.key for r in k)): (q, k) for q, k in terms}
-                head_of_entry[index] = numbers.setdefault(frozenset(rows.items()), len(numbers))
-            rows_of_heads = [frozenset(rows for _, rows in of) for of in numbers]
-            heads[product] = head_of_entry.to(product.leaf.device), rows_of_heads
-        self.mixed = are_mixed(self.logits, heads, self.generator)
+                nearest = [[of[0] for of in side if of and of[0].projection.output is not None] for side in zip(*terms)]
+                rows = tuple(frozenset(rows.key for rows in side) for side in nearest)
+                head_of_entry[index] = numbers.setdefault(rows, len(numbers))
+            heads[product] = head_of_entry.to(product.leaf.device), [frozenset().union(*rows) for rows in numbers]
+        self.mixed = not self.attention.fused and are_mixed(self.logits, heads, self.generator)
         return list(found.values())
 
     def _rows_differ(self, product: Product, axis: int, size: int) -> bool:

@@ -52,6 +52,7 @@ class Attention:
     products: list[Product]
     module: str  # the innermost one that was running and made a query or a key
     call: int  # of that module
+    fused: bool  # the logits are the product itself
 
 
 class MadeOf:

@@ -179,7 +179,7 @@ class Tape(TorchFunctionMode):
         self.count += 1
         if self.count in self.as_written:
             return None
-        product = Product(self._leaf(output, positive=False), output, q, k, self.running.calls, self.count)
+        product = Product(self._leaf(output, signed=self.scale != 1), output, q, k, self.running.calls, self.count)
         self.products[id(product.leaf)] = product
         return product
 
@@ -230,11 +230,12 @@ class Tape(TorchFunctionMode):
             product = self._product(query @ k.mT, Side(query, query.ndim - 1), Side(k, k.ndim - 1))
             assert product is not None
             biased = attn_mask if attn_mask is not None and attn_mask.requires_grad else None
-            self._attend(product.leaf.clone() if biased is None else product.leaf + biased, -1)
+            logits = product.leaf.clone() if biased is None else product.leaf + biased
+            self._attend(logits, -1, fused=biased is None)
         mask = None if attn_mask is None else attn_mask.detach()
         return SDPA(query.detach(), key.detach(), value, mask, *args, **kwargs).detach()
 
-    def _attend(self, logits: Tensor, dim: int | None) -> bool:
+    def _attend(self, logits: Tensor, dim: int | None, fused: bool = False) -> bool:
         """Whether a softmax is an attention: over the last dimension of something made of products."""
         if logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
             return False
@@ -248,7 +249,7 @@ class Tape(TorchFunctionMode):
             del self.products[id(product.leaf)]
         self.of_logits |= made_of.between
         if not made_of.between:
-            self.listener(Attention(logits, direct, module, call))
+            self.listener(Attention(logits, direct, module, call, fused))
         return True
 
     def _is_nearby(self, product: Product, logits: Tensor) -> bool:
@@ -275,7 +276,7 @@ class Tape(TorchFunctionMode):
     def _is_weight(self, tensor: Any) -> bool:
         return id(tensor) in self.weights
 
-    def _leaf(self, output: Tensor, positive: bool = True) -> Tensor:
+    def _leaf(self, output: Tensor, signed: bool = False) -> Tensor:
         """Random numbers in the place of an output. Positive ones, since after a ReLU others have no gradient."""
         if not self.random and output.any():
             return (output.detach() * self.scale).requires_grad_()
@@ -283,7 +284,7 @@ class Tape(TorchFunctionMode):
             self.generators[output.device] = torch.Generator(output.device).manual_seed(0)
         generator = self.generators[output.device]
         leaf = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device) * self.scale
-        return (leaf.abs_() if positive else leaf).requires_grad_()
+        return (leaf if signed else leaf.abs_()).requires_grad_()
 
 
 def _same(tensor: Tensor) -> Tensor:
