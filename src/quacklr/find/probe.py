@@ -114,7 +114,10 @@ class Probe:
                 terms = list(self._terms_of(product.q, product.k, at))
                 if product not in self.normed:
                     found |= {(tuple(r.key for r in q), tuple(r.key for r in k)): (q, k) for q, k in terms}
-                nearest = [[of[0] for of in side if of and of[0].projection.output is not None] for side in zip(*terms)]
+                nearest = [
+                    [of[0] for of in side if of and of[0].projection.output is not None]
+                    for side in zip(*terms, strict=True)
+                ]
                 rows = tuple(frozenset(rows.key for rows in side) for side in nearest)
                 head_of_entry[index] = numbers.setdefault(rows, len(numbers))
             heads[product] = head_of_entry.to(product.leaf.device), [frozenset().union(*rows) for rows in numbers]
