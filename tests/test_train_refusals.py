@@ -154,7 +154,9 @@ def test_what_the_library_refuses_is_a_sentence_too(
 ) -> None:
     options = [*OPTIONS, "--corpus", str(corpus), "--out", str(tmp_path / "run"), "--method", "quack"]
     assert "is all zeros, so its rate has no bound" in complaint(capsys, *options, "--init-std", "1e-30")
-    assert "does not fit into the memory of cpu" in complaint(capsys, *options, "--vocab", "99999999999")
+    assert "with a context of 16 does not fit into the memory of cpu" in complaint(
+        capsys, *options, "--vocab", "99999999999"
+    )
 
 
 def test_a_damaged_config_is_told(half: File, capsys: pytest.CaptureFixture[str]) -> None:

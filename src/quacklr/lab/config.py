@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import tyro
 
 from quacklr.lab import methods
-from quacklr.lab.errors import UserError, refuse_negative, refuse_unless, refuse_unless_positive
+from quacklr.lab.errors import UserError, refuse_above, refuse_negative, refuse_unless, refuse_unless_positive
 from quacklr.lab.methods import Method
 from quacklr.lab.model import MHA, MLA, Shape
 from quacklr.lab.optim import WSD, AdamWRecipe, Constant, Cosine, MuonRecipe, Recipe, Schedule, check
@@ -38,6 +38,10 @@ KINDS: dict[str, dict[str, type]] = {
 }
 
 
+MOST_THREADS = 1024
+"""More than any machine makes use of; a hundred times as many cannot be started."""
+
+
 @dataclass(frozen=True)
 class Training:
     """What is trained on, and for how long."""
@@ -57,8 +61,11 @@ class Training:
 
     def __post_init__(self) -> None:
         refuse_unless_positive(steps=self.steps, batch_tokens=self.batch_tokens, micro_batch=self.micro_batch)
+        refuse_above(2**28, batch_tokens=self.batch_tokens)
         refuse_negative(grad_clip=self.grad_clip)
         refuse_unless(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": self.seed})
+        if "\0" in self.corpus:
+            raise UserError(f"--corpus {self.corpus!a} is no name of a folder")
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         refuse_unless_positive(threads=1 if self.threads is None else self.threads)
+        refuse_above(MOST_THREADS, threads=self.threads)
 
 
 @dataclass(frozen=True)

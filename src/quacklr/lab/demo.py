@@ -18,8 +18,8 @@ import tyro
 from matplotlib.figure import Figure
 
 from quacklr.integrations import terminal
-from quacklr.lab.config import Config, fingerprint
-from quacklr.lab.errors import UserError, exit_code, refuse_unless, refuse_unless_positive
+from quacklr.lab.config import MOST_THREADS, Config, fingerprint
+from quacklr.lab.errors import UserError, exit_code, refuse_above, refuse_unless, refuse_unless_positive
 from quacklr.lab.files import locked
 from quacklr.lab.methods import Default, Method, QKClipping, QKNorm, Quack
 from quacklr.lab.options import read
@@ -65,6 +65,7 @@ class Demo:
 def configs_of(given: Demo) -> tuple[Scale, list[Config]]:
     """The demo's scale, and its runs."""
     refuse_unless_positive(steps=given.steps, jobs=1 if given.jobs is None else given.jobs)
+    refuse_above(MOST_THREADS, jobs=given.jobs)
     refuse_unless(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": given.seed})
     chosen = scale_of(Size(steps=given.steps))
     seeded = [replace(each, training=replace(each.training, seed=given.seed)) for each in grid(chosen)]

@@ -19,6 +19,11 @@ def read(kind: type[T], command: str, argv: Sequence[str], description: str | No
 
     An empty value is refused here: `--out ''` would be the current folder.
     """
+    refuse_unusable(argv)
+    return tyro.cli(kind, prog=command, args=list(argv), description=description, config=(*OPTIONS, *config))
+
+
+def refuse_unusable(argv: Sequence[str]) -> None:
+    """UserError for an argument that no option accepts."""
     if unusable := unusable_argument(argv):
         raise UserError(unusable)
-    return tyro.cli(kind, prog=command, args=list(argv), description=description, config=(*OPTIONS, *config))

@@ -142,13 +142,17 @@ def _numbers(files: str | None) -> tuple[int, ...]:
     if files is None:
         raise UserError(f"say which files of {COSMOPEDIA}: --files 0-3 takes the first four of {Cosmopedia.COUNT}")
     numbers: list[int] = []
+    each = f"--files {files}: each file once, from 0 to {Cosmopedia.COUNT - 1}"
     for part in files.split(","):
         first, _, last = part.partition("-")
         if not (first.isdecimal() and (last or first).isdecimal()):
             raise UserError(f"--files {files} is not numbers and ranges such as 0-3 or 0,5")
+        known = [number for number in (first, last or first) if len(number) < 9 and int(number) < Cosmopedia.COUNT]
+        if len(known) < 2:
+            raise UserError(each)
         numbers += range(int(first), int(last or first) + 1)
-    if not numbers or max(numbers) >= Cosmopedia.COUNT or len(set(numbers)) < len(numbers):
-        raise UserError(f"--files {files}: each file once, from 0 to {Cosmopedia.COUNT - 1}")
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise UserError(each)
     return tuple(numbers)
 
 

@@ -130,6 +130,8 @@ def _tokenizer(stated: Vocabulary, folder: Path, way_out: str) -> Tokenizer:
 
 def open_corpus(where: str) -> Corpus:
     """A folder that `quacklr prepare` finished, or "stdlib": Python's own source as bytes, made on first use."""
+    if not where:
+        raise UserError("--corpus is empty; name a folder that quacklr prepare has made, or stdlib")
     return open_folder(_embedded() if where == STDLIB else Path(where))
 
 

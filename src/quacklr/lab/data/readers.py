@@ -6,13 +6,13 @@ one that is not a text (a blank line, a null) yields "", so that documents keep 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from quacklr.lab.data.extra import extra
 from quacklr.lab.errors import UserError
+from quacklr.lab.files import parse_json
 
 Reader = Callable[[Path, str, int], Iterator[tuple[str, float]]]
 
@@ -88,7 +88,7 @@ def _contents(path: Path) -> bytes:
 
 def _field(line: bytes, column: str, where: str) -> str:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict) or column not in record:

@@ -7,7 +7,7 @@ from typing import Any
 
 from quacklr.lab.data import vocabularies
 from quacklr.lab.data.sources import Fractions, Source
-from quacklr.lab.errors import UserError
+from quacklr.lab.errors import MOST, UserError, refuse_above
 
 SHARD_TOKENS = 100_000_000
 
@@ -28,6 +28,7 @@ class Request:
             raise UserError(f"--val {val} and --probe {probe} are shares: each above 0, and together below 1")
         if self.shard_tokens < 1:
             raise UserError(f"--shard-tokens must be at least 1, not {self.shard_tokens}")
+        refuse_above(MOST, shard_tokens=self.shard_tokens)
         if self.tokenizer == "bytes" and self.end_token is not None:
             raise UserError("--end-token contradicts --tokenizer bytes, where byte 0 ends a document")
 

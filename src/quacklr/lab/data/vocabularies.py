@@ -45,7 +45,7 @@ def _file(name: str) -> bytes:
 def _size(name: str) -> int:
     size = name.removeprefix(TRAIN)
     least = 256 + 1  # every byte, and the end
-    if not size.isdecimal() or not least <= int(size) <= MOST:
+    if not size.isdecimal() or len(size) > len(str(MOST)) or not least <= int(size) <= MOST:
         raise UserError(f"--tokenizer {name}: SIZE must be a whole number from {least} to {MOST:,}")
     return int(size)
 

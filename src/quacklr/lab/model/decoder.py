@@ -116,14 +116,17 @@ class Decoder(nn.Module):
 
 def unfilled(shape: Shape, spec: MHA | MLA, device: Any = "cpu") -> Decoder:
     """A model whose weights are yet to be made or loaded, made on the device and nowhere else first."""
-    with torch.device("meta"):
-        model = Decoder(shape, spec)
+    size = "of these sizes"
     try:
+        with torch.device("meta"):
+            model = Decoder(shape, spec)
+        size = f"of {sum(param.numel() for param in model.parameters()):,} parameters"
         model.to_empty(device=device)
+        model.rotary.reset()
     except RuntimeError as error:
-        size = sum(param.numel() for param in model.parameters())
-        raise UserError(f"a model of {size:,} parameters does not fit into the memory of {device}") from error
-    model.rotary.reset()
+        raise UserError(
+            f"a model {size} with a context of {shape.context:,} does not fit into the memory of {device}"
+        ) from error
     return model
 
 

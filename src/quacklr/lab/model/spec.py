@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from quacklr.lab.errors import UserError, refuse_unless_positive
+from quacklr.lab.errors import UserError, refuse_above, refuse_unless_positive
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         refuse_unless_positive(**{name: value for name, value in vars(self).items() if value is not None})
+        refuse_above(10_000, layers=self.layers)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 import tyro
 
 from quacklr.integrations import terminal
-from quacklr.lab.config import Config, fingerprint
+from quacklr.lab.config import MOST_THREADS, Config, fingerprint
 from quacklr.lab.data import open_corpus
-from quacklr.lab.errors import UserError, exit_code, refuse_unless_positive
+from quacklr.lab.errors import UserError, exit_code, refuse_above, refuse_unless_positive
 from quacklr.lab.files import locked
 from quacklr.lab.options import read
 from quacklr.lab.studies.questions import STUDIES
@@ -100,6 +100,7 @@ def execute(given: Sweep) -> State | None:
     """Do what the options say; None if it was only to be listed."""
     counts = {"seeds": given.seeds, "jobs": given.jobs, "threads": given.threads}
     refuse_unless_positive(**{name: value for name, value in counts.items() if value is not None})
+    refuse_above(MOST_THREADS, **counts)
     if TIMED in given.studies and (given.on != "here" or given.jobs or given.slurm or len(given.studies) > 1):
         raise UserError(f"{TIMED} compares times of runs in one process: alone, without --on and --jobs")
     configs, ledger = configs_of(given), Ledger(given.out / "ledger.jsonl")
@@ -111,14 +112,14 @@ def execute(given: Sweep) -> State | None:
         return None
     todo = missing(configs, known, given.retry)
     refuse_other_corpora(configs, known)
-    with terminal.tolerant(), locked(given.runs):
-        ledger.refuse_unless_writable()
-        place = place_of(given, len(configs))
-        try:
+    place = place_of(given, len(configs))
+    try:
+        with terminal.tolerant(), locked(given.runs):
+            ledger.refuse_unless_writable()
             with display(" ".join(given.studies), len(configs) - len(todo)) as show:
                 return sweep(todo, ledger, place, given.runs, show)
-        finally:
-            place.close()
+    finally:
+        place.close()
 
 
 def refuse_other_corpora(configs: list[Config], known: dict[str, Entry]) -> None:

@@ -8,7 +8,6 @@ first needed.
 from __future__ import annotations
 
 import io
-import json
 import re
 import shutil
 import zlib
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.lab.errors import UserError
+from quacklr.lab.files import parse_json
 from quacklr.lab.train.tensors import MODEL, tensors_for
 
 FORMAT = 2
@@ -158,7 +158,7 @@ def erase(path: Path) -> None:
 def damage_of(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """What is wrong with every `ranks`-th file, from number `rank` on, if anything is."""
     try:
-        lines = json.loads((path / "checksums.json").read_text(encoding="utf-8"))
+        lines = parse_json((path / "checksums.json").read_text(encoding="utf-8"))
         damages = (damage_of_file(path / line["file"], line["bytes"], line["crc32"]) for line in lines[rank::ranks])
         return next((damage for damage in damages if damage), None)
     except (OSError, ValueError, KeyError, TypeError) as error:  # damaged JSON can be anything

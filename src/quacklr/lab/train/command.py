@@ -23,7 +23,7 @@ import tyro
 from quacklr.integrations import terminal
 from quacklr.lab.config import KINDS, Config, fingerprint, kind_of, values_of
 from quacklr.lab.errors import UserError, exit_code
-from quacklr.lab.options import read
+from quacklr.lab.options import read, refuse_unusable
 from quacklr.lab.presets import ATTENTIONS, PRESETS, with_kinds
 from quacklr.lab.train.checkpoint import checkpoints
 from quacklr.lab.train.folder import Folder
@@ -63,6 +63,7 @@ class Place:
 
 def parse(argv: Sequence[str]) -> tuple[Config, Place]:
     """The run that the options mean."""
+    refuse_unusable(argv)
     base, chosen = first_reading(argv)
     parts = values_of(base)
     titles = {name: chosen.get(name, name).replace("-", "_") for name in parts}  # a part is titled by its kind
