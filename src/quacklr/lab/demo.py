@@ -17,7 +17,7 @@ from typing import Annotated
 import tyro
 from matplotlib.figure import Figure
 
-from quacklr.integrations import terminal
+from quacklr import terminal
 from quacklr.lab.config import MOST_THREADS, Config, fingerprint
 from quacklr.lab.errors import UserError, exit_code, refuse_above, refuse_unless, refuse_unless_positive
 from quacklr.lab.files import locked

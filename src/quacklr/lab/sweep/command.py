@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from quacklr.integrations import terminal
+from quacklr import terminal
 from quacklr.lab.config import MOST_THREADS, Config, fingerprint
 from quacklr.lab.data import open_corpus
 from quacklr.lab.errors import UserError, exit_code, refuse_above, refuse_unless_positive
