@@ -84,9 +84,9 @@ def answer(text: str) -> None:
 
 
 def sentence(error: OSError) -> str:
-    """What the system says, with the name of the file."""
-    reason = error.strerror or str(error)
-    return f"cannot read or write {error.filename}: {reason}" if error.filename else reason
+    """What the system says, with the name of the file, or the beginning of a long one."""
+    reason, name = error.strerror or str(error), str(error.filename or "")
+    return f"cannot read or write {name if len(name) < 200 else f'{name[:100]}...'}: {reason}" if name else reason
 
 
 def discard_unwritten() -> None:

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from math import inf
 from pathlib import Path as File
 from typing import Any
 
@@ -21,6 +20,7 @@ from quacklr.terminal import answer, sentence
 from quacklr.wiring.prove import check
 from quacklr.wiring.result import Wiring
 
+LARGEST, MOST = 1e30, 10_000  # of numbers, and of steps
 ABOUT = """\
 Is QuacK wired right into a model? A copy of it takes a few real steps, and rows
 of its weights are nudged: every head must move with its own rows, with no others,
@@ -107,19 +107,19 @@ MAKERS: dict[str, Callable[[nn.Module, float], Any]] = {
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """A number above 0, within the range of float32."""
     with suppress(ValueError):
-        if 0 < (value := float(text)) < inf:
+        if 0 < (value := float(text)) <= LARGEST:
             return value
-    raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
+    raise argparse.ArgumentTypeError(f"must be a positive number, at most {LARGEST:g}, not {text}")
 
 
 def count(text: str) -> int:
-    """A whole number above 0."""
+    """A whole number above 0, of steps that somebody waits for."""
     with suppress(ValueError):
-        if (value := int(text)) > 0:
+        if 0 < (value := int(text)) <= MOST:
             return value
-    raise argparse.ArgumentTypeError(f"must be a positive whole number, not {text}")
+    raise argparse.ArgumentTypeError(f"must be a positive whole number, at most {MOST:,}, not {text}")
 
 
 def picture(text: str) -> File:
@@ -127,8 +127,12 @@ def picture(text: str) -> File:
     file = File(text)
     if file.suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"must be a .png, .svg or .pdf, not {text}")
-    if not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {file.parent}")
+    try:
+        file.exists()
+        if not file.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no folder {file.parent}")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(sentence(error)) from error
     return file
 
 
