@@ -278,3 +278,47 @@ def test_experts_that_saw_no_token_are_not_taken_for_values() -> None:
     assert finding.paths[0].weights[0].dim == (0, 1)
     (finding,) = measured_paths(Model(HF, Experts(used=2)), SAMPLE).values()
     assert "some experts had no token" in finding.reason
+
+
+class Memories(Plain):
+    """Learned keys beside those of tokens, in the shapes in which they are stored."""
+
+    def __init__(self, shape: tuple[int, ...], learned_first: bool = True) -> None:
+        super().__init__()
+        self.mem_k, self.learned_first = nn.Parameter(torch.zeros(shape)), learned_first
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        memory = self.mem_k
+        if memory.ndim == 2:  # (memories, heads * size), or (memories, size) for all heads
+            memory = memory.unflatten(-1, (-1, 8)).transpose(0, 1)
+        memory = memory.expand(len(key), key.shape[1], -1, -1)
+        keys = torch.cat([memory, key] if self.learned_first else [key, memory], dim=2)
+        values = torch.cat([torch.zeros_like(memory), value], dim=2)
+        return super().attend(query, keys, values)
+
+
+@pytest.mark.parametrize("sample", [SAMPLE, SAMPLE[:1, :2]], ids=lambda sample: str(tuple(sample.shape)))
+@pytest.mark.parametrize("learned_first", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "dim", "block_of_row"),
+    [
+        ((2, 3, 8), 0, [0, 1]),
+        ((1, 2, 3, 8), 1, [0, 1]),
+        ((3, 16), 1, [0] * 8 + [1] * 8),
+        ((3, 8), 0, [0, 0, 0]),
+    ],
+    ids=["head first", "batched", "heads side by side", "for all heads"],
+)
+def test_the_learned_keys_of_a_head_are_one_block_on_a_path_with_its_query(
+    shape: tuple[int, ...], dim: int, block_of_row: list[int], learned_first: bool, sample: Tensor
+) -> None:
+    attention = Memories(shape, learned_first)
+    (finding,) = measured_paths(Model(HF, attention), sample).values()
+    by_key = {id(path.weights[-1].param): path for path in finding.paths}
+    tokens, memories = by_key[id(attention.k_proj.weight)], by_key[id(attention.mem_k)]
+    assert len(finding.paths) == 2
+    assert tokens.weights[0] is memories.weights[0]
+    assert (memories.weights[1].dim, memories.weights[1].block_of_row.tolist()) == (dim, block_of_row)
+    if max(block_of_row):
+        assert memories.reads.tolist() == tokens.reads.tolist()
+    assert not attention.mem_k.any()
