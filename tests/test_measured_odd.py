@@ -288,7 +288,7 @@ class Memories(Plain):
         self.mem_k, self.learned_first = nn.Parameter(torch.zeros(shape)), learned_first
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        memory = self.mem_k
+        memory: Tensor = self.mem_k
         if memory.ndim == 2:  # (memories, heads * size), or (memories, size) for all heads
             memory = memory.unflatten(-1, (-1, 8)).transpose(0, 1)
         memory = memory.expand(len(key), key.shape[1], -1, -1)
