@@ -54,7 +54,12 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in [name for name in sys.modules if name.startswith(("quacklr.lab.report", "quacklr.lab.demo"))]:
+    loaded = [name for name in sys.modules if name.startswith(("quacklr.lab.report", "quacklr.lab.demo"))]
+    for parent, _, child in (name.rpartition(".") for name in loaded):
+        monkeypatch.setattr(
+            sys.modules[parent], child, sys.modules[f"{parent}.{child}"]
+        )  # to be there again afterwards
+    for name in loaded:
         monkeypatch.delitem(sys.modules, name)
     assert main(["report"]) == 2
     assert "quacklr report needs matplotlib: pip install 'quacklr[lab]'" in capsys.readouterr().err

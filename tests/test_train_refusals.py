@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
 import shutil
@@ -123,7 +124,10 @@ def test_another_text_than_the_runs_own_is_told(half: File, tmp_path: File, caps
     corpus = File(json.loads((half / "config.json").read_text())["training"]["corpus"])
     shutil.copytree(corpus, tmp_path / "corpus")
     manifest = json.loads((tmp_path / "corpus/manifest.json").read_text())
-    manifest["splits"]["train"]["shards"][0]["sha256"] = "0" * 64
+    shard = manifest["splits"]["train"]["shards"][0]
+    text = (tmp_path / "corpus" / shard["name"]).read_bytes()
+    (tmp_path / "corpus" / shard["name"]).write_bytes(text[2:] + text[:2])
+    shard["sha256"] = hashlib.sha256(text[2:] + text[:2]).hexdigest()
     (tmp_path / "corpus/manifest.json").write_text(json.dumps(manifest))
     kept = json.loads((half / "config.json").read_text())
     kept["training"]["corpus"] = str(tmp_path / "corpus")
