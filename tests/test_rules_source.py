@@ -452,3 +452,10 @@ class ByProcessor(nn.Module):
 
 def test_what_an_object_that_is_called_does_is_read_too() -> None:
     assert ruled(ByProcessor()).paths
+
+
+def test_more_heads_than_rows_are_declined() -> None:
+    module = ViewHeadsFirst()
+    del module.head_dim
+    module.num_heads = 100
+    assert "100] heads, and its queries have 12 rows" in ruled(module).reason

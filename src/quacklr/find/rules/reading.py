@@ -48,6 +48,8 @@ def sizes(module: nn.Module, q_rows: int, k_rows: int) -> tuple[int, int, int] |
         size = [q_rows // n for n in read(config, HEADS)][:1]
     if not size:
         return "it does not say how many heads it has"
+    if not size[0]:
+        return f"it says it has {heads} heads, and its queries have {q_rows} rows"
     d = size[0]
     said = f"queries have {q_rows} rows, keys {k_rows}, and a head {d}"
     if q_rows % d or k_rows % d or (q_rows // d) % (k_rows // d):
