@@ -33,7 +33,7 @@ GROUPS: list[dict[str, Any]] = [
     {"use_muon": True},
     {"use_muon": True, "lr": 0.02, "momentum": 0.95, "weight_decay": 0.0},
 ]
-CHAOTIC = "as far off after a change of 1e-6 of weights and lr"
+CHAOTIC = "as far off after a change of 1e-6 of weights and lr, or diverged"
 
 
 def make(cls: type[Optimizer], net: nn.Module, params: list[list[nn.Parameter]]) -> Any:
@@ -144,11 +144,16 @@ def deviation(cls: type[Optimizer], steps: int = STEPS) -> tuple[float, float, s
                 one, two = (trained(cls, dtype, several, how, steps, quack) for quack in (True, False))
                 short, long = apart(one, two, SHORT), apart(one, two, steps)
                 nearly = trained(cls, dtype, several, how, SHORT, False, 1 + 1e-6) if short > EQUAL else two
-            chaotic = short > EQUAL and apart(nearly, two, SHORT) > short / 3
+            chaotic = short > EQUAL and (apart(nearly, two, SHORT) > short / 3 or exploded(two))
             return short, long, CHAOTIC if chaotic else "" if several else "one lr"
         except Exception as error:
             reason = reason or f"{type(error).__name__}: {error}"
     return math.nan, math.nan, reason
+
+
+def exploded(seen: list[list[Tensor]]) -> bool:
+    """Whether the weights became many times as large: then rounding did, too."""
+    return any(float(last.norm()) > 100 * float(first.norm()) for first, last in zip(seen[0], seen[-1], strict=True))
 
 
 def apart(one: list[list[Tensor]], two: list[list[Tensor]], end: int) -> float:

@@ -209,3 +209,23 @@ def test_packed_bias_steps_with_its_head() -> None:
         linear.weight.grad, linear.bias.grad = torch.ones(4, 3), torch.ones(4)
         optimizer.step()
     torch.testing.assert_close([before[0] - 0.25, before[1] - 0.25], [linear.weight.detach(), linear.bias.detach()])
+
+
+class FillsItsStateFirst(torch.optim.SGD):
+    """The first step moves nothing, as in SOAP and ADOPT, and every step clears the gradients, as in heavyball."""
+
+    def step(self, *_: Any) -> None:  # type: ignore[override]
+        if self.state:
+            super().step()
+        self.state[self.param_groups[0]["params"][0]]["filled"] = torch.ones(())
+        self.zero_grad()
+
+
+def test_a_first_step_that_moves_nothing_and_clears_its_gradients_is_no_error() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Separate())
+    optimizer = FillsItsStateFirst(model.parameters(), lr=0.1)
+    start = [param.detach().clone() for param in model.parameters()]
+    with QuacK(model, optimizer, tau=0.5):
+        train(model, optimizer, steps=2)
+    assert not any(torch.equal(now, was) for now, was in zip(model.parameters(), start, strict=True))

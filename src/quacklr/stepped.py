@@ -49,12 +49,15 @@ class StepCheck:
         self._groups = [optimizer.param_groups for optimizer in optimizers]
         self._in_use, self._all_stepped = False, False  # what was found at the first step
         self._stepped: set[Optimizer] = set()
+        self._had_gradient: set[int] = set()
 
     def before_step(self, tensors: Collection[int], last_iteration: Collection[int]) -> None:
         """Whether the param groups still hold the parameters on the paths, and the model still uses them.
 
         `tensors`: ids of those on the paths that are about to step. `last_iteration`: of those that stepped last.
         """
+        if len(self._stepped) < len(self._optimizers):  # some clear gradients while they step
+            self._had_gradient.update(id(part.param) for part in self._parts if part.param.grad is not None)
         if tensors and self._in_use and (self._all_stepped or not last_iteration):
             return
         trained = [part for part in self._parts if part.param.requires_grad]
@@ -98,7 +101,8 @@ class StepCheck:
         if optimizer in self._stepped:
             return
         params = [part.param for part in self._parts if part.param.requires_grad and id(part.param) in tensors]
-        if params and all(param.grad is None for param in params) and not moved():
+        seen = any(param.grad is not None or id(param) in self._had_gradient for param in params)
+        if params and not seen and not moved():
             ids = {id(part.param) for part in self._parts}
             if all(other is optimizer or ids_in_groups(other).isdisjoint(ids) for other in self._optimizers):
                 raise RuntimeError(NO_GRADIENT.format(""))
