@@ -459,3 +459,25 @@ def test_more_heads_than_rows_are_declined() -> None:
     del module.head_dim
     module.num_heads = 100
     assert "100] heads, and its queries have 12 rows" in ruled(module).reason
+
+
+class Parameters(nn.Module):
+    """x @ W: the outputs are columns of the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = H, D
+        self.W_q, self.W_k, self.W_v = (nn.Parameter(torch.randn(W, W)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(x @ w) for w in (self.W_q, self.W_k, self.W_v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+
+def test_of_parameters_that_are_multiplied_from_the_right_rows_are_not_guessed() -> None:
+    module = Parameters()
+    assert ruled(module).unknown
+    assert logit_paths(module, torch.randn(2, 5, W))[0].weights[0].dim == 1

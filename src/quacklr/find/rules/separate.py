@@ -38,6 +38,8 @@ def separate(module: nn.Module) -> Finding | None:
         return Finding(reason=NO_SOFTMAX) if LINEAR.search(type(module).__name__) else unknown("it shows no softmax")
     if not is_trusted(module) and not shows_product(module):
         return unknown(NO_PRODUCT)
+    if not is_trusted(module) and any(isinstance(getattr(holder, name), nn.Parameter) for name in pair):
+        return unknown(f"{pair[0]} and {pair[1]} are parameters: which of their dimensions has the rows is not read")
     if (reason := normed(module)) is not None:
         return reason
     if strange := strange_parts(module, (*pair, *input_norms(module), HOLDER)):
