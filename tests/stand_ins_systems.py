@@ -102,6 +102,7 @@ class GQAttention(nn.Module):
         return self.wo(out.view(out.shape[0], -1))
 
 
+@called("ColumnParallelLinear", "megatron.core")
 class ColumnParallelLinear(nn.Module):
     """Megatron's, on one device: returns (output, bias), the bias being None unless the caller is to add it."""
 
@@ -115,6 +116,7 @@ class ColumnParallelLinear(nn.Module):
         return (output if self.bias is None else output + self.bias), None
 
 
+@called("TELayerNormColumnParallelLinear", "megatron.core")
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
     """Transformer Engine's, as Megatron uses it: the block's norm is inside."""
 

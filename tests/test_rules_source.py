@@ -481,3 +481,24 @@ def test_of_parameters_that_are_multiplied_from_the_right_rows_are_not_guessed()
     module = Parameters()
     assert ruled(module).unknown
     assert logit_paths(module, torch.randn(2, 5, W))[0].weights[0].dim == 1
+
+
+class ColumnParallelLinear(nn.Module):
+    """A user's class with the name of Megatron's: its weight is (in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(W, W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class OwnLinear(ViewHeadsFirst):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = ColumnParallelLinear(), ColumnParallelLinear()  # type: ignore[assignment]
+
+
+def test_a_projection_with_the_name_of_another_projects_is_not_read() -> None:
+    assert ruled(OwnLinear()).unknown

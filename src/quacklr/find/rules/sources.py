@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from quacklr.find.owners import weight_of
+from quacklr.find.rules.source import is_trusted
 from quacklr.weight import Segment, Weight, packed
 
+PACKAGES = {"transformers", "megatron", "transformer_engine"}
 LINEAR = {
     "FalconLinear",
     "ColumnParallelLinear",
@@ -76,8 +78,9 @@ def _plain(module: Any) -> list[Source]:
     if is_parametrized(module, "weight") and weight.ndim == 2:
         return [_parametrized(module, bias)]
     pointwise = isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}
-    linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or type(module).__name__ in LINEAR)
-    transposed = weight.ndim == 2 and type(module).__name__ == "Conv1D"  # transformers'
+    known = type(module).__name__ if is_trusted(module, PACKAGES) else ""
+    linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or known in LINEAR)
+    transposed = weight.ndim == 2 and known == "Conv1D"  # transformers'
     if not isinstance(weight, nn.Parameter) or not (pointwise or linear or transposed) or _is_hooked(module):
         return []
     return [Source(weight, bias, dim=1 if transposed else 0)]
