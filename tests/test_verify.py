@@ -401,3 +401,24 @@ def test_what_a_sample_is_too_small_to_show_contradicts_no_rule() -> None:
     model, optimizer, quack = made(cut)
     step(model, optimizer, tokens())
     assert "layers.0   verified" in repr(quack) or "not verified: cannot be written as paths" in repr(quack)
+
+
+def test_a_model_that_changes_itself_on_short_inputs_is_as_it_was() -> None:
+    """As transformers' BigBird, which replaces its attention by another on short inputs, for good."""
+
+    class Switches(Model):
+        kind = "sparse"
+
+        def forward(self, ids: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+            if ids.shape[1] < 12:
+                self.kind, self.layers[0] = "full", Attention(consecutive)
+            return super().forward(ids, mask, **kwargs)
+
+    torch.manual_seed(0)
+    model = Switches()
+    first = model.layers[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    QuacK(model, optimizer)
+    step(model, optimizer, tokens())
+    assert model.kind == "sparse"
+    assert model.layers[0] is first

@@ -139,11 +139,13 @@ def own_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def own_attributes(module: nn.Module) -> Iterator[None]:
-    """Afterwards every attribute of the module, and of those inside, is what it was."""
-    kept = [(each, dict(vars(each))) for each in module.modules()]
+    """Afterwards every attribute and submodule of the module, and of those inside, is what it was."""
+    kept = [(each, dict(vars(each)), dict(each._modules)) for each in module.modules()]
     try:
         yield
     finally:
-        for each, attributes in kept:
+        for each, attributes, submodules in kept:
             vars(each).clear()
             vars(each).update(attributes)
+            each._modules.clear()
+            each._modules.update(submodules)

@@ -22,7 +22,7 @@ from quacklr.find.probe import Probe
 from quacklr.find.records import Attention, Projection, leaves_of
 from quacklr.find.tape import Tape
 from quacklr.intercept import running
-from quacklr.modules import as_written, own_buffers, run, undisturbed, unwrapped
+from quacklr.modules import as_written, own_attributes, own_buffers, run, undisturbed, unwrapped
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 SMALL = 2**16  # entries: in a parameter of no more, every entry is looked at for zeros
@@ -120,7 +120,14 @@ def _run(
     model: nn.Module, sample: Any, listener: Callable[[Attention, Tape], None], random: bool, **given: Any
 ) -> Tape:
     """One forward on a tape."""
-    with undisturbed(model), own_buffers(model), torch.enable_grad(), as_written(), running(model) as now:
+    with (
+        undisturbed(model),
+        own_buffers(model),
+        own_attributes(model),
+        torch.enable_grad(),
+        as_written(),
+        running(model) as now,
+    ):
         tape = Tape(model.parameters(), model.buffers(), now, lambda seen: listener(seen, tape), random, **given)
         with tape:
             run(model, sample)
