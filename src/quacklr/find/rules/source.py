@@ -131,9 +131,12 @@ def sources_of(module: nn.Module) -> list[Source] | None:
     found = []
     for owner, function in functions(module):
         try:
-            found.append(Source(owner, function, ast.parse(textwrap.dedent(inspect.getsource(function)))))
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError):
             return None
+        if function.__name__ not in ("<lambda>", getattr(tree.body[0], "name", "")):
+            return None  # the file was edited after it was imported
+        found.append(Source(owner, function, tree))
     return found
 
 
