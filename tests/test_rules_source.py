@@ -5,6 +5,7 @@ The classes have names and parts that rules know, and each its own forward. The 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -75,6 +76,16 @@ class ViewMinusOneHeads(Separate):
 class UnflattenedHeadsLast(Separate):
     def split(self, x: Tensor) -> Tensor:
         return x.unflatten(2, (self.head_dim, self.num_heads)).movedim(3, 1)
+
+
+ORDER = (0, 2, 3, 1)
+
+
+class PermutedByATuple(Separate):
+    """(batch, tokens, 4, 3) is read as 3 heads... by an order that is not written out."""
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.num_heads, self.head_dim).permute(*ORDER)
 
 
 class Strided(Separate):
@@ -325,7 +336,81 @@ class Sigmoid(SoftmaxOfEach):
         return self.o_proj(((q @ k.mT).sigmoid() @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("cls", [SoftmaxOfEach, FeatureMap, SoftmaxLayer, Sigmoid])
+class OverHeads(SoftmaxOfEach):
+    """A softmax of a product, but over the heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        return self.o_proj(((q @ k.mT).softmax(1) @ v).transpose(1, 2).flatten(2))
+
+
+class OverQueries(SoftmaxOfEach):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        return self.o_proj((torch.softmax(q @ k.mT, dim=-2) @ v).transpose(1, 2).flatten(2))
+
+
+class OfChannels(SoftmaxOfEach):
+    """XCA: the product is of channels with channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        return self.o_proj((v @ (q.mT @ k).softmax(-1)).transpose(1, 2).flatten(2))
+
+
+class Helped(SoftmaxOfEach):
+    """Two softmaxes in a method that also has a product, as Performer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        return self.o_proj(self.linear(q, k, v).transpose(1, 2).flatten(2))
+
+    def linear(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = q.softmax(dim=-1), k.softmax(dim=-2)
+        return q @ (k.mT @ v)
+
+
+class Mapped(SoftmaxOfEach):
+    """A feature map before a kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        y = F.scaled_dot_product_attention(F.softplus(q), F.softplus(k), v)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class WrittenInto(SoftmaxOfEach):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        swapped = torch.empty_like(q)
+        swapped[:, 0], swapped[:, 1:] = q[:, -1], q[:, :-1]
+        return self.o_proj(F.scaled_dot_product_attention(swapped, k, v).transpose(1, 2).flatten(2))
+
+
+def flips(function: Any) -> Any:
+    @functools.wraps(function)
+    def flipped(self: Any, x: Tensor) -> Tensor:
+        result: Tensor = function(self, x)
+        return result.flip(1)
+
+    return flipped
+
+
+class Decorated(SoftmaxOfEach):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split_flipped(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    @flips
+    def split_flipped(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+
+NO_LOGITS = [SoftmaxOfEach, FeatureMap, SoftmaxLayer, Sigmoid, OverHeads, OverQueries, OfChannels, Helped]
+UNCLEAR = [Mapped, WrittenInto, Decorated]
+
+
+@pytest.mark.parametrize("cls", [*NO_LOGITS, *UNCLEAR])
 def test_a_softmax_that_is_not_over_a_product_is_no_attention(cls: type[nn.Module]) -> None:
     found = by_rule(cls())
     assert found is None or not found.paths
@@ -351,6 +436,54 @@ class OverAProduct(SoftmaxOfEach):
 
 def test_a_softmax_over_a_product_is_found_through_names_and_functions() -> None:
     assert ruled(OverAProduct()).paths
+
+
+class Latent(nn.Module):
+    """MLA under DeepSeek's names, without norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = H, 3, 2, 3
+        self.q_proj, self.kv_b_proj = nn.Linear(W, H * 5, bias=False), nn.Linear(4, H * 6, bias=False)
+        self.kv_a_proj_with_mqa, self.o_proj = nn.Linear(W, 6, bias=False), nn.Linear(H * 3, W, bias=False)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class RopeLast(Latent):
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
+        nope, rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        c, kr = self.kv_a_proj_with_mqa(x).split([4, self.qk_rope_head_dim], dim=-1)
+        kv = self.kv_b_proj(c).view(B, T, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        k, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        k = torch.cat([k, kr[:, :, None].expand(-1, -1, self.num_heads, -1)], -1)
+        return self.attended(torch.cat([nope, rope], -1), k, v)
+
+
+class RopeFirst(Latent):
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
+        rope, nope = q.split([self.qk_rope_head_dim, self.qk_nope_head_dim], dim=-1)
+        c, kr = self.kv_a_proj_with_mqa(x).split([4, self.qk_rope_head_dim], dim=-1)
+        kv = self.kv_b_proj(c).view(B, T, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        k, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        k = torch.cat([k, kr[:, :, None].expand(-1, -1, self.num_heads, -1)], -1)
+        return self.attended(torch.cat([nope, rope], -1), k, v)
+
+
+def test_mla_with_its_rope_last_is_read_and_with_its_rope_first_declined() -> None:
+    x = torch.randn(2, 6, W)
+    assert ruled(RopeLast()).paths
+    logit_paths(RopeLast(), x)  # would raise if what was read contradicted what is measured
+    declined = by_rule(RopeFirst())
+    assert declined is not None
+    assert "rows of rope come last" in declined.reason
+    assert logit_paths(RopeFirst(), x)
 
 
 class IdentityOp(nn.Module):

@@ -33,6 +33,14 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield ".".join(part for part in name.split(".") if part != "_orig_mod"), module
 
 
+def compiled_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that `torch.compile` returned, around the model and in it, under the names of what they compile."""
+    yield from (("", wrapper) for wrapper in wrappers(model) if "_orig_mod" in wrapper._modules)
+    for name, module in unwrapped(model).named_modules():
+        if "_orig_mod" in module._modules:
+            yield ".".join(part for part in name.split(".") if part != "_orig_mod"), module
+
+
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All parameters, each once, under names that torch.compile and DDP have not changed."""
     for name, parameter in unwrapped(model).named_parameters():

@@ -61,7 +61,8 @@ class QuacK:
     here, so save `state_dict()` beside the optimizer's, and load it when resuming.
 
     With `verify`, attention that was found by rule is measured before the first step, on a few tokens of the first
-    batch; if a rule is wrong, that step raises a ValueError. Compiled and sharded models cannot be measured.
+    batch; if a rule is wrong, that step raises a ValueError. A sharded model, or one compiled in place,
+    cannot be measured: that is a warning if its attention is a class which quacklr does not know.
 
     Rates are computed from the weights before the step; of several optimizers, all that step before one of them steps
     again use the same rates. Parameters may be sharded (FSDP2, HSDP, tensor parallelism): attach afterwards, in every

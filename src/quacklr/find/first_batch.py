@@ -13,8 +13,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from quacklr.modules import Call, named_modules
+from quacklr.modules import Call, compiled_modules, named_modules
 
 EXAMPLES, TOKENS = 2, 8
 LONGEST = 512  # tokens of an example that is run whole, where a model does not run on a few of them
@@ -26,11 +27,11 @@ class FirstBatch:
     def __init__(self, model: nn.Module, attentions: Iterable[str]) -> None:
         around = {part for name in attentions for part in _outer(name)}
         self.calls: dict[str, tuple[Callable[[], nn.Module | None], Call]] = {}
-        self._hooks = {
-            name: module.register_forward_pre_hook(Hook(self, name), with_kwargs=True)
-            for name, module in named_modules(model)
-            if name in around and not isinstance(module, torch.jit.ScriptModule)
-        }
+        self._hooks: dict[str, list[RemovableHandle]] = {}
+        for name, module in [*compiled_modules(model), *named_modules(model)]:
+            if name in around and not isinstance(module, torch.jit.ScriptModule):
+                hook = module.register_forward_pre_hook(Hook(self, name), with_kwargs=True)
+                self._hooks.setdefault(name, []).append(hook)
 
     def keep(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the first examples of a call, and ask no more of what is inside the module."""
@@ -38,13 +39,16 @@ class FirstBatch:
             return
         self.calls[name] = ref(module), _examples(Call(args, dict(kwargs)))
         for inside in [other for other in self._hooks if is_inside(other, name)]:
-            self._hooks.pop(inside).remove()
+            self._remove(inside)
 
     def remove(self) -> None:
         """Take the hooks off."""
-        for hook in self._hooks.values():
+        for name in list(self._hooks):
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        for hook in self._hooks.pop(name):
             hook.remove()
-        self._hooks.clear()
 
 
 class Hook:
@@ -54,7 +58,10 @@ class Hook:
         self.batch, self.name = batch, name
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the call. Not while compiling, nor of inference tensors, which have no gradients."""
+        """Keep the call. Not while compiling, nor of inference tensors, which have no gradients.
+
+        The hook of a module that `torch.compile` returned runs outside of what is compiled.
+        """
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return
         self.batch.keep(self.name, module, args, kwargs)

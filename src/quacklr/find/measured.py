@@ -78,8 +78,9 @@ def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
 
 
 def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
-    """One forward; more of them where something multiplies logits, or where they are not linear in a projection."""
+    """One forward; more where something multiplies logits, they are not linear, or if the model attends itself."""
     of_logits: set[int] = set()
+    root_attends = False
     changes: dict[Slope, Change] = {}
     while True:
         seen: list[Seen] = []
@@ -90,18 +91,22 @@ def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
             seen.append(Seen(attention.module, probe.problem(), probe.terms, probe.cut(), probe.euler.bounded))  # noqa: B023
             unknown.update({slope: slope.taken(attention, tape.projections) for slope in probe.unknown})  # noqa: B023
 
-        tape = _run(model, sample, listen, random, as_written=of_logits)
+        given = {"as_written": of_logits, "root_attends": root_attends}
+        tape = _run(model, sample, listen, random, **given)
         if not tape.of_logits <= of_logits:
             of_logits |= tape.of_logits
             continue
-        found = _changes(model, sample, random, of_logits, unknown) if unknown else {}
+        if not root_attends and [each.module for each in seen] == [""]:
+            root_attends = True  # the model is a single attention
+            continue
+        found = _changes(model, sample, random, unknown, given) if unknown else {}
         changes |= found
         if set(found.values()) <= {Change.STAYS}:
             return Measurement(seen, {id(leaf) for w in tape.idle for leaf in (w, *leaves_of(w))})
 
 
 def _changes(
-    model: nn.Module, sample: Any, random: bool, of_logits: set[int], slopes: dict[Slope, Tensor]
+    model: nn.Module, sample: Any, random: bool, slopes: dict[Slope, Tensor], given: dict[str, Any]
 ) -> dict[Slope, Change]:
     """What becomes of slopes in a forward on larger numbers. Of one that cannot be taken there: that it grows."""
     found: dict[Slope, Change] = dict.fromkeys(slopes, Change.GROWS)
@@ -112,7 +117,7 @@ def _changes(
                 found[slope] = slope.changed(before, slope.taken(attention, tape.projections))
 
     with suppress(Exception):
-        _run(model, sample, listen, random, as_written=of_logits, scale=SCALE)
+        _run(model, sample, listen, random, **given, scale=SCALE)
     return found
 
 

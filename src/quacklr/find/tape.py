@@ -62,12 +62,14 @@ class Tape(TorchFunctionMode):
         random: bool = True,
         scale: float = 1.0,
         as_written: Collection[int] = (),
+        root_attends: bool = False,
     ) -> None:
         super().__init__()
         self.weights = {id(parameter): parameter for parameter in parameters}  # and what is made of them
         self.constants = {id(buffer): buffer for buffer in buffers}  # and what is made of them alone
         self.running, self.listener, self.random = running, listener, random
         self.scale, self.as_written = scale, as_written  # of leaves; projections and products that are none, by number
+        self.root_attends = root_attends  # whether the model itself may be the module that attends
         self.projections: dict[int, Projection] = {}
         self.products: dict[int, Product] = {}
         self.outputs: dict[int, tuple[Tensor, Projection]] = {}  # what was returned for a projection
@@ -269,7 +271,7 @@ class Tape(TorchFunctionMode):
             leaves = [id(leaf) for side in sides for leaf in leaves_of(side.tensor)]
             made = {call for leaf in leaves if leaf in self.projections for call in self.projections[leaf].calls}
             for name, call in zip(self.running.modules[::-1], self.running.calls[::-1], strict=True):
-                if call in made and name:
+                if call in made and (name or self.root_attends):
                     return name, call
         return "", 0
 

@@ -11,7 +11,8 @@ from quacklr.find.assemble import measured_paths
 from quacklr.find.compare import differences
 from quacklr.find.first_batch import FirstBatch, is_inside, slices
 from quacklr.find.rules.finding import BY_RULE, VERIFIED, Finding
-from quacklr.modules import Call, unwrapped, wrappers
+from quacklr.find.rules.source import is_trusted
+from quacklr.modules import Call, named_modules, unwrapped, wrappers
 from quacklr.shards import is_sharded
 
 TAKE_MEASURED = (
@@ -23,11 +24,16 @@ NOT_FOUND = (
     "that logit_paths(model, batch) returns"
 )
 WAITS = "not verified yet: the first batch will be measured before the first step"
-NO_BATCH = "not verified: the model ran no batch before the first step"
+NO_BATCH = "not verified: no batch was seen before the first step (the model ran none, or was compiled after attaching)"
 NOT_SEEN = "not verified: it did not attend in the first batch"
 SWITCHED_OFF = "not verified: verify=False"
-COMPILED = "not verified: the model is compiled; check it with logit_paths(model, batch) before compiling"
-SHARDED = "not verified: the model is sharded; check it with logit_paths(model, batch) before sharding"
+COMPILED = "not verified: the model was compiled in place, by model.compile()"
+SHARDED = "not verified: the model is sharded"
+GUESSED = (
+    "{}: the query and key rows were read off the source of {}, a class that quacklr does not know, and are "
+    "{}; call logit_paths(model, batch) once, on the model before it is compiled or sharded: it raises an "
+    "error if the rows are wrong. If it does not, pass verify=False"
+)
 
 
 class Verification:
@@ -43,6 +49,13 @@ class Verification:
         why = SWITCHED_OFF if not verify else _cannot(model) or WAITS
         self.notes: dict[str, str] = dict.fromkeys(ruled, why)
         self._batch = FirstBatch(model, ruled) if why == WAITS and ruled else None
+        self._kinds = {
+            name: type(module).__name__
+            for name, module in named_modules(model)
+            if name in ruled and found[name].paths and not is_trusted(module)
+        }
+        if why not in (WAITS, SWITCHED_OFF):
+            self._warn_of_guesses()
 
     def before_step(self) -> None:
         """Verify, if there was a batch. In a step with a closure, as Lightning's, it comes only during the step."""
@@ -62,6 +75,19 @@ class Verification:
                 notes |= self._measured(name, called, call)
         self.notes = {name: notes.get(name, NOT_SEEN if self._batch.calls else NO_BATCH) for name in self.notes}
         self.remove()
+        self._warn_of_guesses()
+
+    def _warn_of_guesses(self) -> None:
+        """One warning for all attentions in classes that are not known, and that were not verified for one reason."""
+        guessed: dict[str, list[str]] = {}
+        for name in self._kinds:
+            if self.notes[name] != VERIFIED:
+                guessed.setdefault(self.notes[name], []).append(name)
+        for why, names in guessed.items():
+            kinds = sorted({self._kinds[name] for name in names})
+            where = names[0] or "the model"
+            where += f" and {len(names) - 1} more" if len(names) > 1 else ""
+            warnings.warn(GUESSED.format(where, " and ".join(kinds), why), stacklevel=2)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -85,7 +111,7 @@ class Verification:
 
     def _compared(self, name: str, measured: Finding, outer: str, module: nn.Module) -> str:
         """VERIFIED, or why it was not; nothing if no rule spoke of it. ValueError if a rule is wrong."""
-        attention = module.get_submodule(name.removeprefix(outer).lstrip("."))
+        attention = dict(named_modules(module))[name.removeprefix(outer).lstrip(".")]
         kind = type(attention).__name__
         ruled = self._found.get(name)
         if ruled is None:
@@ -98,7 +124,7 @@ class Verification:
         if measured.undecided:
             return f"not verified: {measured.reason}"
         says = "that it is on a path" if ruled.paths else ruled.reason
-        wrong = differences(ruled.paths, measured.paths, module)
+        wrong = differences(ruled.paths, measured.paths, unwrapped(module))
         if measured.unknown:
             wrong = f"it says {says}, but measured is: {measured.reason}"
         if wrong:
@@ -108,8 +134,6 @@ class Verification:
 
 def _cannot(model: nn.Module) -> str:
     """Why a model cannot be verified while it trains, if it cannot."""
-    inside = unwrapped(model)
-    compiled = any("_orig_mod" in each._modules for each in (*wrappers(model), *inside.modules()))
-    if compiled or any(each._compiled_call_impl is not None for each in inside.modules()):
+    if any(each._compiled_call_impl is not None for each in wrappers(model)):
         return COMPILED
     return SHARDED if any(is_sharded(param) for param in model.parameters()) else ""

@@ -14,7 +14,14 @@ from torch import nn
 from quacklr.find.rules.finding import LATENT_NORM, Finding, unknown
 from quacklr.find.rules.reading import HEADS, attends, child, norm_calls, read, strange_parts
 from quacklr.find.rules.separate import multiplied
-from quacklr.find.rules.source import NO_PRODUCT, NOT_SHOWN, is_trusted, shows_consecutive_rows, shows_product
+from quacklr.find.rules.source import (
+    NO_PRODUCT,
+    NOT_SHOWN,
+    is_trusted,
+    shows_consecutive_rows,
+    shows_product,
+    shows_rope_last,
+)
 from quacklr.find.rules.sources import Chain, Source, sources
 from quacklr.find.rules.words import Q_NORM
 from quacklr.weight import Segment
@@ -72,6 +79,8 @@ def latent(module: nn.Module) -> Finding | None:
         return unknown(NO_PRODUCT)
     if not is_trusted(module) and not shows_consecutive_rows(module, {heads}, {nope + rope + rest, nope + value}):
         return unknown(NOT_SHOWN)
+    if not is_trusted(module) and not shows_rope_last(module, rope):
+        return unknown("its source does not show that the rows of rope come last")
     if calls := [call for call in norm_calls(module) if call != "norm"]:
         return unknown(f"its code calls {' and '.join(calls)}")
     if names.q_norm != "q_norm" and child(module, *Q_NORM) is not None and names.q_norm not in Q_NORM:

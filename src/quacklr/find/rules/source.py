@@ -33,6 +33,8 @@ TRUSTED = {
 }
 RESHAPES = {"view", "reshape", "unflatten"}
 PRODUCTS = {"matmul", "einsum", "bmm", "baddbmm"}
+NONLINEAR = re.compile(r"elu|relu|softplus|sigmoid|silu|gelu|exp|ELU|ReLU|Softplus|Sigmoid|SiLU|GELU")
+ROPE_WORD = re.compile(r"rope|pos_emb|rotary", re.I)
 HEADS_WORD = re.compile("|".join(HEADS))
 NOT_SHOWN = "its source does not show that the rows of a head are consecutive"
 NO_PRODUCT = "its source shows no softmax over a product of queries and keys"
@@ -101,10 +103,10 @@ class Source(NamedTuple):
         """Whether an expression is made of a matrix product, here or where this function is called."""
         parameters = set(inspect.signature(self.function).parameters) - {"self"}
         for part in ast.walk(node):
-            if (isinstance(part, ast.BinOp) and isinstance(part.op, ast.MatMult)) or (
-                isinstance(part, ast.Call) and _name(part.func) in PRODUCTS
-            ):
-                return True
+            if isinstance(part, ast.BinOp) and isinstance(part.op, ast.MatMult):
+                return not _is_transposed(part.left)  # q.mT @ k is of channels with channels
+            if isinstance(part, ast.Call) and _name(part.func) in PRODUCTS:
+                return not (part.args and _is_transposed(part.args[0]))
             if not isinstance(part, ast.Name) or part.id in seen:
                 continue
             if any(self.is_product(value, sources, seen | {part.id}) for value in self.assigned(part.id)):
@@ -141,19 +143,65 @@ def sources_of(module: nn.Module) -> list[Source] | None:
 
 
 def shows_product(module: nn.Module) -> bool:
-    """Whether a softmax is over a matrix product, or an attention kernel is called."""
+    """Whether an attention kernel is called, or softmaxes are, all of them over the last dimension of a product.
+
+    Not where a function as `elu` is called (of linear attention), or something is written into a part of a tensor.
+    """
     sources = sources_of(module) or []
-    for source in sources:
-        for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
-            name = _name(call.func)
-            if not ATTENDS.search(name) and not _is_softmax(source, name):
-                continue
-            if "softmax" not in name.lower() and "logsumexp" not in name and not _is_softmax(source, name):
-                return True  # a kernel
+    shown = [verdict for source in sources for verdict in _attentions(source, sources)]
+    return any(shown) and all(shown) and not any(map(_is_unclear, sources))
+
+
+def _attentions(source: Source, sources: Collection[Source]) -> Iterator[bool]:
+    """Of every call of a kernel or a softmax: whether it makes attention of a product."""
+    for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+        name = _name(call.func)
+        layer = getattr(source.owner, name, None) if isinstance(call.func, ast.Attribute) else None
+        is_softmax = isinstance(layer, nn.Softmax) or "softmax" in name.lower() or "logsumexp" in name
+        if is_softmax:
             given = [*call.args[:1], *([call.func.value] if isinstance(call.func, ast.Attribute) else [])]
-            if any(source.is_product(each, sources) for each in given):
-                return True
+            dims = [keyword.value for keyword in call.keywords if keyword.arg == "dim"] or call.args[-1:]
+            dim = layer.dim if isinstance(layer, nn.Softmax) else next(map(source.number, dims), None)
+            yield dim in (None, -1, 3) and any(source.is_product(each, sources) for each in given)
+        elif ATTENDS.search(name):
+            yield True
+
+
+def _is_unclear(source: Source) -> bool:
+    """Whether a function has a decorator that is not torch's, calls a nonlinear function, or writes into a tensor."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef) and not all(map(_is_harmless, node.decorator_list)):
+            return True
+        if isinstance(node, ast.Call) and NONLINEAR.fullmatch(_name(node.func)):
+            return True
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            return True
     return False
+
+
+def _is_transposed(node: ast.expr) -> bool:
+    called = node.func if isinstance(node, ast.Call) else node
+    axes = [ast.unparse(each) for each in node.args] if isinstance(node, ast.Call) else []
+    return _name(called) in ("mT", "T") or (_name(called) in ("transpose", "swapaxes") and {*axes} == {"-1", "-2"})
+
+
+def _is_harmless(decorator: ast.expr) -> bool:
+    return ast.unparse(decorator).startswith(("torch.", "staticmethod", "classmethod", "property"))
+
+
+def shows_rope_last(module: nn.Module, rope: int) -> bool:
+    """Whether rows of MLA are split into [nope, rope] and [latent, rope], and none the other way round."""
+    verdicts = []
+    for source in sources_of(module) or []:
+        for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+            lists = [each for each in call.args if isinstance(each, ast.List | ast.Tuple) and len(each.elts) == 2]
+            if _name(call.func).startswith("split") and lists:
+                first, last = lists[0].elts
+                if source.number(last) == rope and not ROPE_WORD.search(_last_word(first)):
+                    verdicts.append(True)
+                elif source.number(first) == rope or ROPE_WORD.search(_last_word(first)):
+                    verdicts.append(False)
+    return len(verdicts) > 1 and all(verdicts)
 
 
 def shows_consecutive_rows(module: nn.Module, heads: Collection[int], sizes: Collection[int]) -> bool:
@@ -209,7 +257,9 @@ def _quotients(number: int, sizes: Collection[int]) -> list[int]:
 def _moves_heads(source: Source, call: ast.Call, ndim: int) -> bool:
     """Whether a permutation right after the reshape puts what was last before what was the last but one."""
     order = [source.number(each) for each in call.args]
-    if _name(call.func) == "permute" and None not in order:
+    if _name(call.func) == "permute":
+        if None in order or not order:
+            return True  # it cannot be read
         axes = [axis % len(order) for axis in order if axis is not None]
         return axes.index(len(axes) - 1) < axes.index(len(axes) - 2)
     return _name(call.func) in ("transpose", "swapaxes") and {1, ndim - 1} <= {a % ndim for a in order if a is not None}
@@ -254,7 +304,3 @@ def _name(function: ast.expr) -> str:
 
 def _last_word(node: ast.expr) -> str:
     return _name(node) if isinstance(node, ast.Attribute | ast.Name) else ""
-
-
-def _is_softmax(source: Source, name: str) -> bool:
-    return isinstance(getattr(source.owner, name, None), nn.Softmax)
