@@ -10,8 +10,8 @@ from torch import nn
 from quacklr.find.assemble import measured_paths
 from quacklr.find.compare import differences
 from quacklr.find.first_batch import FirstBatch, is_inside, slices
+from quacklr.find.rules.evidence import is_trusted
 from quacklr.find.rules.finding import BY_RULE, VERIFIED, Finding
-from quacklr.find.rules.source import is_trusted
 from quacklr.modules import Call, named_modules, unwrapped, wrappers
 from quacklr.shards import is_sharded
 

@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from quacklr.find.owners import NotRowsError
+from quacklr.find.rules.evidence import NOT_SHOWN, is_trusted, shows_consecutive_rows
 from quacklr.find.rules.finding import Finding, unknown
 from quacklr.find.rules.reading import GROUPS, HEAD_SIZE, HEADS, called, read, sizes, strange_parts
 from quacklr.find.rules.separate import multiplied, normed
-from quacklr.find.rules.source import NOT_SHOWN, is_trusted, shows_consecutive_rows
 from quacklr.find.rules.sources import Source, sources
 from quacklr.find.rules.words import K_NORM, Q_NORM
 from quacklr.weight import Segment, packed

@@ -11,10 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from quacklr.find.rules.finding import LATENT_NORM, Finding, unknown
-from quacklr.find.rules.reading import HEADS, attends, child, norm_calls, read, strange_parts
-from quacklr.find.rules.separate import multiplied
-from quacklr.find.rules.source import (
+from quacklr.find.rules.evidence import (
     NO_PRODUCT,
     NOT_SHOWN,
     is_trusted,
@@ -22,6 +19,9 @@ from quacklr.find.rules.source import (
     shows_product,
     shows_rope_last,
 )
+from quacklr.find.rules.finding import LATENT_NORM, Finding, unknown
+from quacklr.find.rules.reading import HEADS, attends, child, norm_calls, read, strange_parts
+from quacklr.find.rules.separate import multiplied
 from quacklr.find.rules.sources import Chain, Source, sources
 from quacklr.find.rules.words import Q_NORM
 from quacklr.weight import Segment

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from quacklr.find.owners import NotRowsError
+from quacklr.find.rules.evidence import NO_PRODUCT, NOT_SHOWN, is_trusted, shows_consecutive_rows, shows_product
 from quacklr.find.rules.finding import NO_SOFTMAX, QK_NORM, SCALE_FREE, Finding, unknown
 from quacklr.find.rules.reading import attends, called, child, norm_calls, sizes, strange_parts
-from quacklr.find.rules.source import NO_PRODUCT, NOT_SHOWN, is_trusted, shows_consecutive_rows, shows_product
 from quacklr.find.rules.sources import Chain, Source, sources
 from quacklr.find.rules.words import K_NORM, Q_NORM, QUERY_AND_KEY
 from quacklr.path import Path

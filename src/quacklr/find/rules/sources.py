@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from quacklr.find.owners import weight_of
-from quacklr.find.rules.source import is_trusted
+from quacklr.find.rules.evidence import is_trusted
 from quacklr.weight import Segment, Weight, packed
 
 PACKAGES = {"transformers", "megatron", "transformer_engine"}
