@@ -12,9 +12,10 @@ help:  ## this list
 
 test: lint types unit  ## everything CI runs
 
-lint: $(READY)  ## ruff: format and lint
+lint: $(READY)  ## ruff: format and lint; import-linter: layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache --config pyproject.toml
 
 types: $(READY)  ## mypy, strict
 	$(BIN)/mypy
@@ -31,7 +32,7 @@ study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; 
 	$(BIN)/quacklr report
 
 models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)
-	PYTHONPATH=tests $(BIN)/python benchmarks/catalogue.py
+	PYTHONPATH=tests/kit $(BIN)/python benchmarks/catalogue.py
 
 bench: $(READY)  ## what QuacK costs a step, whole and sharded, Muon, the lab, measuring a model, watching and clipping logits, a token
 	$(BIN)/python benchmarks/step_overhead.py
@@ -52,7 +53,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install 
 
 $(READY): pyproject.toml constraints.txt $(BIN)/python
 	$(INSTALL) --editable '.[dev]'
-	$(INSTALL) --no-deps timm  # asks for torchvision, whose wheels need CUDA; tests/timm_without_torchvision.py does without
+	$(INSTALL) --no-deps timm  # asks for torchvision, whose wheels need CUDA; tests/kit/timm_without_torchvision.py does without
 	touch $@
 
 $(LAB): pyproject.toml constraints.txt $(BIN)/python

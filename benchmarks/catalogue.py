@@ -1,9 +1,9 @@
 """Which models QuacK can be attached to, and whether all rates are right: every type of transformers, tiny.
 
     make models                                                        all of them, in minutes: writes docs/models.md
-    PYTHONPATH=tests python benchmarks/catalogue.py --only llama t5    some of them: prints their lines
+    PYTHONPATH=tests/kit python benchmarks/catalogue.py --only llama t5    some of them: prints their lines
 
-Each model is read by rule, measured with a sample, and judged by `tests/perturbation.py`, which knows neither: it
+Each model is read by rule, measured with a sample, and judged by `tests/kit/perturbation.py`, which knows neither: it
 changes rows and looks at logits. Exits with 1 if a rate is wrong, or fewer models attach than we say.
 """
 
@@ -24,10 +24,10 @@ from torch.optim import SGD
 
 from perturbation import judged, rated
 from quacklr import QuacK
-from quacklr.find.assemble import measured_paths
 from quacklr.find.compare import differences
-from quacklr.find.rules.finding import NO_SOFTMAX, Finding
-from quacklr.find.survey import found_by_rule, logit_paths
+from quacklr.find.discover import found_by_rule, logit_paths
+from quacklr.find.finding import NO_SOFTMAX, Finding
+from quacklr.find.measure.assemble import measured_paths
 from quacklr.inspect.layout import layout, meeting
 from tiny_models import CAUSAL, build, sections
 
@@ -47,9 +47,9 @@ INTRODUCTION = """\
 Every type of transformers that has a causal language model, the main encoders and encoder-decoders, and what torch has:
 built tiny, with random weights. *Without a sample* is `QuacK(model, optimizer)`, which reads attention by rule; *with a
 sample* is `QuacK(logit_paths(model, batch), optimizer)`, which measures it too. The last column is the verdict of
-`tests/perturbation.py`, which knows neither: it changes rows, looks at logits, and works out by hand which rate every
-row of every parameter must have after all of them have changed. Modules that the sample does not run, such as those
-that see, are not judged: their rates are held against what the rules say of them.
+`tests/kit/perturbation.py`, which knows neither: it changes rows, looks at logits, and works out by hand which rate
+every row of every parameter must have after all of them have changed. Modules that the sample does not run, such as
+those that see, are not judged: their rates are held against what the rules say of them.
 """
 TITLES = ("type", "attention", "layout", "heads / keys", "without a sample", "with a sample", "rows of parameters")
 

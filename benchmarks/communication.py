@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from quacklr import logit_paths
+from quacklr.core.norms import VECTORS
+from quacklr.core.sensitivity import Rule
+from quacklr.distributed.sharded_blocks import blocks_of
 from quacklr.lab.model import MLA, Decoder, Shape
 from quacklr.lab.presets import PRESETS
-from quacklr.norms import VECTORS
-from quacklr.rule import Rule
 
 SHAPES = {
     "paper-mha": (PRESETS["paper-mha"].shape, PRESETS["paper-mha"].attention),
@@ -39,7 +40,7 @@ def counted(name: str) -> dict[str, int]:
     shape, attention = SHAPES[name]
     with torch.device("meta"):
         model = Decoder(replace(shape), attention)
-        rule = Rule(logit_paths(model))
+        rule = Rule(logit_paths(model), blocks_of)
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     spectral = sum(
         len(run.blocks) * min(VECTORS, int(run.weight.rows_of_block[run.blocks[0]])) * run.weight.columns

@@ -1,8 +1,8 @@
 """The judge of `optimizers.py`: trains a model twice, with QuacK, and with one param group a tensor and lr * rate.
 
-Two attention layers of one head each. The learning rates are those of the paper's Algorithm 1 (`tests/reference.py`).
-An optimizer that does not allow different lr is trained with one, lr * tau. The deviation is the distance between both,
-relative to the distance travelled.
+Two attention layers of one head each. The learning rates are those of Algorithm 1 of the paper
+(`tests/kit/reference.py`). An optimizer that does not allow different lr is trained with one, lr * tau. The deviation
+is the distance between both, relative to the distance travelled.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def layers(weights: list[Tensor]) -> list[reference.Layer]:
 @contextlib.contextmanager
 def accepted() -> Iterator[None]:
     """QuacK attaches to any optimizer."""
-    with mock.patch("quacklr.quack.validate_linear"), mock.patch("quacklr.optimizers.NOT_LINEAR", {}):
+    with mock.patch("quacklr.quack.validate_linear"), mock.patch("quacklr.optimizers.attach.NOT_LINEAR", {}):
         yield
 
 

@@ -1,11 +1,11 @@
 """Which optimizers of other packages work with QuacK: what QuacK says of each, beside an independent judge.
 
     pip install --no-deps pytorch_optimizer torch_optimizer schedulefree ...    what is not installed is skipped
-    PYTHONPATH=tests python benchmarks/optimizers.py                            writes results/optimizers.md; minutes
-    PYTHONPATH=tests python benchmarks/optimizers.py --only schedulefree timm   prints; nothing is written
+    PYTHONPATH=tests/kit python benchmarks/optimizers.py                           writes results/optimizers.md; minutes
+    PYTHONPATH=tests/kit python benchmarks/optimizers.py --only schedulefree timm  prints; nothing is written
 
 The judge trains a model of two attention layers of one head each, twice: with QuacK, and with one param group a tensor
-whose lr is the lr of the paper's Algorithm 1 (`tests/reference.py`). An optimizer that does not allow different lr is
+whose lr is that of the paper's Algorithm 1 (`tests/kit/reference.py`). An optimizer that does not allow different lr is
 trained with one lr, times tau. The deviation is the distance between both, relative to the distance travelled. With
 --only, packages are given by the name that is imported.
 """
@@ -34,8 +34,8 @@ from optimizer_judge import CHAOTIC, EQUAL, SHORT, STEPS, deviation, make, model
 from torch.optim import Optimizer
 
 from quacklr import QuacK
-from quacklr.modules import as_written
-from quacklr.optimizers import NOT_LINEAR
+from quacklr.optimizers.attach import NOT_LINEAR
+from quacklr.util.modules import as_written
 
 PACKAGES = [
     *("torch.optim", "adabelief_pytorch", "adam_mini", "adamp", "adan_pytorch", "apollo_torch"),
@@ -165,8 +165,8 @@ def page(found: dict[str, list[Row]]) -> str:
     return f"""\
 # Optimizers of other packages with QuacK
 
-`PYTHONPATH=tests python benchmarks/optimizers.py`, torch {torch.__version__}, on the CPU. Of {len(rows)} classes that
-can be made, {told}. The judge ran {len(judged)} of them, and QuacK's verdict agrees with it on
+`PYTHONPATH=tests/kit python benchmarks/optimizers.py`, torch {torch.__version__}, on the CPU. Of {len(rows)} classes
+that can be made, {told}. The judge ran {len(judged)} of them, and QuacK's verdict agrees with it on
 {sum(bool(row.agrees) for row in judged)}. The judge's numbers are the deviation of QuacK's training from training with
 one param group a tensor and lr * rate, relative to the distance travelled, after {SHORT} and after {STEPS} steps.
 

@@ -15,7 +15,7 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 torch.set_num_threads(1)
-PAUSING = str(File(__file__).parent / "pausing")  # see paused.py
+PAUSING = str(File(__file__).parent / "kit/pausing")  # see paused.py
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [PAUSING, os.environ.get("PYTHONPATH")]))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path as File
 import pytest
 import tyro
 
+from browsers import BROWSERS
 from quacklr.lab.demo import sentence, table
 from quacklr.lab.options import OPTIONS
 from quacklr.lab.report import markdown
@@ -19,7 +20,6 @@ from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.sweep.command import Sweep, configs_of
 from quacklr.lab.sweep.ledger import Entry, Ledger
 from quacklr.lab.sweep.sweep import missing
-from test_page import BROWSERS
 
 ROOT = File(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -9,15 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quacklr.clip import QKClip
+    from quacklr.checking import check
+    from quacklr.core.norms import frobenius, spectral
+    from quacklr.core.path import Path, mha, mla
+    from quacklr.core.weight import Weight, packed
     from quacklr.find import logit_paths
-    from quacklr.monitor import LogitMonitor, LogitStats
-    from quacklr.norms import frobenius, spectral
-    from quacklr.path import Path, mha, mla
-    from quacklr.quack import QuacK
-    from quacklr.rule import sensitivity
-    from quacklr.weight import Weight, packed
-    from quacklr.wiring import check
+    from quacklr.logits.clip import QKClip
+    from quacklr.logits.monitor import LogitMonitor, LogitStats
+    from quacklr.quack import QuacK, sensitivity
 
 __version__ = "0.1.0"
 
@@ -39,20 +38,20 @@ __all__ = [
 ]
 
 _HOME = {
-    "LogitMonitor": "monitor",
-    "LogitStats": "monitor",
-    "Path": "path",
-    "QKClip": "clip",
+    "LogitMonitor": "logits.monitor",
+    "LogitStats": "logits.monitor",
+    "Path": "core.path",
+    "QKClip": "logits.clip",
     "QuacK": "quack",
-    "Weight": "weight",
-    "check": "wiring",
-    "frobenius": "norms",
+    "Weight": "core.weight",
+    "check": "checking",
+    "frobenius": "core.norms",
     "logit_paths": "find",
-    "mha": "path",
-    "mla": "path",
-    "packed": "weight",
-    "sensitivity": "rule",
-    "spectral": "norms",
+    "mha": "core.path",
+    "mla": "core.path",
+    "packed": "core.weight",
+    "sensitivity": "quack",
+    "spectral": "core.norms",
 }
 
 

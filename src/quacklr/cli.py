@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, NoReturn
 
-from quacklr import __version__, terminal
+from quacklr import __version__
+from quacklr.util import terminal
+from quacklr.util.arguments import Parser
 
 COMMANDS = {  # the module whose main(argv) it is, and what it does
     "demo": ("quacklr.lab.demo", "see in minutes what QuacK is for: the default breaks, QuacK does not"),
@@ -19,7 +18,7 @@ COMMANDS = {  # the module whose main(argv) it is, and what it does
         "the attention of a model, as quacklr sees it: layout, heads, paths, what is left alone and why",
     ),
     "check": (
-        "quacklr.wiring.command",
+        "quacklr.checking.command",
         "is QuacK wired right into a model? Real steps and nudges on a copy; a table, a picture, an exit code",
     ),
     "train": ("quacklr.lab.train.command", "train one model with any of the methods, and write everything to a folder"),
@@ -29,36 +28,6 @@ COMMANDS = {  # the module whose main(argv) it is, and what it does
     "export": ("quacklr.lab.export.command", "write a run as a transformers checkpoint: Llama, Qwen3 or DeepSeek-V3"),
     "prepare": ("quacklr.lab.data.command", "turn text into shards of tokens to train on"),
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that answers a mistake with one sentence instead of the whole usage."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The options; a mistake ends the process with exit code 2."""
-        if unusable := unusable_argument(args or []):
-            self.error(unusable)
-        return super().parse_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where to look, and exit with code 2."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-def unusable_argument(argv: Sequence[str]) -> str | None:
-    """What is wrong with the first argument that is empty, has a NUL, or is not UTF-8; no option accepts such."""
-    for before, argument in pairwise(["", *argv]):
-        named = argument if argument.startswith("--") else before if "=" not in before else ""
-        option = named.partition("=")[0] if named.startswith("--") else "an argument"
-        if not argument or argument == f"{option}=":
-            return f"{option} is empty; give it a value, or leave it out"
-        if "\0" in argument:
-            return f"{option} has a NUL character in it; leave that out"
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            return f"{option} is no text in UTF-8: {argument!a}"
-    return None
 
 
 def parser() -> Parser:

@@ -17,30 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.blocks import Copies, Memory
+from quacklr.core.blocks import Copies, Memory
+from quacklr.core.norms import Norm, frobenius
+from quacklr.core.path import Path, as_paths
+from quacklr.core.sensitivity import Rule, rates_from
+from quacklr.core.state import Saved, norm_name, read_state, write_state
+from quacklr.core.validate import FLOAT32, refuse_meta, refuse_settings, refuse_taken, refuse_unstepped, refuse_unusable
+from quacklr.core.weight import Weight
+from quacklr.describe import describe
+from quacklr.distributed.collectives import reshard
+from quacklr.distributed.sharded_blocks import Sharded, blocks_of
+from quacklr.distributed.validate import refuse_flattened
 from quacklr.find import logit_paths
-from quacklr.find.rules.finding import Finding
+from quacklr.find.finding import Finding
 from quacklr.find.verify import Verification
-from quacklr.fixed import Fixed
-from quacklr.norms import Norm, frobenius
-from quacklr.optimizers import as_optimizers, first_after_step, is_idle, validate_linear
-from quacklr.path import Path, as_paths
-from quacklr.ranks import reshard
-from quacklr.refuse import (
-    FLOAT32,
-    refuse_flattened,
-    refuse_meta,
-    refuse_settings,
-    refuse_taken,
-    refuse_unstepped,
-    refuse_unusable,
-)
-from quacklr.rule import Rule, rates_from
-from quacklr.running import Running, running_steps
-from quacklr.sharded import Sharded
-from quacklr.state import Saved, norm_name, read_state, write_state
-from quacklr.stepped import StepCheck, ids_in_groups
-from quacklr.table import describe
+from quacklr.optimizers.attach import as_optimizers, first_after_step, is_idle, validate_linear
+from quacklr.optimizers.nested_steps import Running, running_steps
+from quacklr.optimizers.step_check import StepCheck, ids_in_groups
+from quacklr.util.read_only import Fixed
 
 _attached: WeakSet[QuacK] = WeakSet()
 
@@ -48,6 +42,14 @@ RESUMED_ALONE = (
     "the optimizer's state was loaded but QuacK's was not, so all rates start again from tau; "
     "call quack.load_state_dict(...) too when you resume a run"
 )
+
+
+def sensitivity(paths: Iterable[Path], norm: Norm = frobenius) -> dict[Weight, Tensor]:
+    """How far a unit change of each block can move a logit through one path: (blocks,) for each weight on the paths."""
+    rule = Rule(paths, blocks_of)
+    _, norms, _ = rule.blocks.measure(norm, rule.blocks.nothing())
+    flat = rule.sensitivity(norms)
+    return {weight: flat[rule.blocks.place[first]] for weight, first in rule.stands_for.items()}
 
 
 class QuacK:
@@ -94,7 +96,7 @@ class QuacK:
         found: Mapping[str, Finding] = getattr(paths, "found", {})
         paths = as_paths(paths, "the model must be an nn.Module or")
         refuse_meta(weight for path in paths for weight in path.weights)
-        self._rule = Rule(paths)
+        self._rule = Rule(paths, blocks_of)
         self._on_paths = {id(part.param) for part in self._rule.parts}
         refuse_unstepped(self._rule.weights, self.optimizers)
         validate_linear(self.optimizers, (part.param for weight in self._rule.weights for part in weight.parts))

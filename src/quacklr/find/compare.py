@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from quacklr.modules import named_parameters
-from quacklr.path import Path
-from quacklr.weight import Weight
+from quacklr.core.path import Path
+from quacklr.core.weight import Weight
+from quacklr.util.modules import named_parameters
 
 Rows = tuple[str, object, tuple[int, ...]]  # parameter, dimension, rows
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from quacklr.modules import Call, compiled_modules, named_modules
+from quacklr.util.modules import Call, compiled_modules, named_modules
 
 EXAMPLES, TOKENS = 2, 8
 LONGEST = 512  # tokens of an example that is run whole, where a model does not run on a few of them

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from quacklr.find.assemble import measured_paths
+from quacklr.core.local import is_sharded
 from quacklr.find.compare import differences
+from quacklr.find.finding import BY_RULE, VERIFIED, Finding
 from quacklr.find.first_batch import FirstBatch, is_inside, slices
+from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.rules.evidence import is_trusted
-from quacklr.find.rules.finding import BY_RULE, VERIFIED, Finding
-from quacklr.modules import Call, named_modules, unwrapped, wrappers
-from quacklr.shards import is_sharded
+from quacklr.util.modules import Call, named_modules, unwrapped, wrappers
 
 TAKE_MEASURED = (
     "to use what was measured, pass the paths that logit_paths(model, batch, rules=False) returns; to use the rule all "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from quacklr.core.path import Path
+from quacklr.core.weight import Weight
 from quacklr.inspect.layers import Layer
 from quacklr.inspect.report import Report, summary
-from quacklr.modules import named_parameters
-from quacklr.path import Path
-from quacklr.weight import Weight
+from quacklr.util.modules import named_parameters
 
 Json = dict[str, Any]
 

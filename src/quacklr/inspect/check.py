@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from quacklr.find.assemble import measured_paths
 from quacklr.find.compare import differences
-from quacklr.find.rules.finding import Finding
-from quacklr.find.survey import UNSEEN, found_by_rule
+from quacklr.find.discover import UNSEEN, found_by_rule
+from quacklr.find.finding import Finding
+from quacklr.find.measure.assemble import measured_paths
 from quacklr.inspect.target import told
-from quacklr.modules import named_parameters
+from quacklr.util.modules import named_parameters
 
 
 @dataclass(frozen=True, slots=True)

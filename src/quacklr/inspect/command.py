@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
-from quacklr.cli import Parser
 from quacklr.inspect.as_json import as_json
 from quacklr.inspect.report import report
 from quacklr.inspect.show import show
 from quacklr.inspect.target import BadTargetError, resolve
-from quacklr.terminal import answer, sentence
+from quacklr.util.arguments import Parser
+from quacklr.util.terminal import answer, sentence
 
 ABOUT = """\
 The attention of a model: how queries and keys are stored, what their learning

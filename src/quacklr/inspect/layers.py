@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from quacklr.find.rules.finding import Finding
+from quacklr.core.path import Path
+from quacklr.core.weight import Weight
+from quacklr.describe import FROZEN, UNRATED
+from quacklr.find.finding import Finding
 from quacklr.inspect.check import Check
 from quacklr.inspect.layout import is_latent, layout, meeting
-from quacklr.modules import named_modules, named_parameters
-from quacklr.path import Path
-from quacklr.table import FROZEN, UNRATED
-from quacklr.weight import Weight
+from quacklr.util.modules import named_modules, named_parameters
 
 
 @dataclass(frozen=True, slots=True)

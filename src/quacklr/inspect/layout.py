@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from quacklr.path import Path
-from quacklr.weight import Weight
+from quacklr.core.path import Path
+from quacklr.core.weight import Weight
 
 
 def layout(paths: Sequence[Path], parameters: dict[int, str]) -> str:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from quacklr.collapse import shape
-from quacklr.find.rules.finding import Finding
-from quacklr.find.survey import found_by_rule, logit_paths
+from quacklr.core.sensitivity import Rule
+from quacklr.core.validate import refuse_unstepped
+from quacklr.find.discover import found_by_rule, logit_paths
+from quacklr.find.finding import Finding
 from quacklr.inspect.check import NOT_SEEN, ONLY_MEASURED, UNMEASURED, NoMeasurementError, checked
 from quacklr.inspect.layers import Layer, controlled, layers_of, named_paths
 from quacklr.inspect.target import BadTargetError, Target, told
 from quacklr.quack import QuacK
-from quacklr.refuse import refuse_unstepped
-from quacklr.rule import Rule
+from quacklr.util.layer_names import shape
 
 WITH_BATCH = "QuacK(logit_paths(model, batch), optimizer)"
 

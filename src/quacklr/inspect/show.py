@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from quacklr.collapse import pattern, shape
 from quacklr.inspect.check import ONLY_MEASURED
 from quacklr.inspect.layers import Layer, block_norms
 from quacklr.inspect.report import Report, summary
+from quacklr.util.layer_names import pattern, shape
 
 Cell = list[str]  # its lines
 WIDTH = 34  # of a cell before it is wrapped

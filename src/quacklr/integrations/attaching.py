@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from quacklr.norms import Norm, frobenius
-from quacklr.path import Path
+from quacklr.core.norms import Norm, frobenius
+from quacklr.core.path import Path
+from quacklr.core.validate import refuse_settings
 from quacklr.quack import QuacK
-from quacklr.refuse import refuse_settings
 
 NO_STATE = (
     "the checkpoint holds no state of QuacK, so all rates start again from tau, relative to the weights in it; to "

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, StrMethodFormatter
 from torch import Tensor
 
-from quacklr.collapse import described, short
-from quacklr.integrations.figures import RC
+from quacklr.util.figures import RC
+from quacklr.util.layer_names import described, short
 
 CLIP = 100.0  # QK clip's threshold in Kimi K2
 COLUMNS = 400  # about as many as a panel has pixels for

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quacklr.integrations.writers import Tables, tables
-from quacklr.monitor import LogitStats
+from quacklr.logits.monitor import LogitStats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,7 +81,7 @@ class History:
     def save(self, path: str | Path, *statistics: str) -> None:
         """Write the figure as PNG, PDF or SVG, by the end of its name; the file is whole or not there."""
         figure = self.figure(*statistics)
-        from quacklr.integrations.figures import save
+        from quacklr.util.figures import save
 
         save(figure, Path(path))
 

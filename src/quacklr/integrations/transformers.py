@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
+from quacklr.core.local import is_sharded
 from quacklr.integrations.attaching import Attaching
-from quacklr.shards import is_sharded
 
 KEY = "quack"
 

@@ -17,7 +17,6 @@ from typing import Annotated
 import tyro
 from matplotlib.figure import Figure
 
-from quacklr import terminal
 from quacklr.lab.config import MOST_THREADS, Config, fingerprint
 from quacklr.lab.errors import UserError, exit_code, refuse_above, refuse_unless, refuse_unless_positive
 from quacklr.lab.files import locked
@@ -35,6 +34,7 @@ from quacklr.lab.sweep.display import display
 from quacklr.lab.sweep.ledger import Entry, Ledger
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import missing, sweep
+from quacklr.util import terminal
 
 METHODS: tuple[type[Method], ...] = (Default, QKClipping, Quack, QKNorm)
 NEXT = """\

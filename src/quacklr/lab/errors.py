@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 
-from quacklr import terminal
+from quacklr.util import terminal
 
 LARGEST = 1e30
 """Options are at most this large: float32, in which models train, ends at 3.4e38."""

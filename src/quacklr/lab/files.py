@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from quacklr.integrations import files
 from quacklr.lab.errors import UserError
+from quacklr.util import atomic_files as files
 
 
 @contextmanager

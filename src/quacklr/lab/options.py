@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import tyro
 
-from quacklr.cli import unusable_argument
 from quacklr.lab.errors import UserError
+from quacklr.util.arguments import unusable_argument
 
 T = TypeVar("T")
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, final
 
-from quacklr.terminal import Tolerant
+from quacklr.util.terminal import Tolerant
 
 SECONDS_A_LINE = 10.0
 

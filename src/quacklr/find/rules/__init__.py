@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quacklr.find.rules.finding import Finding, unknown
+from quacklr.find.finding import Finding, unknown
 from quacklr.find.rules.fused import fused
 from quacklr.find.rules.latent import latent
+from quacklr.find.rules.module_source import KERNEL, attends, called
 from quacklr.find.rules.multihead import multihead
-from quacklr.find.rules.reading import KERNEL, attends, called
 from quacklr.find.rules.separate import separate
 
 RULES = (multihead, fused, latent, separate)

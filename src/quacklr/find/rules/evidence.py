@@ -14,8 +14,8 @@ from types import FunctionType
 
 from torch import nn
 
-from quacklr.find.rules.reading import ATTENDS, HEADS
-from quacklr.find.rules.source import Source, name_of, sources_of
+from quacklr.find.rules.module_source import ATTENDS, HEADS
+from quacklr.find.rules.syntax import Source, name_of, sources_of
 
 TRUSTED = {
     *("torch", "transformers", "timm", "torchtitan", "megatron", "litgpt", "olmo", "olmo_core", "diffusers", "peft"),

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from quacklr.find.owners import NotRowsError
+from quacklr.core.weight import Segment, packed
+from quacklr.find.finding import Finding, unknown
+from quacklr.find.parameter_rows import NotRowsError
 from quacklr.find.rules.evidence import NOT_SHOWN, is_trusted, shows_consecutive_rows
-from quacklr.find.rules.finding import Finding, unknown
-from quacklr.find.rules.reading import GROUPS, HEAD_SIZE, HEADS, called, read, sizes, strange_parts
+from quacklr.find.rules.module_source import GROUPS, HEAD_SIZE, HEADS, called, read, sizes, strange_parts
+from quacklr.find.rules.naming import K_NORM, Q_NORM
+from quacklr.find.rules.projections import Source, sources
 from quacklr.find.rules.separate import multiplied, normed
-from quacklr.find.rules.sources import Source, sources
-from quacklr.find.rules.words import K_NORM, Q_NORM
-from quacklr.weight import Segment, packed
 
 Layout = tuple[list[Segment], int]  # the segments of its rows, and how often they are repeated
 

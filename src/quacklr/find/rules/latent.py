@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from quacklr.core.weight import Segment
+from quacklr.find.finding import LATENT_NORM, Finding, unknown
 from quacklr.find.rules.evidence import (
     NO_PRODUCT,
     NOT_SHOWN,
@@ -19,12 +21,10 @@ from quacklr.find.rules.evidence import (
     shows_product,
     shows_rope_last,
 )
-from quacklr.find.rules.finding import LATENT_NORM, Finding, unknown
-from quacklr.find.rules.reading import HEADS, attends, child, norm_calls, read, strange_parts
+from quacklr.find.rules.module_source import HEADS, attends, child, norm_calls, read, strange_parts
+from quacklr.find.rules.naming import Q_NORM
+from quacklr.find.rules.projections import Chain, Source, sources
 from quacklr.find.rules.separate import multiplied
-from quacklr.find.rules.sources import Chain, Source, sources
-from quacklr.find.rules.words import Q_NORM
-from quacklr.weight import Segment
 
 
 @dataclass(frozen=True, slots=True)

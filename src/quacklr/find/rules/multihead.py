@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from quacklr.find.rules.finding import Finding
-from quacklr.path import Path, mha
-from quacklr.weight import Segment, Weight, packed
+from quacklr.core.path import Path, mha
+from quacklr.core.weight import Segment, Weight, packed
+from quacklr.find.finding import Finding
 
 
 def multihead(module: nn.Module) -> Finding | None:

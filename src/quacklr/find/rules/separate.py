@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from quacklr.find.owners import NotRowsError
+from quacklr.core.path import Path
+from quacklr.core.weight import Segment
+from quacklr.find.finding import NO_SOFTMAX, QK_NORM, SCALE_FREE, Finding, unknown
+from quacklr.find.parameter_rows import NotRowsError
 from quacklr.find.rules.evidence import NO_PRODUCT, NOT_SHOWN, is_trusted, shows_consecutive_rows, shows_product
-from quacklr.find.rules.finding import NO_SOFTMAX, QK_NORM, SCALE_FREE, Finding, unknown
-from quacklr.find.rules.reading import attends, called, child, norm_calls, sizes, strange_parts
-from quacklr.find.rules.sources import Chain, Source, sources
-from quacklr.find.rules.words import K_NORM, Q_NORM, QUERY_AND_KEY
-from quacklr.path import Path
-from quacklr.weight import Segment
+from quacklr.find.rules.module_source import attends, called, child, norm_calls, sizes, strange_parts
+from quacklr.find.rules.naming import K_NORM, Q_NORM, QUERY_AND_KEY
+from quacklr.find.rules.projections import Chain, Source, sources
 
 LINEAR = re.compile(
     r"Delta|Lightning|LSTM|Rwkv|RWKV|Mamba|Linear|Retention|Hyena|SSM|Recurrent|Gated\w*Net", re.IGNORECASE

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from quacklr import terminal
 from quacklr.lab.data.corpus import STDLIB, Corpus, open_folder
 from quacklr.lab.data.journal import read_journal
 from quacklr.lab.data.manifest import MANIFEST, SPLITS
@@ -24,6 +23,7 @@ from quacklr.lab.data.tokens import DTYPE
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.options import read
 from quacklr.lab.progress import progress
+from quacklr.util import terminal
 
 NAME = "quacklr prepare"
 COSMOPEDIA = "cosmopedia-v2"

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from quacklr import terminal
 from quacklr.lab.data.extra import extra
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.export import tokenizer, twins
@@ -20,6 +19,7 @@ from quacklr.lab.files import read_json, write_json
 from quacklr.lab.options import read
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.trained import Trained, open_run
+from quacklr.util import terminal
 
 ABOUT = """\
 Write the model of a finished run as a checkpoint of transformers (safetensors), with its configuration and tokenizer.

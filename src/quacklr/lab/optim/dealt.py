@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quacklr.shards import Cut, cuts, here, is_partial, is_sharded
+from quacklr.core.local import Cut, cuts, here, is_partial, is_sharded
 
 RowsColumns = tuple[int, ...]
 

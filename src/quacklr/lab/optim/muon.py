@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from quacklr.core.local import Cut, here
 from quacklr.lab.optim.dealt import Deal, cut_of, gradient_here, refuse_unless_one_cut
 from quacklr.lab.optim.newton_schulz import orthogonalise, precision
-from quacklr.shards import Cut, here
 
 Scale = Literal["jordan", "rms"]
 SCALES: dict[str, Callable[[int, int], float]] = {

@@ -10,8 +10,6 @@ from typing import Annotated
 import matplotlib as mpl
 import tyro
 
-from quacklr import terminal
-from quacklr.integrations.figures import FORMATS, RC, drawn
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.files import whole
 from quacklr.lab.options import read
@@ -26,6 +24,8 @@ from quacklr.lab.studies.results import NotRun, Results
 from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.studies.verdicts import check
 from quacklr.lab.sweep.ledger import Ledger
+from quacklr.util import terminal
+from quacklr.util.figures import FORMATS, RC, drawn
 
 
 @dataclass(frozen=True)

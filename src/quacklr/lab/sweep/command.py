@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from quacklr import terminal
 from quacklr.lab.config import MOST_THREADS, Config, fingerprint
 from quacklr.lab.data import open_corpus
 from quacklr.lab.errors import UserError, exit_code, refuse_above, refuse_unless_positive
@@ -24,6 +23,7 @@ from quacklr.lab.sweep.ledger import Entry, Ledger
 from quacklr.lab.sweep.place import Place
 from quacklr.lab.sweep.sweep import State, missing, sweep
 from quacklr.lab.sweep.turns import Turns
+from quacklr.util import terminal
 
 TIMED = "speed"  # the study whose runs take turns
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any, Literal, TypedDict
 
-from quacklr.integrations.files import flush_folder, make_folder
 from quacklr.lab.config import Config, fingerprint, from_json, to_json
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import parse_json
@@ -26,6 +25,7 @@ from quacklr.lab.train.folder import Folder, Measured
 from quacklr.lab.train.session import Row
 from quacklr.lab.train.statistics import Table
 from quacklr.lab.typed import fits
+from quacklr.util.atomic_files import flush_folder, make_folder
 
 DIGITS = 4
 MEASURED = ("step", "val_loss", "logits", "change_steps", "norm", "rate")  # what is kept of a row that measured

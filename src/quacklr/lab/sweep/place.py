@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from quacklr import terminal
 from quacklr.lab.config import Config, from_json
 from quacklr.lab.files import locked
 from quacklr.lab.sweep.ledger import Entry, entry_from_json, entry_of
 from quacklr.lab.train.runner import Stopped, run
+from quacklr.util import terminal
 
 LOG = "log.txt"
 Report = tuple[str, Any]

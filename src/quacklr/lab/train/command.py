@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from quacklr import terminal
 from quacklr.lab.config import KINDS, Config, fingerprint, kind_of, values_of
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.options import read, refuse_unusable
@@ -31,6 +30,7 @@ from quacklr.lab.train.picture import draw_logits
 from quacklr.lab.train.runner import Stopped, run
 from quacklr.lab.train.session import Row
 from quacklr.lab.train.world import is_loss_of_a_process, leads
+from quacklr.util import terminal
 
 ABOUT = """\
 Train one model and write everything about it to a folder.

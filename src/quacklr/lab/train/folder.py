@@ -17,13 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from quacklr.integrations.files import flush_folder
 from quacklr.lab.config import Config, from_json, to_json
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import parse_json, read_json, whole, write_json
 from quacklr.lab.train.session import Row
 from quacklr.lab.train.statistics import Table
 from quacklr.lab.typed import fits
+from quacklr.util.atomic_files import flush_folder
 
 RESTORE = "restore the file from a copy, or train anew in another --out"
 

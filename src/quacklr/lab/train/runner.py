@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quacklr import terminal
 from quacklr.lab.config import KINDS, Config, Machine, Watch, differences, fingerprint, kind_of, values_of
 from quacklr.lab.data import Corpus, open_corpus
 from quacklr.lab.errors import UserError
@@ -25,6 +24,7 @@ from quacklr.lab.train.session import Row, Session
 from quacklr.lab.train.statistics import largest
 from quacklr.lab.train.trackers import Tracker, trackers
 from quacklr.lab.train.world import World, is_restarted, job, joined
+from quacklr.util import terminal
 
 
 class Stopped(Exception):  # noqa: N818 - not an error

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quacklr.distributed.collectives import fully_sharded
 from quacklr.lab.config import Config
 from quacklr.lab.data import Corpus, batch, fixed
 from quacklr.lab.errors import UserError
@@ -28,7 +29,6 @@ from quacklr.lab.train.parallel import clip_gradients, distributed, micro_batch
 from quacklr.lab.train.statistics import Probe, number, weight_row
 from quacklr.lab.train.tensors import tensors_of
 from quacklr.lab.train.world import world
-from quacklr.ranks import fully_sharded
 
 Row = dict[str, Any]
 

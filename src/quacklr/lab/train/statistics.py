@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from quacklr import LogitMonitor, LogitStats
+from quacklr.distributed.collectives import gathered
 from quacklr.integrations.writers import STATISTICS, Heads
 from quacklr.lab.methods import Attached, rates
 from quacklr.lab.model import Decoder
-from quacklr.modules import undisturbed
-from quacklr.ranks import gathered
+from quacklr.util.modules import undisturbed
 
 Table = list[list[float | None]]  # layers x heads
 

@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.futures import Future
 
-from quacklr.integrations.files import flush_folder, make_folder
 from quacklr.lab.errors import UserError
 from quacklr.lab.train.tensors import Kind
+from quacklr.util.atomic_files import flush_folder, make_folder
 
 CHECKSUMS = "checksums.json"
 REST = "rest.pt"

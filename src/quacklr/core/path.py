@@ -1,0 +1,121 @@
+"""What an attention logit is made of: a sum of paths, each a chain of weights.
+
+    MHA   q[h] . k[h]                               one path
+    GQA   q[h] . k[g(h)]                            one path, a key block serves a group of heads
+    MLA   dq uq[h] . uk[h] dkv  +  dq qr[h] . kr    two paths; dq, dkv, kr serve all heads
+
+Declaring an attention as paths is all it takes to train it; rule.py never asks which kind it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quacklr.core.weight import Weight, whole_numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Path:
+    """A chain of weights whose product makes one term of the logit of each of `heads` heads.
+
+    In order from the query's input to the key's: the two ends read an input, those between them another's output.
+
+    Heads read a weight's blocks in equal runs (head h reads block h * blocks // heads) unless `block_of_head` says
+    otherwise: one (heads,) vector for each weight, or None for the equal runs.
+    """
+
+    weights: tuple[Weight, ...]
+    heads: int
+    block_of_head: tuple[Tensor, ...] | Sequence[Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", tuple(self.weights))
+        if not self.weights:
+            raise ValueError("a path needs at least one weight")
+        heads: object = self.heads
+        if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+            raise ValueError(f"{self}: heads={heads!r}; the number of heads is a positive whole number")
+        for weight in self.weights[1:-1]:
+            if weight.bias is not None:
+                raise ValueError(
+                    f"{weight.name}: its bias adds a term that the weights before it are not on; leave it out of the "
+                    "Weight, and begin a path of its own with it: Path((Weight(..., the bias, ...), ...), heads)"
+                )
+        given = [None] * len(self.weights) if self.block_of_head is None else list(self.block_of_head)
+        if len(given) != len(self.weights):
+            raise ValueError(f"{self}: {len(self.weights)} weights, but block_of_head has {len(given)} entries")
+        object.__setattr__(
+            self, "block_of_head", tuple(self._read(w, g) for w, g in zip(self.weights, given, strict=True))
+        )
+
+    def _read(self, weight: Weight, given: Tensor | None) -> Tensor:
+        if given is None:
+            if self.heads % weight.blocks:
+                blocks = f"{weight.blocks} blocks in equal runs"
+                raise ValueError(f"{weight.name}: {self.heads} heads cannot read {blocks}; pass block_of_head")
+            return torch.arange(self.heads, device="cpu") // (self.heads // weight.blocks)
+        read = whole_numbers(given)
+        if read is None or read.shape != (self.heads,) or read.min() < 0 or read.max() >= weight.blocks:
+            raise ValueError(
+                f"{weight.name}: block_of_head must give each of {self.heads} heads one of its {weight.blocks} blocks"
+            )
+        return read
+
+    @property
+    def reads(self) -> Tensor:
+        """(weights, heads): the block each head reads of each weight."""
+        assert self.block_of_head is not None
+        return torch.stack([read for read in self.block_of_head if read is not None])
+
+    def __repr__(self) -> str:
+        return f"Path({self}: {self.heads} heads)"
+
+    def __str__(self) -> str:
+        return " . ".join(weight.name for weight in self.weights)
+
+
+def as_paths(given: object, demand: str) -> list[Path]:
+    """What somebody gave as paths, as a list; ValueError, beginning with the demand, if it is something else."""
+    paths = []
+    for path in given if isinstance(given, Iterable) else [given]:
+        if not isinstance(path, Path):
+            raise ValueError(f"{demand} a list of Path, not {type(path).__name__}")
+        paths.append(path)
+    return paths
+
+
+def mha(q: Weight, k: Weight) -> list[Path]:
+    """The logit of multi-head attention, q[h] . k[h]; grouped- and multi-query when k has fewer blocks than q."""
+    _same_head_size(q, k)
+    return [Path((q, k), heads=q.blocks)]
+
+
+def mla(
+    uq: Weight, uk: Weight, qr: Weight, kr: Weight, dq: Weight | None = None, dkv: Weight | None = None
+) -> list[Path]:
+    """The logit of multi-head latent attention, dq uq[h] . uk[h] dkv + dq qr[h] . kr, as in the paper's Algorithm 2.
+
+    Leave out `dq` or `dkv` where the model has no such projection, or a norm on the latent that it makes: the logit
+    then does not depend on its scale.
+    """
+    _same_head_size(uq, uk)
+    _same_head_size(qr, kr)
+    down_q, down_kv = ([w] if w is not None else [] for w in (dq, dkv))
+    return [
+        Path((*down_q, uq, uk, *down_kv), heads=uq.blocks),
+        Path((*down_q, qr, kr), heads=qr.blocks),
+    ]
+
+
+def _same_head_size(q: Weight, k: Weight) -> None:
+    """A dot product needs as many rows in a block of the one as of the other."""
+    sizes = [sorted(set(weight.rows_of_block.tolist())) for weight in (q, k)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{q.name} has {sizes[0]} rows a block and {k.name} has {sizes[1]}, so they cannot be multiplied; is a "
+            "number of heads where a head's size should be?"
+        )

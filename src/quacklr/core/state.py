@@ -1,0 +1,150 @@
+"""QuacK's state, keyed by weight name: what a run must keep to resume exactly.
+
+    version        of this format; states of quacklr 0.1 have none
+    norm           its name
+    shape, rows    by weight: the parameter's shape, and a digest of which row belongs to which block
+    sensitivity    by weight, (blocks,): at the start; all rates are relative to it
+    rates          by weight, (blocks,): of the last step
+    stepped        by parameter: whether it has stepped in the present iteration, so that the rest of it uses `rates`
+    memory         by weight: what the norm remembers; absent if that is nothing
+
+Plain tensors, numbers and strings, none stored on a parameter: they survive sharding, torch.save and weights_only
+loading. The keys are the same at every step, as torch.distributed.checkpoint needs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quacklr.core.blocks import Memory, Run
+from quacklr.core.norms import Norm
+from quacklr.core.sensitivity import Rule
+from quacklr.core.weight import Weight
+
+VERSION = 2
+
+
+class Saved(NamedTuple):
+    """What a state says: flat vectors for all blocks, and ids of the tensors that have stepped."""
+
+    start: Tensor
+    rates: Tensor | None
+    stepped: set[int]
+    memory: Memory
+
+
+def norm_name(norm: Norm) -> str:
+    """How a norm is called in states and tables."""
+    return str(getattr(norm, "__name__", type(norm).__name__))
+
+
+def write_state(rule: Rule, norm: Norm, saved: Saved) -> dict[str, Any]:
+    """A state as a dict of copies."""
+    state: dict[str, Any] = {"version": VERSION, "norm": norm_name(norm)}
+    state["shape"] = {weight.name: list(weight.param.shape) for weight in rule.weights}
+    state["rows"] = {weight.name: _digest(weight) for weight in rule.weights}
+    state["sensitivity"] = {weight.name: saved.start[place] for weight, place in rule.blocks.place.items()}
+    if saved.rates is not None:
+        state["rates"] = {weight.name: saved.rates[place] for weight, place in rule.blocks.place.items()}
+        state["stepped"] = {part.name: id(part.param) in saved.stepped for part in rule.parts}
+    runs = zip(rule.blocks.runs, saved.memory, strict=True)
+    if memory := {_key(run): last.clone() for run, last in runs if last is not None}:
+        state["memory"] = memory
+    return state
+
+
+def read_state(rule: Rule, norm: Norm, state: Any, expected: Saved, adapt: bool) -> Saved:
+    """What `write_state` was given. Raises ValueError if it is of another model or norm, or cannot be.
+
+    `expected` are values of the right shapes.
+    """
+    _refuse_foreign(rule, norm, state)
+    start = _flat(rule, state, "sensitivity")
+    rates = _flat(rule, state, "rates") if "rates" in state else None
+    for weight, place in rule.blocks.place.items():
+        if weight.rated and adapt and not (start[place] > 0).all():
+            raise ValueError(f"{weight.name}: the state holds a sensitivity of {float(start[place].min()):g}")
+        if rates is not None and not (rates[place] >= 0).all():
+            raise ValueError(f"{weight.name}: the state holds a rate of {float(rates[place].min()):g}")
+    memory: Memory = []
+    for run, known in zip(rule.blocks.runs, expected.memory, strict=True):
+        last = state.get("memory", {}).get(_key(run))
+        if last is not None and known is not None:
+            _refuse_odd(run.weight.name, last, known.shape)
+        memory.append(None if last is None else last.to(run.weight.param.device))
+    stepped = state.get("stepped", {})
+    return Saved(start, rates, {id(part.param) for part in rule.parts if stepped.get(part.name, False)}, memory)
+
+
+def _flat(rule: Rule, state: Mapping[str, Any], key: str) -> Tensor:
+    """One number a block, from vectors by weight name."""
+    flat = torch.empty(rule.blocks.total, device=rule.blocks.device, dtype=torch.float32)
+    for weight, place in rule.blocks.place.items():
+        of_weight = state[key].get(weight.name)
+        _refuse_odd(weight.name, of_weight, (weight.blocks,))
+        flat[place] = of_weight.to(flat)
+    return flat
+
+
+def _refuse_odd(name: str, found: object, shape: Collection[int]) -> None:
+    if not isinstance(found, Tensor):
+        raise ValueError(f"{name}: the state holds a {type(found).__name__} where a tensor should be")
+    if found.shape != tuple(shape):
+        raise ValueError(f"{name}: the state holds a tensor of shape {tuple(found.shape)}, not {tuple(shape)}")
+    if not found.isfinite().all():
+        raise ValueError(f"{name}: the state holds NaN or inf; resume from an earlier checkpoint")
+
+
+def _digest(weight: Weight) -> str:
+    """Equal for equal rows of equal blocks, of the parameter and of its bias."""
+    runs = [torch.unique_consecutive(part.block_of_row, return_counts=True) for part in weight.parts]
+    layout = [(part.dim, *(run.tolist() for run in each)) for part, each in zip(weight.parts, runs, strict=True)]
+    return hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
+
+
+def _key(run: Run) -> str:
+    """A weight's name; with a number of rows if not all of its blocks have the same."""
+    sizes = run.weight.rows_of_block
+    return run.weight.name if len(run.blocks) == len(sizes) else f"{run.weight.name}[{sizes[run.blocks[0]]} rows]"
+
+
+def _refuse_foreign(rule: Rule, norm: Norm, state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"this is not the state of a QuacK: it is a {type(state).__name__}")
+    if missing := {"norm", "shape", "sensitivity"} - set(state):
+        raise ValueError(f"this is not the state of a QuacK: it has no {', '.join(sorted(missing))}")
+    if state.get("version", 1) not in (1, VERSION):
+        raise ValueError(
+            f"the state has version {state['version']}, so it was written by a newer quacklr; use that one"
+        )
+    if state["norm"] != norm_name(norm):
+        raise ValueError(f"the state was made with norm={state['norm']}, but this QuacK has norm={norm_name(norm)}")
+    saved = {name: (list(shape), _length(state["sensitivity"].get(name))) for name, shape in state["shape"].items()}
+    here = {weight.name: (list(weight.param.shape), weight.blocks) for weight in rule.weights}
+    rows = {weight.name: _digest(weight) for weight in rule.weights}
+    differences = [
+        *(f"{name} is in the state but not in the model" for name in sorted(saved.keys() - here.keys())),
+        *(f"{name} is in the model but not in the state" for name in sorted(here.keys() - saved.keys())),
+        *(
+            f"{name} has shape {saved[name][0]} and {saved[name][1]} blocks in the state, "
+            f"shape {here[name][0]} and {here[name][1]} blocks in the model"
+            for name in sorted(here.keys() & saved.keys())
+            if saved[name][0] != here[name][0] or saved[name][1] not in (None, here[name][1])
+        ),
+        *(
+            f"{name} has other rows in the state than in the model"
+            for name, digest in sorted(state.get("rows", {}).items())
+            if rows.get(name, digest) != digest
+        ),
+    ]
+    if differences:
+        raise ValueError("the state is of another model: " + "; ".join(differences))
+
+
+def _length(found: object) -> int | None:
+    return len(found) if isinstance(found, Tensor) and found.ndim == 1 else None

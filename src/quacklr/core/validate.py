@@ -1,0 +1,117 @@
+"""What QuacK will not attach to: each refusal names the weight and the way out, before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from quacklr.core.local import here, is_sharded
+from quacklr.core.sensitivity import Rule
+from quacklr.core.weight import Weight
+
+FLOAT32 = torch.finfo(torch.float32)
+
+
+def refuse_settings(tau: object, norm: object, floor: object) -> None:
+    """Numbers in range, and a norm that can be called."""
+    if isinstance(tau, Optimizer):
+        raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
+    if not isinstance(tau, int | float) or isinstance(tau, bool):
+        raise ValueError(
+            f"tau is a {type(tau).__name__}: the rate relative to lr must be a positive number; a batch is given to "
+            "logit_paths: QuacK(logit_paths(model, batch), optimizer)"
+        )
+    if not 0 < tau < float("inf"):
+        raise ValueError(f"tau={tau!r}: the rate relative to lr must be a positive number; 1.0 is where to start")
+    if not isinstance(floor, int | float) or isinstance(floor, bool) or not 0 <= floor < float("inf"):
+        raise ValueError(f"floor={floor!r}: the least norm of a block must be a number from 0 up")
+    for name, value in (("tau", tau), ("floor", floor)):
+        if value and not FLOAT32.tiny <= value <= FLOAT32.max:
+            raise ValueError(f"{name}={value!r}: rates and norms are float32, which cannot hold it")
+    if not callable(norm):
+        raise ValueError(f"norm={norm!r}: a norm is a function, quacklr.frobenius or quacklr.spectral")
+
+
+def refuse_unstepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> None:
+    """A parameter that trains must be in one of the optimizers; a frozen one counts in norms and needs none."""
+    if not any(weight.trains for weight in weights):
+        raise ValueError(f"{weights[0].name} and all others on a path are frozen, so there is nothing to control")
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for weight in weights:
+        for part in weight.parts:
+            if weight.rated and part.param.requires_grad and id(part.param) not in stepped:
+                if is_sharded(part.param):
+                    raise ValueError(
+                        f"{part.name}: its parameter is sharded, and in none of the optimizers given; sharding "
+                        "replaces parameters, so make the optimizer after it, then attach"
+                    )
+                raise ValueError(
+                    f"{part.name}: its parameter is in none of the optimizers given; pass the one that steps it too, "
+                    "or freeze it with requires_grad_(False)"
+                )
+
+
+def refuse_meta(weights: Iterable[Weight]) -> None:
+    """A weight without numbers has no norm."""
+    for part in (part for weight in weights for part in weight.parts):
+        if part.param.device.type == "meta":
+            raise ValueError(f"{part.name}: its parameter is on the meta device; attach after materialising the model")
+
+
+def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight], who: str = "QuacK") -> None:
+    """Two that scale the same optimizer's step of one parameter would do it twice."""
+    others: dict[int, str] = {}
+    for other in taken:
+        for part in other.parts:
+            others.setdefault(id(part.param), part.name)
+    for weight in weights:
+        for part in weight.parts:
+            if id(part.param) in others:
+                raise ValueError(
+                    f"{part.name}: another {who} is attached to its parameter (as {others[id(part.param)]}); "
+                    "call remove() on that one first"
+                )
+
+
+def refuse_unusable(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) -> None:
+    """Norms must be finite, and sensitivities positive: Lemma 1 needs a lower bound on every norm."""
+    owner = {int(b): weight for weight, place in rule.blocks.place.items() for b in place}
+    for broken in (~norms.isfinite()).nonzero().flatten().tolist()[:1]:
+        _refuse_infinite(owner[broken], bool(norms[broken].isnan()))
+    rated = torch.tensor([owner[b].rated for b in range(len(norms))], device=norms.device)
+    useless = (rated & ~((sensitivity > 0) & sensitivity.isfinite())).nonzero().flatten().tolist()
+    if not adapt or not useless:
+        return
+    name = owner[useless[0]].name
+    beside = {b for others in rule.beside for b in others[rule.block == useless[0]].tolist()}
+    zeros = sorted({owner[b].name for b in beside if b in owner and norms[b] == 0})
+    if not zeros:
+        where = "below" if sensitivity[useless[0]] == 0 else "above"
+        raise ValueError(
+            f"{name}: the product of its partners' norms is {where} what float32 can hold; scale the weights, and the "
+            "logits in turn"
+        )
+    partner = f"partner {zeros[0]} is" if len(zeros) == 1 else f"partners {' and '.join(zeros)} are"
+    raise ValueError(
+        f"{name}: its {partner} all zeros, so its rate has no bound; initialise what is zero, or pass floor=c to bound "
+        "every norm from below by c"
+    )
+
+
+def _refuse_infinite(weight: Weight, is_nan: bool) -> None:
+    """A norm is not finite: because its entries are not, or because they are too large.
+
+    Of a sharded weight only the norm is known to all processes, and all must say the same.
+    """
+    entries = [here(part.param) for part in weight.parts]
+    sharded = any(is_sharded(part.param) for part in weight.parts)
+    if is_nan or sharded or not all(bool(each.isfinite().all()) for each in entries):
+        raise ValueError(f"{weight.name}: holds NaN or inf; attach QuacK to a model whose weights are finite")
+    largest = max(float(each.abs().max()) for each in entries if each.numel())
+    raise ValueError(
+        f"{weight.name}: its norm is too large for float32 (largest entry {largest:.3g}); scale its weights, or keep "
+        "them in float64"
+    )

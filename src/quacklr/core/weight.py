@@ -1,0 +1,261 @@
+"""A weight: some rows of a parameter, and for each row the block it belongs to.
+
+A block is what one head reads. One index vector a parameter describes every layout there is, because it says of
+each row only whose it is:
+
+    separate     q: 0 0 1 1 2 2                     one parameter a weight
+    fused        q: 0 0 1 1 . . . . . . . .         [q|k|v]; k: . . . . 0 0 1 1 . . . .
+    per head     q: 0 0 . . . . 1 1 . . . .         [h, 3, d]
+    gated        q: 0 0 . . 1 1 . .                 rows of a head are [q, gate]
+
+(a dot is -1: the row is not part of the weight). `packed` writes these vectors for the layouts people use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from quacklr.core.local import here, indices, is_sharded
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)  # a weight equals itself only, so it can key a dict
+class Weight:
+    """Some rows of a parameter, and the block each belongs to.
+
+    Rows lie along `dim` of `param`; everything else of a row is flattened. `dim=(0, 1)` are the rows of matrices that
+    are stacked in one parameter, first to last. `block_of_row` is (rows,) long, -1 for rows that are not part of the
+    weight. A `bias` belongs to its rows' blocks: it counts in their norms and gets their
+    rates, as one more column, [W b] [x; 1]. It is a tensor with an entry for each row of `param`, or, if it is laid out
+    in another way, a weight with as many rows in each block. A weight that is not `rated` counts in its partners'
+    rates and has none itself.
+    """
+
+    name: str
+    param: Tensor
+    block_of_row: Tensor
+    dim: int | tuple[int, ...] = 0
+    bias: Tensor | Weight | None = None
+    rated: bool = True
+
+    def __post_init__(self) -> None:
+        self._refuse_param(self.param)
+        object.__setattr__(self, "dim", self._checked_dim())
+        object.__setattr__(self, "block_of_row", self._checked(self.block_of_row))
+        if self.bias is None:
+            return
+        name, bias = f"{self.name}.bias", self.bias
+        bias = Weight(name, bias, self.block_of_row) if isinstance(bias, Tensor) else replace(bias, name=name)
+        if not torch.equal(bias.rows_of_block, self.rows_of_block):
+            raise ValueError(f"{self.name}: its bias must have as many rows in each block as its parameter")
+        object.__setattr__(self, "bias", bias)
+
+    def _refuse_param(self, param: object) -> None:
+        if not isinstance(param, Tensor):
+            raise ValueError(f"{self.name}: its parameter is a {type(param).__name__}, not a tensor")
+        if param.dtype not in DTYPES:
+            raise ValueError(
+                f"{self.name}: its parameter is {param.dtype}; a weight on a path is float16, bfloat16, float32 or "
+                "float64"
+            )
+        if param.numel() == 0:
+            raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(param.shape)}")
+
+    def _checked_dim(self) -> int | tuple[int, ...]:
+        shape = tuple(self.param.shape)
+        if isinstance(self.dim, tuple):
+            if self.dim != tuple(range(len(shape)))[: len(self.dim)] or len(self.dim) < 2:
+                raise ValueError(f"{self.name}: dim={self.dim}; several dimensions are the first ones: (0, 1)")
+            self._refuse_strided(self.param)
+        elif not -len(shape) <= self.dim < len(shape):
+            raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {shape}")
+        return self.dim if isinstance(self.dim, tuple) else self.dim % len(shape)
+
+    def _refuse_strided(self, param: Tensor) -> None:
+        """Of a tensor that is not contiguous `flatten` makes a copy, and what is written to a copy is lost."""
+        if not param.is_contiguous():
+            raise ValueError(f"{self.name}: dim={self.dim}, but its parameter is not contiguous")
+
+    def __repr__(self) -> str:
+        rows = int((self.block_of_row >= 0).sum())
+        return f"Weight({self.name}: {rows} rows of {tuple(self.param.shape)}, {self.blocks} blocks)"
+
+    @property
+    def rows_are_first(self) -> bool:
+        """Whether a row's entries lie together in memory."""
+        return isinstance(self.dim, tuple) or self.dim == 0
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions along which rows lie."""
+        return self.dim if isinstance(self.dim, tuple) else (self.dim,)
+
+    def rows_first(self) -> Tensor:
+        """What is here of the parameter, without gradients: a view of it with its rows along the first dimension."""
+        param = here(self.param)
+        if not isinstance(self.dim, tuple):
+            return param.movedim(self.dim, 0)
+        self._refuse_strided(param)
+        return param.flatten(0, len(self.dim) - 1)
+
+    def rows_here(self) -> Tensor:
+        """Which of its rows these are; all of them, unless the parameter is sharded."""
+        return _grid(self.param, self.dims)
+
+    def blocks_here(self) -> Tensor:
+        """The block that each of them belongs to."""
+        return self.block_of_row[self.rows_here()] if is_sharded(self.param) else self.block_of_row
+
+    def columns_here(self) -> Tensor:
+        """Which entries of a row they have."""
+        return _grid(self.param, tuple(d for d in range(self.param.ndim) if d not in self.dims))
+
+    def spread(self, of_row: Tensor) -> Tensor:
+        """One number a row, in a shape that broadcasts to the parameter."""
+        return of_row.view([size if d in self.dims else 1 for d, size in enumerate(self.param.shape)])
+
+    def _checked(self, given: object) -> Tensor:
+        rows = math.prod(self.param.shape[dim] for dim in self.dims)
+        block_of_row = whole_numbers(given)
+        if block_of_row is None:
+            raise ValueError(f"{self.name}: block_of_row must hold whole numbers, one for each row")
+        if block_of_row.shape != (rows,):
+            raise ValueError(f"{self.name}: {rows} rows, but block_of_row has {block_of_row.numel()} entries")
+        if block_of_row.min() < -1 or block_of_row.max() < 0:
+            raise ValueError(
+                f"{self.name}: block_of_row must number blocks from 0, with -1 for rows outside the weight"
+            )
+        sizes = torch.bincount(block_of_row[block_of_row >= 0])
+        if (sizes == 0).any():
+            raise ValueError(
+                f"{self.name}: block {int((sizes == 0).nonzero()[0])} has no rows; number blocks without gaps"
+            )
+        return block_of_row
+
+    @property
+    def rows_of_block(self) -> Tensor:
+        """(blocks,): how many rows each block has."""
+        return torch.bincount(self.block_of_row[self.block_of_row >= 0])
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks (heads, or groups of heads) the weight has."""
+        return int(self.block_of_row.max()) + 1
+
+    @property
+    def columns(self) -> int:
+        """Entries of a row, the bias not among them."""
+        return self.param.numel() // len(self.block_of_row)
+
+    @property
+    def parts(self) -> tuple[Weight, ...]:
+        """The weight itself, and its bias if it has one."""
+        return (self, self.bias) if isinstance(self.bias, Weight) else (self,)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it gets a rate: neither frozen, nor one that only counts."""
+        return self.rated and any(part.param.requires_grad for part in self.parts)
+
+
+def whole_numbers(given: object) -> Tensor | None:
+    """Given numbers as a long tensor on the CPU; None if they are not all whole numbers."""
+    try:
+        numbers = torch.as_tensor(given, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    inexact = numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
+    return None if inexact else numbers.to(torch.long)
+
+
+def _grid(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The entries along some dimensions that are here, numbered as if these dimensions were flattened."""
+    number = torch.zeros(1, dtype=torch.long, device="cpu")
+    for dim in dims:
+        number = (number.unsqueeze(1) * tensor.shape[dim] + indices(tensor, dim)).flatten()
+    return number
+
+
+Segment = tuple[str | None, int, int]
+
+
+def packed(
+    source: nn.Module | Tensor, *segments: Segment, repeat: int = 1, dim: int = 0, bias: Tensor | None = None
+) -> list[Weight]:
+    """The named weights of a parameter whose rows are `segments` in order, the whole `repeat` times over.
+
+    A segment is (name, blocks, rows of a block); rows of a segment named None belong to nothing. `source` is a
+    parameter, or a module with a `weight` and perhaps a `bias`.
+
+        q,     = packed(q_proj, ("q", heads, d))                                         separate
+        q, k   = packed(qkv, ("q", heads, d), ("k", groups, d), (None, groups, d))       [q|k|v]
+        q, k   = packed(qkv, ("q", 1, d), ("k", 1, d), (None, 1, d), repeat=heads)       [h, 3, d]
+        q, k   = packed(qkv, ("q", r, d), ("k", 1, d), (None, 1, d), repeat=groups)      [g, r + 2, d]
+        q,     = packed(q_proj, ("q", 1, d), (None, 1, d), repeat=heads)                 [q, gate] a head
+        uq, qr = packed(q_b, ("uq", 1, nope), ("qr", 1, rope), repeat=heads)             MLA
+        dkv, kr = packed(kv_a, ("dkv", 1, latent), ("kr", 1, rope))                      MLA
+    """
+    for segment in segments:
+        numbers: Sequence[object] = segment[1:]
+        if len(numbers) != 2 or not all(isinstance(number, int) and number > 0 for number in numbers):
+            raise ValueError(f"{segment}: a segment is (name, blocks, rows of a block), two positive whole numbers")
+    names = " ".join(name for name, _, _ in segments if name is not None)
+    if isinstance(source, nn.Module):
+        bias = bias if bias is not None else getattr(source, "bias", None)
+    param = _weight_of(source, names) if isinstance(source, nn.Module) else source
+    period = sum(blocks * size for _, blocks, size in segments)
+    if repeat * period != param.shape[dim]:
+        raise ValueError(f"{names}: segments of {repeat} x {period} rows, but the parameter has {param.shape[dim]}")
+    weights, start = [], 0
+    for name, blocks, size in segments:
+        if name is not None:
+            owner = torch.full((repeat, period), -1, device="cpu")
+            block = torch.arange(repeat * blocks, device="cpu").view(repeat, blocks)
+            owner[:, start : start + blocks * size] = block.repeat_interleave(size, dim=1)
+            weights.append(Weight(name, param, owner.flatten(), dim, bias))
+        start += blocks * size
+    return weights
+
+
+def _weight_of(module: nn.Module, names: str) -> Tensor:
+    if is_parametrized(module, "weight"):
+        originals = [name for name, _ in module.named_parameters() if name.startswith("parametrizations.weight.")]
+        raise ValueError(
+            f"{names}: {type(module).__name__}'s weight is parametrised; pass the parameter that gives its rows their "
+            f"scale: {' or '.join(originals)}"
+        )
+    weight = module._parameters.get("weight")
+    if weight is None:
+        raise ValueError(f"{names}: {type(module).__name__} has no parameter called weight; pass the parameter itself")
+    return weight
+
+
+def distinct(weights: Iterable[Weight]) -> dict[Weight, Weight]:
+    """For each weight the first one that is the same rows of the same parameter: itself, unless layers are tied.
+
+    Refuses two weights that share a name, and two that claim the same row with different blocks: a row has one rate.
+    """
+    stands_for: dict[Weight, Weight] = {}
+    by_rows: dict[object, Weight] = {}
+    by_name: dict[str, Weight] = {}
+    owners: dict[int, list[Weight]] = {}
+    for weight in dict.fromkeys(weights):
+        key = tuple((id(part.param), part.dim, tuple(part.block_of_row.tolist())) for part in weight.parts)
+        stands_for[weight] = by_rows.setdefault(key, weight)
+        if stands_for[weight] is not weight:
+            continue
+        if by_name.setdefault(weight.name, weight) is not weight:
+            raise ValueError(f"{weight.name}: two different weights have this name; name each after its module")
+        for part in weight.parts:
+            for other in owners.setdefault(id(part.param), []):
+                if other.dim != part.dim or ((other.block_of_row >= 0) & (part.block_of_row >= 0)).any():
+                    raise ValueError(f"{part.name} and {other.name} claim the same rows; declare them as one Weight")
+            owners[id(part.param)].append(part)
+    return stands_for

@@ -1,0 +1,1 @@
+"""The attention logits of any model while it runs: statistics, and a clip."""

@@ -1,0 +1,1 @@
+"""Optimizers: whether their steps can be scaled, and which tensors they step."""

@@ -1,0 +1,110 @@
+"""Whether the optimizers step the weights on the paths at all.
+
+Engines and user code replace what is stepped: DeepSpeed puts flat copies into the param groups, `fully_shard` and
+`load_state_dict(assign=True)` put new parameters into the model. A QuacK attached before would do nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from weakref import ReferenceType, ref
+
+from torch import nn
+from torch.optim import Optimizer
+
+from quacklr.core.weight import Weight
+
+NONE_STEPPED = (
+    "no weight on a path is stepped, so QuacK would do nothing: the optimizer's param groups hold none of the "
+    "parameters that they held when QuacK was attached, first {}: did something replace them since, as "
+    "deepspeed.initialize does? Attach afterwards, to the optimizer that steps the model's own parameters"
+)
+NOT_IN_GROUPS = "{}: its parameter is no longer in an optimizer that QuacK is attached to, so its step is not scaled"
+REPLACED = (
+    "{}: {} parameters on the paths were replaced after QuacK was attached, by sharding or by "
+    "load_state_dict(assign=True), so the model does not use those that QuacK scales; load and shard first, then make "
+    "the optimizer, then attach"
+)
+NO_GRADIENT = (
+    "no weight on a path had a gradient in the first step{}, so QuacK does nothing: was the model sharded, or were its "
+    "parameters replaced, after QuacK was attached? Shard first, then make the optimizer, then attach"
+)
+
+
+def ids_in_groups(optimizer: Optimizer) -> set[int]:
+    """Ids of the tensors in the optimizer's param groups, as they are now."""
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+class StepCheck:
+    """Raises RuntimeError if no weight on a path is stepped, and warns once if only some are."""
+
+    def __init__(self, model: nn.Module | None, weights: Iterable[Weight], optimizers: Sequence[Optimizer]) -> None:
+        self._parts = [part for weight in weights for part in weight.parts if weight.rated]
+        self._optimizers = optimizers
+        self._model: ReferenceType[nn.Module] | None = None if model is None else ref(model)
+        own = set() if model is None else {id(param) for param in model.parameters()}
+        self._of_model = [part for part in self._parts if id(part.param) in own]
+        self._groups = [optimizer.param_groups for optimizer in optimizers]
+        self._in_use, self._all_stepped = False, False  # what was found at the first step
+        self._stepped: set[Optimizer] = set()
+        self._had_gradient: set[int] = set()
+
+    def before_step(self, tensors: Collection[int], last_iteration: Collection[int]) -> None:
+        """Whether the param groups still hold the parameters on the paths, and the model still uses them.
+
+        `tensors`: ids of those on the paths that are about to step. `last_iteration`: of those that stepped last.
+        """
+        if len(self._stepped) < len(self._optimizers):  # some clear gradients while they step
+            self._had_gradient.update(id(part.param) for part in self._parts if part.param.grad is not None)
+        if tensors and self._in_use and (self._all_stepped or not last_iteration):
+            return
+        trained = [part for part in self._parts if part.param.requires_grad]
+        in_groups = set().union(*map(ids_in_groups, self._optimizers))
+        missing = [part for part in trained if id(part.param) not in in_groups]
+        if missing and len(missing) == len(trained):
+            raise RuntimeError(NONE_STEPPED.format(missing[0].name))
+        if not self._in_use:
+            self._check_in_use()
+        if not self._all_stepped:
+            self._check_all_stepped(missing, last_iteration)
+
+    def _check_in_use(self) -> None:
+        """Whether the model still has the parameters on the paths."""
+        model = self._model() if self._model is not None else None
+        if model is not None:
+            own = {id(param) for param in model.parameters()}
+            replaced = [part for part in self._of_model if id(part.param) not in own]
+            if replaced and len(replaced) == len(self._of_model):
+                raise RuntimeError(REPLACED.format(replaced[0].name, "all"))
+            if replaced:
+                some = f"{len(replaced)} of {len(self._of_model)}"
+                warnings.warn(REPLACED.format(replaced[0].name, some), stacklevel=7)
+        self._in_use = True
+
+    def _check_all_stepped(self, missing: Iterable[Weight], last_iteration: Collection[int]) -> None:
+        """Warn of parameters that left the groups.
+
+        Where an engine has put another list of groups in place, as DeepSpeed does for a part of a step, they may come
+        later in the iteration: then the second iteration decides.
+        """
+        lists = zip(self._optimizers, self._groups, strict=True)
+        if not last_iteration and any(optimizer.param_groups is not groups for optimizer, groups in lists):
+            return
+        self._all_stepped = True
+        if missing := [part for part in missing if id(part.param) not in last_iteration]:
+            warnings.warn(NOT_IN_GROUPS.format(missing[0].name), stacklevel=7)
+
+    def after_step(self, optimizer: Optimizer, tensors: Collection[int], moved: Callable[[], bool]) -> None:
+        """Whether a weight on a path had a gradient in this optimizer's first step, or moved without one."""
+        if optimizer in self._stepped:
+            return
+        params = [part.param for part in self._parts if part.param.requires_grad and id(part.param) in tensors]
+        seen = any(param.grad is not None or id(param) in self._had_gradient for param in params)
+        if params and not seen and not moved():
+            ids = {id(part.param) for part in self._parts}
+            if all(other is optimizer or ids_in_groups(other).isdisjoint(ids) for other in self._optimizers):
+                raise RuntimeError(NO_GRADIENT.format(""))
+            warnings.warn(NO_GRADIENT.format(f" of {type(optimizer).__name__}"), stacklevel=6)
+        self._stepped.add(optimizer)

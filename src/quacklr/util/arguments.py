@@ -1,0 +1,38 @@
+"""Command-line arguments: a parser that answers a mistake with one sentence."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that answers a mistake with one sentence instead of the whole usage."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The options; a mistake ends the process with exit code 2."""
+        if unusable := unusable_argument(args or []):
+            self.error(unusable)
+        return super().parse_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where to look, and exit with code 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def unusable_argument(argv: Sequence[str]) -> str | None:
+    """What is wrong with the first argument that is empty, has a NUL, or is not UTF-8; no option accepts such."""
+    for before, argument in pairwise(["", *argv]):
+        named = argument if argument.startswith("--") else before if "=" not in before else ""
+        option = named.partition("=")[0] if named.startswith("--") else "an argument"
+        if not argument or argument == f"{option}=":
+            return f"{option} is empty; give it a value, or leave it out"
+        if "\0" in argument:
+            return f"{option} has a NUL character in it; leave that out"
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            return f"{option} is no text in UTF-8: {argument!a}"
+    return None

@@ -1,0 +1,30 @@
+"""Asking autograd: gradients that can be asked again, and the leaves of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def gradients(of: Tensor, at: Sequence[Tensor], cotangent: Tensor) -> Sequence[Tensor | None]:
+    """torch.autograd.grad of one tensor, which can be asked again; None where it does not depend on a tensor."""
+    return torch.autograd.grad(of, at, cotangent, retain_graph=True, allow_unused=True) if at else ()
+
+
+def leaves_of(tensor: Tensor) -> list[Tensor]:
+    """The leaves that a tensor was computed from, as autograd knows them."""
+    leaves: list[Tensor] = []
+    seen: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return leaves

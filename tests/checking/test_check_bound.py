@@ -1,0 +1,196 @@
+"""The bound and the measured change, by hand; and the lengths of inputs, in every way of multiplying.
+
+Shapes: B batch, T tokens, D width, H heads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from math import sqrt
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from quacklr import Path, Weight, check, mha, packed
+from quacklr.checking.inputs import Inputs
+from quacklr.checking.steps import spectral
+from quacklr.core.blocks import Rows
+
+Matrix = npt.NDArray[np.float64]
+HEADS, SIZE, WIDTH = 2, 3, 5
+X_BTD = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Attention(nn.Module):
+    """Queries with a bias, keys without; `gain` is between weights and logit, where nothing should be."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain = gain
+        self.q, self.k = nn.Linear(WIDTH, HEADS * SIZE), nn.Linear(WIDTH, HEADS * SIZE, bias=False)
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k = (of(x_BTD).unflatten(2, (HEADS, SIZE)).transpose(1, 2) for of in (self.q, self.k))
+        mixed = F.scaled_dot_product_attention(self.gain * q, k, x_BTD.unsqueeze(1).expand(-1, HEADS, -1, -1))
+        return self.out(mixed)
+
+    def logit_paths(self) -> list[Path]:
+        return mha(*packed(self.q, ("q", HEADS, SIZE)), *packed(self.k, ("k", HEADS, SIZE)))
+
+
+def loss(model: nn.Module, x_BTD: Tensor) -> Tensor:
+    return (model(x_BTD) - 1).square().sum()
+
+
+def by_head(model: Attention) -> list[tuple[Matrix, Matrix]]:
+    """For each head [W b] of its query, and W of its key."""
+    q: Matrix = torch.cat([model.q.weight, model.q.bias[:, None]], 1).detach().double().numpy()
+    k: Matrix = model.k.weight.detach().double().numpy()
+    return [(q[h * SIZE : (h + 1) * SIZE], k[h * SIZE : (h + 1) * SIZE]) for h in range(HEADS)]
+
+
+@pytest.mark.parametrize("unclaimed", [0, 1])
+def test_change_and_bound_are_those_computed_by_hand(unclaimed: int) -> None:
+    """With all rows claimed; and without each key's last one, whose step then is not counted in the change."""
+    model = Attention()
+    q, k = packed(model.q, ("q", HEADS, SIZE))[0], Weight("k", model.k.weight, claimed_rows(unclaimed))
+    paths = [Path((q, k), HEADS)]
+    wiring = check(model, SGD(model.parameters(), lr=0.1), X_BTD, loss=loss, steps=1, paths=paths)
+    stepped = copy.deepcopy(model)
+    optimizer = SGD(stepped.parameters(), lr=0.1)
+    loss(stepped, X_BTD).backward()
+    optimizer.step()
+    for head, (old, new) in enumerate(zip(by_head(model), by_head(stepped), strict=True)):
+        rows = SIZE - unclaimed
+        new[1][rows:] = old[1][rows:]
+        bound = bound_by_hand(old[0], old[1][:rows], new[0], new[1][:rows])
+        assert float(wiring.layers[0].start.measured[head]) == pytest.approx(change_by_hand(*old, *new), rel=1e-3)
+        assert float(wiring.layers[0].start.bound[head]) == pytest.approx(bound, rel=1e-4)
+
+
+def claimed_rows(unclaimed: int) -> Tensor:
+    return torch.arange(HEADS * SIZE).where(torch.arange(HEADS * SIZE) % SIZE < SIZE - unclaimed, -SIZE) // SIZE
+
+
+def change_by_hand(q: Matrix, k: Matrix, q_new: Matrix, k_new: Matrix) -> float:
+    """The largest over all pairs of tokens of a sequence."""
+    largest = 0.0
+    for x_TD in X_BTD.double().numpy():
+        for asking in x_TD:
+            for asked in x_TD:
+                x = np.append(asking, 1.0)
+                change = (q_new @ x) @ (k_new @ asked) - (q @ x) @ (k @ asked)
+                largest = max(largest, abs(change) / sqrt(SIZE))
+    return largest
+
+
+def bound_by_hand(q: Matrix, k: Matrix, q_new: Matrix, k_new: Matrix) -> float:
+    longest = max(float(np.linalg.norm(x)) for x_TD in X_BTD.double().numpy() for x in x_TD)
+    size_q, size_k, step_q, step_k = (float(np.linalg.norm(of, ord=2)) for of in (q, k, q_new - q, k_new - k))
+    grows = (size_q + step_q) * (size_k + step_k) - size_q * size_k
+    return grows * sqrt(longest**2 + 1) * longest / sqrt(SIZE)
+
+
+def test_a_logit_that_moves_further_than_its_rows_steps_allow_is_wrong() -> None:
+    model = Attention(gain=20.0)
+    told = str(check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1))
+    assert "at the start a logit of head 0-1 moves by" in told
+    assert "in a step, and the rates of its rows allow" in told
+    assert "wired wrong: 2 heads in 1 of 1 layer;" in told
+
+
+def test_rows_that_step_further_than_their_rates_say_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the hooks were lost on the way: the weights are grown, so the rates are not 1, but nothing is scaled."""
+    model = Attention()
+    assert check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1).ok
+    monkeypatch.setattr(Rows, "move", lambda *_: None)
+    told = str(check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1))
+    assert "grown, with QuacK rows of head 0-1 take a larger step than their rates allow" in told
+    assert "at the start" not in told.partition("wrong:")[2]
+
+
+def test_the_spectral_norm_is_exact() -> None:
+    for shape in ((3, 4, 7), (3, 7, 4), (2, 5, 1)):
+        blocks = torch.randn(shape, dtype=torch.float64)
+        expected = [float(np.linalg.norm(block.numpy(), ord=2)) for block in blocks]
+        torch.testing.assert_close(spectral(blocks).tolist(), expected)
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": lambda x, w: F.linear(x, w),
+    "x @ w.T": lambda x, w: x @ w.T,
+    "w @ x.T": lambda x, w: w @ x.mT,
+    "mm": lambda x, w: torch.mm(x.flatten(0, 1), w.T),
+    "addmm": lambda x, w: torch.addmm(torch.zeros(6), x.flatten(0, 1), w.T),
+    "einsum": lambda x, w: torch.einsum("btd,od->bto", x, w),
+    "einsum by heads": lambda x, w: torch.einsum("...d,hkd->...hk", x, w.view(2, 3, 5)),
+    "einsum of each head": lambda x, w: torch.einsum(
+        "bthd,hkd->bthk", x.unsqueeze(2).expand(-1, -1, 2, -1), w.view(2, 3, 5)
+    ),
+    "conv1d": lambda x, w: F.conv1d(x.mT, w.unsqueeze(2)),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_the_longest_input_is_seen_however_it_is_multiplied(product: str) -> None:
+    param = torch.randn(6, WIDTH)
+    weight = Weight("q", param, torch.arange(6) // 3)
+    with Inputs([weight]) as inputs:
+        PRODUCTS[product](X_BTD, param)
+        PRODUCTS[product](X_BTD / 2, param)
+        F.linear(100 * X_BTD, torch.randn(6, WIDTH))
+    assert inputs.of(weight) == pytest.approx(float(X_BTD.norm(dim=2).max()))
+
+
+def test_a_bias_is_multiplied_with_one_and_what_was_not_seen_has_no_length() -> None:
+    param = torch.randn(6, WIDTH)
+    alone, biased = (Weight("q", param, torch.arange(6) // 3, bias=bias) for bias in (None, torch.zeros(6)))
+    with Inputs([alone, biased]) as inputs:
+        assert np.isnan(inputs.of(alone))
+        F.linear(2 * param, torch.eye(WIDTH))
+        assert np.isnan(inputs.of(alone))
+        F.linear(X_BTD, param)
+    assert inputs.of(biased) == pytest.approx(sqrt(inputs.of(alone) ** 2 + 1))
+    assert inputs.of(Weight("bias_k", torch.randn(6), torch.arange(6) // 3)) == 1.0
+
+
+def test_a_learned_vector_that_is_added_to_every_query_is_multiplied_with_one() -> None:
+    """XLNet's biases: a row for each head, added to (B, T, H, K). A sum of two weights is none."""
+    bias, one, other = (torch.randn(2, 3) for _ in range(3))
+    rows = torch.arange(2)
+    with Inputs([weight := Weight("bias", bias, rows), adapted := Weight("one", one, rows)]) as inputs:
+        torch.zeros(2, 4, 2, 3) + bias
+        F.linear(X_BTD[..., :3], one + other)
+    assert inputs.of(weight) == 1.0
+    assert np.isnan(inputs.of(adapted))
+
+
+def test_a_parametrised_weight_has_no_bound_and_is_judged_all_the_same() -> None:
+    model = Attention()
+    for of in (model.q, model.k):
+        nn.utils.parametrize.register_parametrization(of, "weight", Doubled())
+    q, k = (of.get_parameter("parametrizations.weight.original") for of in (model.q, model.k))
+    blocks = torch.arange(HEADS * SIZE) // SIZE
+    right = [Path((Weight("q", q, blocks), Weight("k", k, blocks)), HEADS)]
+    wiring = check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=right, loss=loss)
+    assert not wiring.ok  # what was not shown is not proved
+    assert not any(layer.faults for layer in wiring.layers)
+    assert wiring.layers[0].start.bound.isnan().all()
+    assert str(wiring).splitlines()[-1].startswith("wired right, as far as shown: 1 layer, 2 heads;")
+    assert " -  " in str(wiring).splitlines()[1]
+    assert str(wiring).endswith("; the bound of 1 layer is not known, since a weight's input is not seen")
+    wrong = [Path((Weight("q", q, blocks), Weight("k", k, blocks.flip(0))), HEADS)]
+    assert check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=wrong, loss=loss).layers[0].wrong.all()
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight

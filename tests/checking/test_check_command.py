@@ -1,0 +1,124 @@
+"""`quacklr check`, as a person types it; and the picture."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path as File
+
+import pytest
+import torch
+from matplotlib.image import imread
+from torch.optim import SGD
+
+from model_source import MODELS
+from models import PerHead, layers
+from quacklr import check
+from quacklr.cli import main
+
+MORE = """
+def with_optimizer():
+    model, batch = declared()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), batch
+def without_attention():
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU()), torch.randn(2, 5, 16)
+def idle_optimizer():
+    model, batch = declared()
+    return model, [torch.optim.SGD(model.parameters(), lr=0.0)], batch
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the current directory."""
+    (tmp_path / "models_to_check.py").write_text(MODELS + MORE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "models_to_check", raising=False)
+    return "models_to_check"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["check", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_type_of_transformers_is_checked_on_a_small_model(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "gpt_neox", "--steps", "1", "--optimizer", "muon", "--lr", "0.02")
+    assert (code, err) == (0, "")
+    titles = " ".join(out.splitlines()[0].split())
+    assert titles == "attention heads at the start bound grown 4x, plain grown 4x, QuacK its bound"
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == [f"gpt_neox.layers.{i}.attention" for i in (0, 1)]
+    assert out.splitlines()[-1].startswith("wired right: 2 layers, 8 heads;")
+
+
+def test_exit_code_and_picture_of_a_model_that_is_wired_right(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    code, out, _ = run(capsys, f"{mine}.py:with_optimizer", "--out", "check.png", "--growth", "2", "--tau", "0.5")
+    assert code == 0
+    assert "grown 2x, QuacK" in out
+    assert imread("check.png").shape[:2] == (630, 960)
+
+
+def test_exit_code_of_a_model_that_is_wired_wrong(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    code, out, err = run(capsys, f"{mine}:wrongly_declared", "--steps", "1")
+    assert (code, err) == (1, "")
+    assert "{0-2}: k[0-3] moves no logit of its heads" in out
+    assert out.splitlines()[-1].startswith("wired wrong: 12 heads in 3 of 3 layers;")
+    code, out, _ = run(capsys, f"{mine}:misread", "--steps", "1")
+    assert code == 1
+    assert "attends with 2 heads, but its paths say 4" in out
+    assert "others were measured: 0: the rule for BoastfulAttention is wrong here; it says that a head reads" in out
+    assert "take what was measured: QuacK(logit_paths(model, batch, rules=False), optimizer)" in out
+
+
+def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    code, out, err = run(capsys, f"{mine}:unheard_of", "--steps", "1")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith("wired right: 3 layers, 6 heads;")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["qwen3"], 1, "nothing for QuacK to control in its 2 attention layers"),
+        (["models_to_check:without_attention"], 1, "attention"),
+        (["models_to_check:idle_optimizer"], 1, "every learning rate is 0"),
+        (
+            ["models_to_check:misfit"],
+            1,
+            "misfit: the model fails on its batch: RuntimeError: mat1 and mat2",
+        ),
+        (["models_to_check:half_frozen"], 2, "return a batch with the model: return model, batch"),
+        (["models_to_check:missing"], 2, "models_to_check has no 'missing'"),
+        (["lama"], 2, "did you mean llama"),
+        (["gpt2", "--lr", "0"], 2, "argument --lr: must be a positive number, at most 1e+30, not 0"),
+        (["gpt2", "--growth", "x"], 2, "argument --growth: must be a positive number, at most 1e+30, not x"),
+        (["gpt2", "--steps", "1.5"], 2, "argument --steps: must be a positive whole number, at most 10,000, not 1.5"),
+        (["gpt2", "--optimizer", "lbfgs"], 2, "invalid choice: 'lbfgs'"),
+        (["gpt2", "--out", "check.txt"], 2, "must be a .png, .svg or .pdf, not check.txt"),
+        (["gpt2", "--out", "nowhere/check.png"], 2, "there is no folder nowhere"),
+        (["gpt2", "--out", f"{'x' * 300}.png"], 2, "File name too long"),
+        (["gpt2", "--out", f"{'x' * 300}/check.png"], 2, "File name too long"),
+        (["x" * 300], 2, "File name too long"),
+        (["gpt2", "--steps", str(10**20)], 2, "at most 10,000"),
+    ],
+)
+@pytest.mark.usefixtures("mine")
+def test_what_gets_no_answer_gets_one_sentence(
+    arguments: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, out, err = run(capsys, *arguments)
+    err = "\n".join(line for line in err.splitlines() if line != "made")
+    assert (told, out, len(err.splitlines())) == (code, "", 1)
+    assert err.startswith("quacklr check: ")
+    assert sentence in err
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: File) -> None:
+    torch.manual_seed(0)
+    model = layers(1, PerHead)
+    wiring = check(model, SGD(model.parameters(), lr=0.1), torch.randn(1, 3, 16), steps=1)
+    monkeypatch.delitem(sys.modules, "quacklr.checking.figure", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r"a picture needs matplotlib: pip install 'quacklr\[lab\]'"):
+        wiring.save(tmp_path / "check.png")

@@ -1,0 +1,239 @@
+"""Saving and resuming: 2N steps are N steps, torch.save, a new process's objects, and N more; bitwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path as File
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models import Latent, PerHead, Separate, assert_equal, layers, train
+from quacklr import Path, QuacK, Weight, frobenius, mha, packed, spectral
+from quacklr.core.norms import Norm
+
+Run = tuple[nn.Module, torch.optim.Optimizer, QuacK]
+
+
+def run(attention: Callable[[], nn.Module], norm: Norm, seed: int = 0) -> Run:
+    torch.manual_seed(seed)
+    model = layers(2, attention) if attention is not Latent else nn.Sequential(Latent())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, QuacK(model, optimizer, tau=0.5, norm=norm)
+
+
+@pytest.mark.parametrize("norm", [frobenius, spectral])
+@pytest.mark.parametrize("attention", [Separate, lambda: Separate(bias=True), PerHead, Latent])
+def test_a_resumed_run_continues_bitwise(attention: Callable[[], nn.Module], norm: Norm, tmp_path: File) -> None:
+    model, optimizer, quack = run(attention, norm)
+    train(model, optimizer, steps=3, seed=1)
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "quack": quack.state_dict()}
+    torch.save(states, tmp_path / "checkpoint.pt")
+    train(model, optimizer, steps=3, seed=2)
+
+    resumed, resumed_optimizer, resumed_quack = run(attention, norm, seed=9)
+    saved: dict[str, Any] = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    resumed.load_state_dict(saved["model"])
+    resumed_optimizer.load_state_dict(saved["optimizer"])
+    resumed_quack.load_state_dict(saved["quack"])
+    train(resumed, resumed_optimizer, steps=3, seed=2)
+
+    assert_equal(list(resumed.state_dict().values()), list(model.state_dict().values()))
+    assert_equal(resumed_quack.rates(), quack.rates())
+
+
+def test_without_its_state_a_resumed_run_would_differ() -> None:
+    model, optimizer, quack = run(Separate, frobenius)
+    train(model, optimizer, steps=3)
+    rates = quack.rates()
+    quack.remove()
+    assert (QuacK(model, optimizer, tau=0.5).rates()["0.q"] - rates["0.q"]).abs().min() > 0.001
+
+
+def test_a_state_is_a_copy_that_training_does_not_change() -> None:
+    model, optimizer, quack = run(Separate, spectral)
+    state = quack.state_dict()
+    vectors = state["memory"]["0.q"].clone()
+    train(model, optimizer, steps=3)
+    assert_equal(state["memory"]["0.q"], vectors)
+    assert not torch.equal(quack.state_dict()["memory"]["0.q"], vectors)
+
+
+def test_state_is_keyed_by_name_so_blocks_of_different_sizes_find_their_place() -> None:
+    param = nn.Parameter(torch.arange(1.0, 13.0).view(6, 2))
+    other = nn.Parameter(torch.ones(3, 2))
+    optimizer = torch.optim.SGD([param, other], lr=0.1)
+    paths = [Path((Weight("q", param, torch.tensor([0, 0, 0, 1, 2, 2])), Weight("k", other, torch.arange(3))), 3)]
+    with QuacK(paths, optimizer, norm=spectral) as quack:
+        state = quack.state_dict()
+        for rows in param.detach().split([3, 1, 2]):
+            exact = torch.linalg.svd(rows)[2][0]
+            found = state["memory"][f"q[{len(rows)} rows]"][0, :, 0]
+            torch.testing.assert_close(found.abs(), exact.abs(), rtol=1e-3, atol=1e-4)
+        quack.load_state_dict(state)
+        assert_equal(quack.state_dict()["memory"], state["memory"])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            lambda: layers(3, Separate),
+            "2.k is in the state but not in the model; 2.q is in the state but not in the model",
+        ),
+        (
+            lambda: layers(1, Separate),
+            "1.k is in the model but not in the state; 1.q is in the model but not in the state",
+        ),
+        (
+            lambda: layers(2, lambda: Separate(groups=2)),
+            "0.k has shape [8, 16] and 2 blocks in the state, shape [16, 16] and 4 blocks",
+        ),
+    ],
+)
+def test_a_state_of_another_model_is_refused_with_the_difference(other: Callable[[], nn.Module], message: str) -> None:
+    model, optimizer, quack = run(Separate, frobenius)
+    stranger = other()
+    state = QuacK(stranger, torch.optim.SGD(stranger.parameters(), lr=0.1)).state_dict()
+    rates = quack.rates()
+    with pytest.raises(ValueError, match="the state is of another model: ") as error:
+        quack.load_state_dict(state)
+    assert message in str(error.value)
+    assert_equal(quack.rates(), rates)
+    assert model is not None
+    assert optimizer is not None
+
+
+def test_a_state_of_another_norm_is_refused() -> None:
+    model, optimizer, quack = run(Separate, frobenius)
+    state = quack.state_dict()
+    quack.remove()
+    with pytest.raises(ValueError, match="made with norm=frobenius, but this QuacK has norm=spectral"):
+        QuacK(model, optimizer, norm=spectral).load_state_dict(state)
+
+
+def test_an_optimizers_state_is_refused() -> None:
+    _, optimizer, quack = run(Separate, frobenius)
+    with pytest.raises(ValueError, match="not the state of a QuacK: it has no norm, sensitivity, shape"):
+        quack.load_state_dict(optimizer.state_dict())
+
+
+def two_periods(seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer], QuacK]:
+    torch.manual_seed(seed)
+    model = layers(1, lambda: Separate(bias=True))
+    matrices, biases = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(matrices, lr=0.1), torch.optim.SGD(biases, lr=0.1)]
+    return model, optimizers, QuacK(model, optimizers, tau=0.5)
+
+
+def train_with_two_periods(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+    """The second optimizer steps every second iteration, before the first: it uses the rates of the last one."""
+    for step in steps:
+        model(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        for optimizer in optimizers[::-1] if step % 2 else optimizers[:1]:
+            optimizer.step()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("saved_after", [1, 2, 3, 4])
+def test_a_run_whose_optimizers_step_at_different_times_resumes_bitwise(saved_after: int, tmp_path: File) -> None:
+    model, optimizers, quack = two_periods(seed=0)
+    train_with_two_periods(model, optimizers, range(saved_after))
+    states = model.state_dict(), [each.state_dict() for each in optimizers], quack.state_dict()
+    torch.save(states, tmp_path / "checkpoint.pt")
+    last = quack.rates(last=True)
+    train_with_two_periods(model, optimizers, range(saved_after, 6))
+
+    resumed, resumed_optimizers, resumed_quack = two_periods(seed=9)
+    weights, moments, state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    resumed.load_state_dict(weights)
+    for each, moment in zip(resumed_optimizers, moments, strict=True):
+        each.load_state_dict(moment)
+    resumed_quack.load_state_dict(state)
+    assert_equal(resumed_quack.rates(last=True), last)
+    train_with_two_periods(resumed, resumed_optimizers, range(saved_after, 6))
+    assert_equal(list(resumed.state_dict().values()), list(model.state_dict().values()))
+
+
+def fused(repeat: int) -> QuacK:
+    """[q | k] or [h, 2, d]: the same shape, the same number of blocks, other rows."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(8, 3))
+    heads = 4 // repeat
+    weights = packed(param, ("q", heads, 1), ("k", heads, 1), repeat=repeat)
+    return QuacK(mha(*weights), torch.optim.SGD([param], lr=0.1))
+
+
+def test_a_state_of_other_rows_is_refused() -> None:
+    concat, per_head = fused(1), fused(4)
+    concat.load_state_dict(concat.state_dict())
+    with pytest.raises(ValueError, match="k has other rows in the state than in the model"):
+        per_head.load_state_dict(concat.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("sensitivity", torch.tensor([-1.0, 1.0, 1.0, 1.0]), "0.q: the state holds a sensitivity of -1"),
+        ("sensitivity", torch.tensor([0.0, 1.0, 1.0, 1.0]), "0.q: the state holds a sensitivity of 0"),
+        ("sensitivity", torch.tensor([torch.nan, 1.0, 1.0, 1.0]), "0.q: the state holds NaN or inf"),
+        ("sensitivity", torch.tensor([torch.inf, 1.0, 1.0, 1.0]), "0.q: the state holds NaN or inf"),
+        ("sensitivity", "abc", "0.q: the state holds a str"),
+        ("sensitivity", torch.ones(4, 2), r"0.q: the state holds .* shape \(4, 2\)"),
+        ("rates", torch.tensor([-1.0, 1.0, 1.0, 1.0]), "0.q: the state holds a rate of -1"),
+        ("rates", torch.ones(3), r"0.q: the state holds .* shape \(3,\)"),
+        ("memory", torch.ones(4, 3, 3), r"0.q: the state holds .* shape \(4, 3, 3\)"),
+        ("memory", torch.full((4, 16, 4), torch.nan), "0.q: the state holds NaN or inf"),
+    ],
+)
+def test_a_state_with_numbers_that_cannot_be_is_refused_and_changes_nothing(key: str, value: Any, message: str) -> None:
+    _, _, quack = run(Separate, spectral)
+    before = quack.state_dict()
+    broken = quack.state_dict()
+    broken[key]["0.q"] = value
+    with pytest.raises(ValueError, match=message):
+        quack.load_state_dict(broken)
+    for kind in ("sensitivity", "rates", "memory"):
+        assert_equal(quack.state_dict()[kind], before[kind])
+
+
+@pytest.mark.parametrize("broken", [None, 3, [], {"norm": "frobenius"}, {"state": {}}])
+def test_what_is_no_state_is_refused(broken: Any) -> None:
+    _, _, quack = run(Separate, frobenius)
+    with pytest.raises(ValueError, match="this is not the state of a QuacK"):
+        quack.load_state_dict(broken)
+
+
+def test_a_state_of_version_0_1_is_read() -> None:
+    model, optimizer, quack = run(Separate, spectral)
+    train(model, optimizer)
+    state, rates = quack.state_dict(), quack.rates()
+    old = {key: state[key] for key in ("norm", "shape", "sensitivity", "memory")}
+    _, _, other = run(Separate, spectral, seed=1)
+    other.load_state_dict(old)
+    assert_equal(other.state_dict()["sensitivity"], state["sensitivity"])
+    quack.load_state_dict(old)
+    assert_equal(quack.rates(), rates)
+
+
+def test_a_state_of_a_newer_version_is_refused() -> None:
+    _, _, quack = run(Separate, frobenius)
+    with pytest.raises(ValueError, match="version 99, .* newer quacklr"):
+        quack.load_state_dict({**quack.state_dict(), "version": 99})
+
+
+def test_settings_that_are_fixed_when_attached_cannot_be_set_later() -> None:
+    _, _, quack = run(Separate, frobenius)
+    for name, value in (("adapt", False), ("floor", 1.0), ("norm", spectral)):
+        with pytest.raises(AttributeError, match=f"{name} is fixed when QuacK is attached"):
+            setattr(quack, name, value)
+
+
+def test_the_state_survives_where_empty_dicts_are_dropped() -> None:
+    """torch's set_optimizer_state_dict drops empty dicts: there must be none whose absence is an error."""
+    model, optimizer, quack = run(Separate, frobenius)
+    train(model, optimizer)
+    state = {key: value for key, value in quack.state_dict().items() if value != {} and value != []}
+    quack.load_state_dict(state)

@@ -1,0 +1,388 @@
+"""Functions of queries and keys before their product, measured: what is on a path, what is bounded, what is refused.
+
+The judge multiplies the weights of queries and of keys by a large number and sees how the largest logit grows: in
+proportion (they are on the path), not at all (they are on none), or more than that (no path can say so).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quacklr import logit_paths
+from quacklr.find.finding import QK_NORM, Finding
+from quacklr.find.measure.assemble import measured_paths
+from stand_ins_kit import HF, WIDTH, Model, Plain, complex_rope, linear, rms
+
+SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
+SHORT = [SAMPLE, SAMPLE[:1, :4], SAMPLE[:1, :3], SAMPLE[:1, :2], SAMPLE[:, :2]]
+SCALE = 1e4
+Made = Callable[[Tensor], Tensor]
+SAME = nn.Identity()
+
+
+class Changed(Plain):
+    """Queries and keys (B, H, T, K) go through functions before their product."""
+
+    def __init__(self, of_q: Made, of_k: Made, groups: int = 2) -> None:
+        super().__init__(groups=groups)
+        self.of_q, self.of_k = of_q, of_k
+        self.gate, self.logits = linear(32), torch.zeros(())
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.open = self.split(self.gate(hidden_states))
+        return super().forward(hidden_states)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key = self.of_q(query), self.of_k(key).repeat_interleave(self.num_key_value_groups, 1)
+        self.logits = query @ key.mT
+        return self.logits.softmax(-1) @ value.repeat_interleave(self.num_key_value_groups, 1)
+
+    def growth(self, name: str) -> float:
+        """The judge: the power of a weight's scale with which the largest logit grows."""
+        x = torch.randn(2, 50, WIDTH, generator=torch.Generator().manual_seed(1))
+        sizes = []
+        with torch.no_grad():
+            for scale in (SCALE, SCALE, SCALE):
+                self.get_parameter(f"{name}.weight").mul_(scale)
+                self(x)
+                sizes.append(float(self.logits.double().abs().max()))
+            self.get_parameter(f"{name}.weight").div_(SCALE**3)
+        return math.log(sizes[1] / sizes[0]) / math.log(SCALE)
+
+
+def roped(function: Made) -> Made:
+    return lambda x: function(complex_rope(x.transpose(1, 2)).transpose(1, 2))
+
+
+PROPORTIONAL: dict[str, Made] = {
+    "relu": F.relu,
+    "relu in place": lambda x: x.clone().relu_(),
+    "relu written out": lambda x: x * (x > 0),
+    "relu by where": lambda x: torch.where(x > 0, x, 0),
+    "clamp": lambda x: x.clamp(min=0),
+    "maximum": lambda x: torch.maximum(x, torch.zeros(())),
+    "leaky relu": F.leaky_relu,
+    "absolute": torch.abs,
+    "elu": lambda x: F.elu(x) + 1,
+    "softplus": F.softplus,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "softplus, as polar positions": lambda x: torch.cat([F.softplus(x) * 0.6, F.softplus(x) * 0.8], -1),
+    "concatenated relus": lambda x: torch.cat([F.relu(x), F.relu(-x)], -1),
+    "softplus of rope": roped(F.softplus),
+}
+BOUNDED: dict[str, Made] = {
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "softsign": F.softsign,
+}
+NORMED: dict[str, Made] = {
+    "rms norm": rms,
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "normalized": lambda x: F.normalize(x, dim=-1),
+    "softplus of a norm": lambda x: F.softplus(rms(x)),
+    "norm of a relu": lambda x: rms(F.relu(x)),
+}
+MORE: dict[str, Made] = {
+    "square": lambda x: x * x,
+    "squared relu": lambda x: F.relu(x) ** 2,
+    "cube": lambda x: x**3,
+    "times its size": lambda x: x * x.norm(dim=-1, keepdim=True),
+}
+
+
+def measured(attention: nn.Module, sample: Tensor = SAMPLE) -> Finding:
+    (finding,) = measured_paths(Model(HF, attention), sample).values()
+    return finding
+
+
+def blocks(finding: Finding, attention: nn.Module) -> dict[str, list[int]]:
+    """The block of every row, by parameter."""
+    names = {id(param): name for name, param in attention.named_parameters()}
+    return {names[id(w.param)]: w.block_of_row.tolist() for path in finding.paths for w in path.weights}
+
+
+Q, K = [row // 8 for row in range(32)], [row // 8 for row in range(16)]
+
+
+@pytest.mark.parametrize("name", PROPORTIONAL)
+def test_what_grows_in_proportion_to_a_query_is_on_its_path(name: str) -> None:
+    function = PROPORTIONAL[name]
+    one_sided = ((function, nn.Identity()), (rms, function)) if function(torch.ones(2, 4, 5, 8)).shape[-1] == 8 else ()
+    for of_q, of_k in ((function, function), *one_sided):
+        attention = Changed(of_q, of_k)
+        assert attention.growth("q_proj") == pytest.approx(0 if of_q is rms else 1, abs=0.05)
+        assert attention.growth("k_proj") == pytest.approx(1, abs=0.05)
+        expected = {"k_proj.weight": K} | ({} if of_q is rms else {"q_proj.weight": Q})
+        assert blocks(measured(attention), attention) == expected
+
+
+@pytest.mark.parametrize("sample", SHORT, ids=lambda sample: str(tuple(sample.shape)))
+@pytest.mark.parametrize("name", ["relu", "relu by where", "softplus", "gelu", "concatenated relus"])
+def test_a_short_sample_shows_every_row_behind_a_function(name: str, sample: Tensor) -> None:
+    attention = Changed(PROPORTIONAL[name], PROPORTIONAL[name])
+    assert blocks(measured(attention, sample), attention) == {"q_proj.weight": Q, "k_proj.weight": K}
+
+
+@pytest.mark.parametrize("sample", SHORT, ids=lambda sample: str(tuple(sample.shape)))
+@pytest.mark.parametrize("function", [roped(F.relu), lambda x: F.relu(x - x.mean(-1, True)), lambda x: F.relu(x - 2)])
+def test_rows_that_a_sample_may_have_missed_are_never_left_out_in_silence(function: Made, sample: Tensor) -> None:
+    """Some entries have no gradient: either all rows are found nevertheless, or it is said why not."""
+    attention = Changed(function, nn.Identity())
+    finding = measured(attention, sample)
+    if "have no gradient" not in finding.reason:
+        assert blocks(finding, attention) == {"q_proj.weight": Q, "k_proj.weight": K}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_what_is_bounded_is_on_no_path(name: str) -> None:
+    attention = Changed(BOUNDED[name], nn.Identity())
+    assert attention.growth("q_proj") == pytest.approx(0, abs=0.05)
+    assert blocks(measured(attention), attention) == {"k_proj.weight": K}
+    both = measured(Changed(BOUNDED[name], BOUNDED[name]))
+    assert not both.paths
+    assert not both.unknown
+    assert "bounded" in both.reason
+    assert QK_NORM not in both.reason
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_a_norm_is_called_a_norm(name: str) -> None:
+    attention = Changed(NORMED[name], NORMED[name])
+    assert attention.growth("q_proj") == pytest.approx(0, abs=1e-3)
+    finding = measured(attention)
+    assert finding.reason == QK_NORM
+    assert not finding.unknown
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_grows_faster_is_refused_and_never_called_a_norm(name: str) -> None:
+    for attention in (Changed(MORE[name], nn.Identity()), Changed(rms, MORE[name])):
+        part = "k_proj" if attention.of_q is rms else "q_proj"
+        assert attention.growth(part) > 1.5
+        finding = measured(attention)
+        assert finding.unknown
+        assert "not linear" in finding.reason
+        assert "norm" not in finding.reason
+        assert "logit_paths()" in finding.reason
+
+
+class Gated(Changed):
+    """Queries are multiplied by another projection."""
+
+    def __init__(self, gate: Made, of_q: Made = SAME) -> None:
+        super().__init__(lambda q: of_q(q) * gate(self.open), nn.Identity())
+
+
+@pytest.mark.parametrize("gate", [torch.sigmoid, torch.tanh, lambda x: x.softmax(-1)])
+@pytest.mark.parametrize("of_q", [nn.Identity(), F.relu, F.softplus])
+def test_a_bounded_gate_is_on_no_path(gate: Made, of_q: Made) -> None:
+    attention = Gated(gate, of_q)
+    assert attention.growth("gate") == pytest.approx(0, abs=0.1)
+    finding = measured(attention)
+    if of_q is not F.softplus or finding.paths:
+        assert blocks(finding, attention) == {"q_proj.weight": Q, "k_proj.weight": K}
+    else:
+        assert "not linear" in finding.reason
+
+
+@pytest.mark.parametrize("gate", [nn.Identity(), F.silu, F.relu, F.softplus, torch.square])
+def test_a_gate_that_is_not_bounded_is_refused(gate: Made) -> None:
+    """With the weights of the gate a logit grows without bound, so the query's norm alone does not bound it."""
+    attention = Gated(gate)
+    assert attention.growth("gate") > 0.9
+    finding = measured(attention)
+    assert finding.unknown
+    assert "not linear" in finding.reason
+
+
+class OfTheLogit(Changed):
+    """What is done to logits after the product."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(nn.Identity(), nn.Identity())
+        self.function = function
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (each.repeat_interleave(2, 1) for each in (key, value))
+        self.logits = self.function(query @ key.mT, self.open.mean(-1, keepdim=True))
+        return self.logits.softmax(-1) @ value
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda z, _: 3 * torch.tanh(z / 3), True),
+        (lambda z, _: F.softplus(z), True),
+        (lambda z, _: z.clamp(-3, 3), True),
+        (lambda z, g: z * torch.sigmoid(g), True),
+        (lambda z, g: z + g, True),
+        (lambda z, _: z * z, False),
+        (lambda z, _: z.exp(), False),
+        (lambda z, g: z * g, False),
+        (lambda z, g: z * F.softplus(g), False),
+    ],
+    ids=["cap", "softplus", "clamp", "gate", "projected bias", "square", "exp", "projected factor", "softplus factor"],
+)
+def test_a_logit_that_grows_faster_than_the_product_is_refused(
+    function: Callable[[Tensor, Tensor], Tensor], found: bool
+) -> None:
+    attention = OfTheLogit(function)
+    finding = measured(attention)
+    if found:
+        assert blocks(finding, attention) == {"q_proj.weight": Q, "k_proj.weight": K}
+    else:
+        assert finding.unknown
+        assert "not linear" in finding.reason or "not finite" in finding.reason
+
+
+class TwoLayers(Plain):
+    """Queries are made by two layers, with a function between them."""
+
+    def __init__(self, function: Made, gated: bool = False) -> None:
+        super().__init__()
+        self.up, self.gate, self.function, self.gated = linear(24), linear(24), function, gated
+        self.q_proj = linear(32, 24)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        inner = self.function(self.gate(hidden_states) if self.gated else self.up(hidden_states))
+        q = self.split(self.q_proj(inner * self.up(hidden_states) if self.gated else inner))
+        k, v = (self.split(proj(hidden_states)) for proj in (self.k_proj, self.v_proj))
+        return self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def names(finding: Finding, attention: nn.Module) -> set[frozenset[str]]:
+    known = {id(param): name.removesuffix(".weight") for name, param in attention.named_parameters()}
+    return {frozenset(known[id(w.param)] for w in path.weights) for path in finding.paths}
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"),
+    [
+        (TwoLayers(nn.Identity()), {frozenset({"up", "q_proj", "k_proj"})}),
+        (TwoLayers(F.relu), {frozenset({"up", "q_proj", "k_proj"})}),
+        (TwoLayers(F.gelu), {frozenset({"up", "q_proj", "k_proj"}), frozenset({"q_proj", "k_proj"})}),
+        (TwoLayers(torch.tanh), {frozenset({"q_proj", "k_proj"})}),
+        (
+            TwoLayers(torch.sigmoid, gated=True),
+            {frozenset({"up", "q_proj", "k_proj"}), frozenset({"q_proj", "k_proj"})},
+        ),
+        (TwoLayers(torch.square), set()),
+        (TwoLayers(F.silu, gated=True), set()),
+        (TwoLayers(nn.Identity(), gated=True), set()),
+    ],
+    ids=["linear", "relu", "gelu", "tanh", "sigmoid gate", "square", "SwiGLU", "bilinear"],
+)
+def test_a_query_made_by_two_layers_is_a_longer_path_if_it_grows_in_proportion(
+    attention: nn.Module, expected: set[frozenset[str]]
+) -> None:
+    finding = measured(attention)
+    assert names(finding, attention) == expected
+    assert ("not linear" in finding.reason) == (not expected)
+
+
+class Identity(TwoLayers):
+    """The second layer starts as the identity, or at zero: every head reads all of the first nevertheless."""
+
+    def __init__(self, start: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(nn.Identity())
+        self.up, self.q_proj = linear(32), linear(32, 32)
+        start(self.q_proj.weight)
+
+
+@pytest.mark.parametrize("start", [nn.init.eye_, nn.init.zeros_, nn.init.normal_])
+def test_a_weight_that_starts_as_the_identity_does_not_hide_rows(start: Callable[[Tensor], Tensor]) -> None:
+    attention = Identity(start)
+    before = attention.q_proj.get_parameter("weight").clone()
+    assert blocks(measured(attention), attention) == {"up.weight": [0] * 32, "q_proj.weight": Q, "k_proj.weight": K}
+    assert torch.equal(attention.q_proj.get_parameter("weight"), before)
+
+
+class TwoParts(Plain):
+    """A second projection is added to the query, times a learned number that starts at zero."""
+
+    def __init__(self, by_addmm: bool) -> None:
+        super().__init__()
+        self.other, self.amount, self.by_addmm = linear(32), nn.Parameter(torch.zeros(1)), by_addmm
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        q, k, v = (proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.by_addmm:
+            q = torch.addmm(q.flatten(0, 1), hidden_states.flatten(0, 1), self.other.weight.T).view_as(q)
+        else:
+            q = q + self.amount * self.other(hidden_states)
+        return self.o_proj(self.attend(*map(self.split, (q, k, v))).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("by_addmm", [True, False])
+def test_both_parts_of_a_query_that_is_a_sum_are_found(by_addmm: bool) -> None:
+    attention = TwoParts(by_addmm)
+    finding = measured(attention)
+    assert names(finding, attention) == {frozenset({"q_proj", "k_proj"}), frozenset({"other", "k_proj"})}
+
+
+class LowRank(Changed):
+    """softplus of a projection plus another one, as with LoRA."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        query = F.softplus(self.split(self.q_proj(hidden_states) + self.gate(hidden_states)))
+        key, value = (self.split(proj(hidden_states)) for proj in (self.k_proj, self.v_proj))
+        return self.o_proj(self.attend(query, key, value).transpose(1, 2).flatten(2))
+
+
+def test_a_function_of_a_sum_has_both_on_its_paths() -> None:
+    attention = LowRank(nn.Identity(), nn.Identity())
+    finding = measured(attention)
+    assert names(finding, attention) == {frozenset({"q_proj", "k_proj"}), frozenset({"gate", "k_proj"})}
+
+
+class Pooled(Plain):
+    """As DeepSeek-V4: a key is pooled over tokens by a softmax of a gate, and then normed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = linear(16)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate = self.split(self.gate(hidden_states)).softmax(2)
+        query, key, value = (self.split(proj(hidden_states)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        pooled = (gate * key).sum(2, keepdim=True)
+        key, value = torch.cat([rms(key), rms(pooled)], 2), torch.cat([value, value[:, :, :1]], 2)
+        return self.o_proj(self.attend(rms(query), key, value).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("sample", SHORT, ids=lambda sample: str(tuple(sample.shape)))
+def test_what_weighs_keys_before_a_norm_is_on_no_path(sample: Tensor) -> None:
+    assert measured(Pooled(), sample).reason == QK_NORM
+
+
+def test_a_norm_of_some_rows_of_a_projection_is_refused() -> None:
+    """A row before the norm is on no path, another is, and both are of one head: paths cannot say that."""
+    finding = measured(Changed(lambda x: torch.cat([rms(x[..., :4]), x[..., 4:]], -1), SAME))
+    assert finding.unknown
+    assert "not linear" in finding.reason
+
+
+def test_a_norm_of_a_sum_of_products_is_a_norm() -> None:
+    class Sum(Plain):
+        def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            key, value = (each.repeat_interleave(2, 1) for each in (key, value))
+            one, two = (a @ b.mT for a, b in zip(query.chunk(2, -1), key.chunk(2, -1), strict=True))
+            return F.layer_norm(one + two, one.shape[-1:]).softmax(-1) @ value
+
+    assert measured(Sum()).reason == QK_NORM
+
+
+def test_a_model_of_functions_is_never_told_to_train_without() -> None:
+    with pytest.raises(ValueError, match="not linear") as error:
+        logit_paths(Model(HF, Changed(torch.square, torch.square)), SAMPLE)
+    assert "train it without" not in str(error.value)
+    assert "logit_paths()" in str(error.value)

@@ -1,0 +1,286 @@
+"""Rules read an attention off its module, or say that they cannot: a wrong rate is worse than none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from quacklr import QuacK, logit_paths
+from quacklr.find.finding import QK_NORM
+from quacklr.find.rules import by_rule
+from quacklr.find.rules.naming import QUERY_AND_KEY
+from stand_ins_kit import HF, Model, Plain, linear
+
+
+class Attention(nn.Module):
+    """Separate projections under any two names."""
+
+    def __init__(self, q: str = "q_proj", k: str = "k_proj", q_rows: int = 32, k_rows: int = 16, **sizes: int) -> None:
+        super().__init__()
+        self.names, self.d = (q, k), 8
+        self.add_module(q, linear(q_rows))
+        self.add_module(k, linear(k_rows))
+        self.v_proj = linear(k_rows)
+        for name, size in (sizes or {"head_dim": 8, "num_heads": 4}).items():
+            setattr(self, name, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            self.get_submodule(n)(x).unflatten(-1, (-1, self.d)).transpose(1, 2) for n in (*self.names, "v_proj")
+        )
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("names", QUERY_AND_KEY, ids=lambda names: names[0])
+def test_all_the_usual_names_are_read(names: tuple[str, str]) -> None:
+    groups = 4 if names[0] == "to_q" else 2
+    finding = by_rule(Attention(*names, k_rows=8 * groups))
+    assert finding is not None
+    (path,) = finding.paths
+    assert [(weight.name, weight.blocks) for weight in path.weights] == [("q", 4), ("k", groups)]
+    assert path.weights[1].block_of_row.tolist() == torch.arange(groups).repeat_interleave(8).tolist()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"head_dim": 8}, {"num_heads": 4}, {"attention_head_size": 8, "num_attention_heads": 4}, {"n_head": 4}),
+        *({"head_dim": 8, "num_key_value_heads": 2}, {"n_heads": 4, "n_kv_heads": 2}, {"key_value_proj_dim": 8}),
+    ],
+    ids=str,
+)
+def test_sizes_are_read_under_many_names(sizes: dict[str, int]) -> None:
+    finding = by_rule(Attention("q_proj", "k_proj", 32, 16, **sizes))
+    assert finding is not None
+    assert [(path.heads, path.weights[1].blocks) for path in finding.paths] == [(4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        (Attention(head_dim=7), "queries have 32 rows, keys 16, and a head 7, which does not divide"),
+        (Attention(head_dim=8, num_heads=8), r"a head 8, but it says it has \[8\] heads"),
+        (Attention(head_dim=8, num_kv_heads=4), r"a head 8, but it says it has \[4\] heads"),
+        (Attention(q_rows=48, k_rows=32, head_dim=8), "which does not divide"),
+        (Attention(hidden_size=32), "does not say how many heads"),
+        (Attention("to_q", "to_k"), "it may repeat keys for groups of heads"),
+    ],
+    ids=["head size", "heads", "groups", "heads by groups", "nothing said", "tiled or not"],
+)
+def test_sizes_that_contradict_each_other_are_not_guessed(attention: nn.Module, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"no attention that QuacK can control .*not recognised \(.*{why}"):
+        logit_paths(Model(HF, attention))
+
+
+class Config:
+    """As transformers has them."""
+
+    num_attention_heads, swa_num_attention_heads = 3, 5
+
+    def __init__(self) -> None:
+        self.num_attention_heads = 3
+
+
+def test_a_config_that_does_not_mention_so_many_heads_is_not_believed() -> None:
+    attention: Any = Attention(head_dim=8)
+    attention.config = Config()
+    finding = by_rule(attention)
+    assert finding is not None
+    assert "so 4 heads, which its config does not mention" in finding.reason
+    attention.config.num_attention_heads = 4
+    assert by_rule(attention) is not None
+    assert len(logit_paths(Model(HF, attention))) == 1
+
+
+class Convolved(Plain):
+    """Has something between projection and logit that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_conv = nn.Conv1d(8, 8, 3)
+
+
+class Normed(Plain):
+    """Has a norm of a name that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale_q = nn.LayerNorm(8)
+
+
+class OneNorm(Plain):
+    """A norm on the keys alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_norm = nn.RMSNorm(8)
+
+
+class Unit(Plain):
+    """Cosine attention, by a function."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attend(F.normalize(query, dim=-1), F.normalize(key, dim=-1), value)
+
+
+class KeysFromElsewhere(Plain):
+    """Reads the keys of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_proj = None  # type: ignore[assignment]
+
+
+class Own(Plain):
+    """One norm for queries and keys, under a name that others use for a norm of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+
+
+class Hooked(Plain):
+    """Something is done to its queries by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj.register_forward_hook(lambda _module, _args, out: F.normalize(out, dim=-1))
+
+
+class Tiled(Plain):
+    """Heads take turns with the keys."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1))
+
+
+class Helpers:
+    """As a module of somebody's helpers."""
+
+    @staticmethod
+    def rms_norm_per_head(x: Tensor) -> Tensor:
+        return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+class Imported(Plain):
+    """A norm from somewhere else."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attend(Helpers.rms_norm_per_head(query), Helpers.rms_norm_per_head(key), value)
+
+
+class ElementwiseAttention(nn.Module):
+    """Has the names, but no softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.head_dim = linear(32), linear(32), 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.q_proj(x) * self.k_proj(x))
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        (Convolved(), "beside q_proj and k_proj it has k_conv"),
+        (Normed(), "beside q_proj and k_proj it has scale_q"),
+        (OneNorm(), "only queries or only keys have a norm"),
+        (Unit(), "its code calls normalize"),
+        (KeysFromElsewhere(), "its keys are another layer's"),
+        (ElementwiseAttention(), "it shows no softmax"),
+        (Own(), "beside q_proj and k_proj it has norm"),
+        (Hooked(), "q_proj is not a projection that we can read"),
+        (Tiled(), "it may repeat keys for groups of heads, or groups of keys for heads"),
+        (Imported(), "its code calls rms_norm_per_head"),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
+)
+def test_what_is_strange_is_left_alone_with_a_warning_that_names_it(attention: nn.Module, why: str) -> None:
+    model = Model(HF, Plain(), attention)
+    with pytest.warns(UserWarning, match=rf"first model\.layers\.1\.self_attn: not recognised \({why}\); pass a batch"):
+        paths = logit_paths(model)
+    assert [path.weights[0].name for path in paths] == ["model.layers.0.self_attn.q"]
+    assert why in paths.left_alone["model.layers.1.self_attn"]
+
+
+class CausalSelfAttention(nn.Module):
+    """Has nanoGPT's names, but each head's q, k, v together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.n_head, self.n_embd = linear(96), 4, 32
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(x).unflatten(-1, (self.n_head, 3, -1)).transpose(1, 2).unbind(3)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_fused_layout_is_not_guessed_from_a_name_that_many_have() -> None:
+    model = Model(HF, CausalSelfAttention())
+    with pytest.raises(ValueError, match=r"no attention that QuacK can control \(.*not recognised; pass a batch"):
+        logit_paths(model)
+    (path,) = logit_paths(model, torch.randint(61, (1, 4)))
+    assert path.weights[0].block_of_row.tolist() == [b if r < 8 else -1 for b in range(4) for r in range(24)]
+
+
+def test_the_cross_attention_of_gpt2_is_read_and_measured() -> None:
+    """Its c_attn is [k | v], and a second projection makes queries."""
+    config = GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=90, add_cross_attention=True)
+    model: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    batch = {"input_ids": torch.randint(90, (1, 6)), "encoder_hidden_states": torch.randn(1, 5, 48)}
+    assert [path.weights[1].name for path in logit_paths(model, batch)] == [
+        *("transformer.h.0.attn.k", "transformer.h.0.crossattention.k")
+    ]
+
+
+class Block(nn.Module):
+    """A name that says nothing, a softmax written out, and one projection for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_qkv = linear(96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(x).chunk(3, dim=-1)
+        return torch.softmax(q @ k.mT, dim=-1) @ v
+
+
+def test_an_attention_that_no_rule_reads_is_told_whatever_its_class_is_called() -> None:
+    with pytest.warns(UserWarning, match=r"^attention is left alone in 1 of 2 modules, first model\.layers\.1"):
+        assert len(logit_paths(Model(HF, Plain(), Block()))) == 1
+
+
+def test_a_model_that_has_qk_norm_throughout_is_told_to_train_without() -> None:
+    normed: Any = Plain()
+    normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+    with pytest.raises(ValueError, match=r"nothing for QuacK to control .* QK norm.*; train it without"):
+        logit_paths(Model(HF, normed))
+
+
+def test_what_is_left_alone_in_many_layers_is_one_line() -> None:
+    normed: list[Any] = [Plain(), Plain()]
+    for attention in normed:
+        attention.q_norm, attention.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+    model = Model(HF, Plain(), *normed)
+    quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert repr(quack).endswith("left alone:\n  model.layers.{1-2}.self_attn: " + QK_NORM)
+
+
+def test_a_layer_with_qk_norm_is_left_alone_without_a_warning() -> None:
+    normed: Any = Plain()
+    normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+    left_alone = logit_paths(Model(HF, Plain(), normed)).left_alone
+    assert left_alone == {
+        "model.layers.1.self_attn": "QK norm: its logit does not depend on the scale of its queries and keys"
+    }
+
+
+def test_what_has_nothing_to_do_with_attention_is_not_mentioned() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4), nn.Conv1d(4, 4, 3), nn.Embedding(4, 4))
+    assert all(by_rule(module) is None for module in model.modules())

@@ -1,0 +1,43 @@
+"""The finder on attention in the wild, against truths written by hand: what it measures, and what it reads by rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from quacklr import logit_paths
+from quacklr.find.compare import chains
+from quacklr.find.discover import found_by_rule
+from quacklr.find.measure.assemble import measured_paths
+from quacklr.util.modules import named_parameters
+from stand_ins import CASES, Case
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_measured_is_the_truth(case: Case) -> None:
+    model, sample = case.build()
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
+    measured = {name: chains(finding.paths, names) for name, finding in measured_paths(model, sample).items()}
+    truth = {name: set().union(*heads) for name, heads in case.chains().items()}
+    assert {name: seen for name, seen in measured.items() if seen} == truth
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_a_rule_says_is_the_truth_or_nothing(case: Case) -> None:
+    model, _ = case.build()
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
+    truth = {name: set().union(*heads) for name, heads in case.chains().items()}
+    for name, finding in found_by_rule(model).items():
+        if not finding.unknown:
+            assert chains(finding.paths, names) == truth.get(name, set()), name
+
+
+@pytest.mark.parametrize("name", ["torchtitan, separate", "torchtitan, fused", "nanoGPT, flash and by hand", "lingua"])
+def test_the_layouts_of_training_systems_attach_without_a_sample(name: str) -> None:
+    (case,) = [case for case in CASES if case.name == name]
+    assert len(logit_paths(case.build()[0])) == len(case.truth)
+
+
+def test_nanochat_is_known_to_norm_queries_and_keys() -> None:
+    (case,) = [case for case in CASES if case.name == "nanochat"]
+    with pytest.raises(ValueError, match="QK norm"):
+        logit_paths(case.build()[0])

@@ -1,0 +1,228 @@
+"""`quacklr inspect`: what it says of models whose attention we know, and of names that are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path as File
+from typing import Any
+
+import pytest
+
+from model_source import MODELS
+from quacklr.cli import main
+from timm_without_torchvision import stand_in
+
+
+@pytest.fixture
+def mine(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the current directory."""
+    (tmp_path / "models_to_inspect.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "models_to_inspect", raising=False)
+    return "models_to_inspect"
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    """What is printed, spaces in a row as one."""
+    assert main(["inspect", *arguments]) == code
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return "\n".join(" ".join(line.split()) for line in captured.out.splitlines())
+
+
+TOLD = {  # some of the lines, each as it begins
+    "llama": """
+model.layers.{0-31}.self_attn (32) LlamaAttention separate q, k 32/32/128 q[32] k[32] q ~ 1/|k|
+QuacK(model, optimizer) attaches to 32 attention layers, 1.07 billion parameters (15.9 % of all)""",
+    "deepseek_v3": """
+model.layers.{0-60}.self_attn (61) DeepseekV3Attention MLA, low-rank queries 128/128/128+64 uq[128] uk[128] uq ~ 1/|uk|
++ qr[128] kr uk ~ 1/|uq|
+qr ~ 1/|kr|
+kr ~ 1/max|qr|
+model.layers.{0-60}.self_attn.dq (61): cut off by the norm on the latent
+model.layers.{0-60}.self_attn.dkv (61): cut off by the norm on the latent""",
+    "gpt2": """
+transformer.h.{0-11}.attn (12) GPT2Attention fused [q|k|v] 12/12/64 q[12] k[12] q ~ 1/|k|""",
+    "qwen3": """
+model.layers.{0-31}.self_attn (32): QK norm: its logit does not depend on
+QuacK(model, optimizer) would raise: it has nothing to control, since all of its 32 attention layers are left alone""",
+    "jamba": """
+model.layers.{4,12,20,28}.self_attn (4) JambaAttention separate q, k 32/8/128 q[32] k[8] q ~ 1/|k|
+k ~ 1/max|q|""",
+    "bart": """
+decoder.layers.{0-11}.encoder_attn (12) BartAttention separate q, k 16/16/64 q[16] k[16] q ~ 1/|k|
+encoder.layers.{0-11}.self_attn (12) BartAttention separate q, k 16/16/64 q[16] k[16] q ~ 1/|k|""",
+    "t5": """
+encoder.block.{0-5}.layer.0.SelfAttention (6) T5Attention separate q, k 8/8/64 q[8] k[8] q ~ 1/|k|
+decoder.block.{0-5}.layer.1.EncDecAttention (6) T5Attention separate q, k 8/8/64 q[8] k[8] q ~ 1/|k|""",
+}
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_a_model_type_is_told_by_its_default_config(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = "\n" + inspected(capsys, kind)
+    assert [line for line in TOLD[kind].strip().splitlines() if f"\n{line}" not in told] == []
+
+
+def weights(layer: dict[str, Any]) -> dict[str, tuple[str, int, list[list[list[int]]]]]:
+    return {w["role"]: (w["parameter"], w["dim"], w["rows"]) for path in layer["paths"] for w in path["weights"]}
+
+
+def blocks(count: int, period: int, start: int, size: int) -> list[list[list[int]]]:
+    return [[[h * period + start, h * period + start + size]] for h in range(count)]
+
+
+def test_json_has_every_row_of_llama(capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(inspected(capsys, "llama", "--measure", "--json"))
+    assert [layer["module"] for layer in told["layers"]] == [f"model.layers.{i}.self_attn" for i in range(32)]
+    layer = told["layers"][7]
+    assert [layer[key] for key in ("class", "heads", "groups", "head_dim")] == ["LlamaAttention", 32, 32, 128]
+    q, k = (f"model.layers.7.self_attn.{name}_proj.weight" for name in "qk")
+    assert weights(layer) == {"q": (q, 0, blocks(32, 128, 0, 128)), "k": (k, 0, blocks(32, 128, 0, 128))}
+    assert layer["agrees"] is True
+    assert (told["left_alone"], told["controlled"], told["parameters"]) == ({}, 32 * 2 * 4096**2, 6738415616)
+    assert told["measured_on"] == "a small model of the same kind"
+    assert len(told["small"]) == 2
+
+
+def test_json_has_every_row_of_deepseek(capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(inspected(capsys, "deepseek_v3", "--json"))
+    layer = told["layers"][60]
+    at = "model.layers.60.self_attn."
+    assert [layer[key] for key in ("heads", "groups", "head_dim", "agrees")] == [128, 128, 192, None]
+    assert weights(layer) == {
+        "uq": (f"{at}q_b_proj.weight", 0, blocks(128, 192, 0, 128)),
+        "uk": (f"{at}kv_b_proj.weight", 0, blocks(128, 256, 0, 128)),
+        "qr": (f"{at}q_b_proj.weight", 0, blocks(128, 192, 128, 64)),
+        "kr": (f"{at}kv_a_proj_with_mqa.weight", 0, [[[512, 576]]]),
+    }
+    assert set(layer["left_alone"]) == {f"{at}dq", f"{at}dkv"}
+    assert len(told["left_alone"]) == 2 * 61
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "jamba", "qwen3"])
+def test_a_small_model_of_the_kind_is_measured(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = inspected(capsys, kind, "--measure")
+    assert "measured on a small model of the same kind" in told
+    assert told.count("agrees") == 1
+    assert "differs" not in told
+
+
+def test_a_config_is_a_file_or_a_folder_with_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 48, "num_attention_heads": 3}
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    monkeypatch.chdir(tmp_path)
+    for target in ("./bert", "bert/config.json", str(tmp_path / "bert")):
+        told = inspected(capsys, target)
+        assert f"{target}: BertForMaskedLM, shapes only" in told
+        assert "bert.encoder.layer.{0-1}.attention.self (2) BertSelfAttention separate q, k 3/3/16" in told
+    assert main(["inspect", "bert"]) == 2
+    assert "is a type of transformers and a folder here; write ./bert for the folder" in capsys.readouterr().err
+
+
+def test_a_rule_that_a_measurement_contradicts_is_shown_with_it(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    assert "{0-2} (3) BoastfulAttention separate q, k 4/4/4" in inspected(capsys, f"{mine}:misread")
+    told = inspected(capsys, f"{mine}.py:misread", "--measure", code=1)
+    assert "{0-2} (3): separate q, k: it says that a head reads k_proj.weight[0:4] and q_proj.weight[0:4], but" in told
+    assert "measured is that a head reads k_proj.weight[0:8] and q_proj.weight[0:8]" in told
+    assert "but a rule differs from what was measured" in told
+    layers = json.loads(inspected(capsys, f"{mine}:misread", "--measure", "--json", code=1))["layers"]
+    assert [layer["agrees"] for layer in layers] == [False] * 3
+    assert weights({"paths": layers[1]["measured_paths"]})["k"] == ("1.k_proj.weight", 0, blocks(2, 8, 0, 8))
+
+
+def test_an_attention_that_no_rule_knows_is_found_by_measuring(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    told = inspected(capsys, f"{mine}:unheard_of", code=1)
+    assert "not recognised" in told
+    told = inspected(capsys, f"{mine}:unheard_of", "--measure")
+    assert "{0-2} (3) UnheardOfAttention separate q, [k|v] 2/2/8 q[2] k[2] q ~ 1/|k|" in told
+    assert "QuacK(logit_paths(model, batch), optimizer) attaches to 3 attention layers" in told
+
+
+def test_what_a_module_declares_is_checked_too(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    assert main(["inspect", f"{mine}:declared", "--measure", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert [layer["agrees"] for layer in json.loads(captured.out)["layers"]] == [True] * 3
+    assert captured.err == "made\n"
+    told = inspected(capsys, f"{mine}:wrongly_declared", "--measure", code=1)
+    assert "by rule fused per head [q,v,k], measured fused per head [q,k,v]" in told
+
+
+def test_a_layer_that_did_not_run_is_not_said_to_agree(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    told = inspected(capsys, f"{mine}:first_only", "--measure").splitlines()
+    rows = [line for line in told if " Declared fused per head [q,k,v] 4/4/4 " in line]
+    assert [row.split(" Declared")[0] for row in rows] == ["0", "{1-2} (2)"]
+    assert [row.endswith(" agrees") for row in rows] == [True, False]
+
+
+def test_what_is_frozen_or_zero_is_told(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    told = inspected(capsys, f"{mine}:half_frozen")
+    assert "0 MultiheadAttention fused [q|k|v], and bias_k 2/2/8 q[2] k[2] q has none" in told
+    assert "{1-2} (2) MultiheadAttention fused [q|k|v], and bias_k 2/2/8 q[2] k[2] q ~ 1/max(|k|, |bias_k|)" in told
+    assert "0.q: frozen: no rate, counts in its partners' norms" in told
+    assert "attaches to 2 attention layers" in told
+    told = inspected(capsys, f"{mine}:silent", code=1)
+    assert "QuacK(model, optimizer) would raise: 1.q: its partner 1.k is all zeros" in told
+    assert "Linear has no attention that QuacK can control" in inspected(capsys, f"{mine}:without", code=1)
+    told = inspected(capsys, f"{mine}:misfit", "--measure", code=1)
+    assert "not measured: Sequential failed on the sample" in told
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        ("lama", "no model type of transformers, "),
+        ("lama", "did you mean llama"),
+        ("org/name", "not in the local cache of the hub"),
+        ("nowhere.at.all:model", "nowhere.at.all cannot be imported: there is no module nowhere"),
+        ("nowhere.py:model", "nowhere.py: there is no such file"),
+        ("models_to_inspect:missing", "models_to_inspect has no 'missing'"),
+        ("models_to_inspect:torch", "is no function that makes a model"),
+        ("models_to_inspect:raises", "raised RuntimeError: the disk is full (models_to_inspect.py:"),
+        ("models_to_inspect:returns_text", "must return a model, (model, batch) or (model, optimizer, batch), not"),
+        ("models_to_inspect:half_frozen", "return a batch with the model: return model, batch"),
+        ("models_to_inspect.py", "a file is a config.json, or Python with a factory: file.py:factory"),
+        ("broken.json", "is not JSON that can be read"),
+        ("other.json", "model_type 'no_such_type' is none that this transformers knows"),
+        ("siglip_text_model", "is a part of other models, and has none of its own"),
+    ],
+)
+@pytest.mark.usefixtures("mine")
+def test_a_name_of_nothing_gets_one_sentence(target: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    File("broken.json").write_text("{")
+    File("other.json").write_text('{"model_type": "no_such_type"}')
+    assert main(["inspect", target, "--measure"]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert (len(captured.err.splitlines()), captured.out) == (1, "")
+
+
+def run(*arguments: str, path: str = "", first: str = "pass") -> subprocess.CompletedProcess[str]:
+    script = f"import sys; {first}; from quacklr.cli import main; sys.exit(main({['inspect', *arguments]}))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+
+
+def test_one_json_object_is_all_that_is_printed_and_no_package_of_the_lab_is_needed(mine: str) -> None:
+    missing = "; ".join(f"sys.modules[{name!r}] = None" for name in ("transformers", "timm", "tyro", "rich"))
+    done = run(f"{mine}:declared", "--json", first=missing)
+    assert (done.returncode, done.stderr) == (0, "made\n")
+    assert json.loads(done.stdout)["summary"].startswith("QuacK(model, optimizer) attaches to 3 attention layers")
+    done = run("llama", first=missing)
+    assert done.returncode == 2
+    assert "transformers is not installed (pip install transformers), timm could not be asked" in done.stderr
+
+
+def test_a_model_of_timm_is_measured_as_it_is(tmp_path: File) -> None:
+    done = run("vit_tiny_patch16_224", "--measure", "--json", path=str(stand_in(tmp_path)))
+    assert (done.returncode, done.stderr) == (0, "")
+    layer = json.loads(done.stdout)["layers"][11]
+    assert (layer["module"], layer["agrees"]) == ("blocks.11.attn", True)
+    assert weights(layer)["k"] == ("blocks.11.attn.qkv.weight", 0, blocks(3, 64, 192, 64))

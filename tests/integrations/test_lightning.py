@@ -1,0 +1,225 @@
+"""Lightning with QuacKCallback. Judges: a loop written by hand, the uninterrupted training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path as File
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_model import BATCHES, EPOCHS, LR, Regression, batches
+from models import assert_equal
+from quacklr import QuacK, frobenius, spectral
+from quacklr.core.norms import Norm
+from quacklr.integrations.lightning import QuacKCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),  # Lightning calls torch as of old
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+]
+
+
+class ByHand(Regression):
+    """The same with two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        loss = self.loss(batch)
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return two_optimizers(self)
+
+
+def two_optimizers(model: nn.Module) -> list[Optimizer]:
+    keys = [param for name, param in model.named_parameters() if ".k." in name]
+    rest = [param for name, param in model.named_parameters() if ".k." not in name]
+    return [torch.optim.SGD(keys, lr=LR, momentum=0.9), torch.optim.AdamW(rest, lr=LR)]
+
+
+def make_trainer(folder: File, *callbacks: Callback, **settings: Any) -> Trainer:
+    left_out: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    left_out["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    return Trainer(default_root_dir=folder, callbacks=list(callbacks), **left_out | {"max_epochs": EPOCHS} | settings)
+
+
+def fit(trainer: Trainer, model: LightningModule, ckpt_path: File | None = None) -> Tensor:
+    data: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(model, data, data, ckpt_path=ckpt_path)
+    return weights(model)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def plain_loop(accumulate: int, attach: Callable[[nn.Module, Optimizer], object]) -> Tensor:
+    model = Regression()
+    ((optimizer,), (scheduler,)) = model.configure_optimizers()
+    attach(model, optimizer)
+    for _ in range(EPOCHS):
+        for index, batch in enumerate(batches(), start=1):
+            (model.loss(batch) / accumulate).backward()
+            if index % accumulate == 0 or index == BATCHES:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler["scheduler"].step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_trains_as_a_loop_by_hand_with_quack_does(tmp_path: File, accumulate: int) -> None:
+    settings: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    trained = fit(make_trainer(tmp_path, QuacKCallback(0.5, norm=spectral), **settings), Regression())
+    assert_equal(trained, plain_loop(accumulate, lambda model, optimizer: QuacK(model, optimizer, 0.5, norm=spectral)))
+    assert (trained - plain_loop(accumulate, lambda *_: None)).abs().max() > 1e-3
+
+
+def test_several_optimizers_stepped_by_hand_are_scaled_as_in_a_loop_by_hand(tmp_path: File) -> None:
+    callback = QuacKCallback(0.5)
+    trained = fit(make_trainer(tmp_path, callback), ByHand())
+    model = ByHand()
+    optimizers = two_optimizers(model)
+    QuacK(model, optimizers, 0.5)
+    for batch in batches() * EPOCHS:
+        model.zero_grad()
+        model.loss(batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_equal(trained, weights(model))
+    assert callback.quack is not None
+    assert [type(optimizer).__name__ for optimizer in callback.quack.optimizers] == ["SGD", "AdamW"]
+
+
+def test_quack_itself_takes_what_lightning_wraps(tmp_path: File) -> None:
+    class Attached(Regression):
+        def on_train_start(self) -> None:
+            wrapped: Any = self.optimizers()
+            assert isinstance(wrapped, LightningOptimizer)
+            QuacK(self, wrapped, 0.5)
+
+    assert_equal(fit(make_trainer(tmp_path), Attached()), fit(make_trainer(tmp_path, QuacKCallback(0.5)), Regression()))
+
+
+@pytest.mark.parametrize("make_model", [Regression, ByHand])
+@pytest.mark.parametrize("norm", [frobenius, spectral])
+def test_a_resumed_fit_is_bitwise_the_uninterrupted_one(
+    tmp_path: File, make_model: Callable[[], Regression], norm: Norm
+) -> None:
+    settings = {} if make_model is ByHand else {"accumulate_grad_batches": 2}
+
+    def make(*callbacks: Callback) -> Trainer:
+        return make_trainer(tmp_path, QuacKCallback(2.0, norm=norm), *callbacks, **settings)
+
+    whole = fit(make(ModelCheckpoint(tmp_path / "saved", "{epoch}", save_top_k=-1)), make_model())
+    resumed = make(ModelCheckpoint(tmp_path / "saved"))
+    assert_equal(fit(resumed, make_model(), tmp_path / "saved/epoch=0.ckpt"), whole)
+    assert resumed.current_epoch == EPOCHS
+
+
+def test_a_checkpoint_saved_after_the_fit_continues_as_one_longer_fit(tmp_path: File) -> None:
+    first = make_trainer(tmp_path, QuacKCallback())
+    fit(first, Regression())
+    first.save_checkpoint(tmp_path / "saved.ckpt")
+    resumed = fit(make_trainer(tmp_path, QuacKCallback(), max_epochs=EPOCHS + 2), Regression(), tmp_path / "saved.ckpt")
+    assert_equal(resumed, fit(make_trainer(tmp_path, QuacKCallback(), max_epochs=EPOCHS + 2), Regression()))
+
+
+def start(callback: QuacKCallback) -> Tensor:
+    assert callback.quack is not None
+    return callback.quack.state_dict()["sensitivity"]["attention.q"]
+
+
+def key_norms(model: Regression) -> Tensor:
+    """How far a unit change of a query can move its head's logits: what its rates are relative to."""
+    return model.attention.k.weight.detach().view(4, -1).norm(dim=1)
+
+
+def test_a_checkpoint_without_its_state_is_told_and_rates_start_there(tmp_path: File) -> None:
+    first, model = make_trainer(tmp_path), Regression()
+    fit(first, model)
+    first.save_checkpoint(tmp_path / "without.ckpt")
+    callback = QuacKCallback()
+    with pytest.warns(UserWarning, match="the checkpoint holds no state of QuacK, so all rates start again from tau"):
+        fit(make_trainer(tmp_path, callback, max_epochs=EPOCHS + 2), Regression(), tmp_path / "without.ckpt")
+    torch.testing.assert_close(start(callback), key_norms(model))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_afterwards_optimizers_are_free_and_a_second_fit_starts_from_its_weights(tmp_path: File, resumed: bool) -> None:
+    first, checkpoint = make_trainer(tmp_path, QuacKCallback(), max_epochs=1), tmp_path / "first.ckpt"
+    fit(first, Regression())
+    first.save_checkpoint(checkpoint)
+    callback, model = QuacKCallback(), Regression()
+    trainer, before = make_trainer(tmp_path, callback), key_norms(model)
+    fit(trainer, model, checkpoint if resumed else None)
+    torch.testing.assert_close(start(callback), before)
+    assert is_free(model, trainer)
+    trainer.fit_loop.max_epochs = EPOCHS + 2
+    between = key_norms(model)
+    fit(trainer, model)
+    torch.testing.assert_close(start(callback), between)
+    assert is_free(model, trainer)
+
+
+def test_a_checkpoint_written_before_training_starts_keeps_the_state_it_was_given(tmp_path: File) -> None:
+    first, callback = QuacKCallback(), QuacKCallback()
+    fit(make_trainer(tmp_path, first), Regression())
+    assert callback.state_dict() == {}
+    callback.load_state_dict(first.state_dict())
+    assert_equal(callback.state_dict()["sensitivity"], first.state_dict()["sensitivity"])
+
+
+def is_free(model: nn.Module, trainer: Trainer) -> bool:
+    """Whether no QuacK is on the trainer's optimizers, so that another one can be attached."""
+    QuacK(model, trainer.optimizers).remove()
+    return True
+
+
+def test_what_quack_refuses_is_refused_and_nothing_stays_attached(tmp_path: File) -> None:
+    without = Regression()
+    without.attention = nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="Regression has no attention that QuacK can control"):
+        fit(make_trainer(tmp_path, QuacKCallback()), without)
+    first = make_trainer(tmp_path, QuacKCallback())
+    fit(first, Regression())
+    first.save_checkpoint(tmp_path / "frobenius.ckpt")
+    model, callback = Regression(), QuacKCallback(norm=spectral)
+    other = make_trainer(tmp_path, callback, max_epochs=EPOCHS + 1)
+    with pytest.raises(ValueError, match="made with norm=frobenius, but this QuacK has norm=spectral"):
+        fit(other, model, tmp_path / "frobenius.ckpt")
+    assert callback.quack is None
+    assert is_free(model, other)
+
+
+class Wrapped(Regression):
+    """Calls the model that it holds, not itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 16, batch_first=True)
+        self.attention = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)  # type: ignore[assignment]
+
+
+def test_rules_are_verified_on_the_first_batch(tmp_path: File) -> None:
+    callback = QuacKCallback()
+    fit(make_trainer(tmp_path, callback, max_epochs=1), Wrapped())
+    assert "attention.layers.0.self_attn  verified" in repr(callback.quack)

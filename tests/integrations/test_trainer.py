@@ -1,0 +1,303 @@
+"""transformers' Trainer with QuacKCallback. Judges: a loop written by hand, the uninterrupted training."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path as File
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from models import Separate, assert_equal
+from quacklr import Path, QuacK, frobenius, spectral
+from quacklr.core.norms import Norm
+from quacklr.integrations.transformers import QuacKCallback
+
+STEPS, LR = 9, 0.05
+
+
+class Repeater(nn.Module):
+    """Guesses the token before; in the form that Trainer wants."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.attention, self.out = nn.Embedding(8, 16), Separate(), nn.Linear(16, 8)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits_BTV = self.out(self.attention(self.dropout(self.embedding(input_ids))))
+        return {"loss": nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels.flatten()), "logits": logits_BTV}
+
+
+def make_model(dropout: float = 0.0) -> Repeater:
+    torch.manual_seed(0)
+    return Repeater(dropout)
+
+
+def make_data() -> list[dict[str, Tensor]]:
+    tokens = torch.randint(8, (24, 6), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row.roll(1)} for row in tokens]
+
+
+def make_trainer(folder: File, *callbacks: TrainerCallback, model: nn.Module | None = None, **settings: Any) -> Trainer:
+    made_by_hand = settings.pop("optimizers", (None, None))
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1}
+    steps: dict[str, Any] = {"max_steps": STEPS, "save_steps": 4, "learning_rate": LR, "per_device_train_batch_size": 2}
+    return Trainer(
+        model=make_model() if model is None else model,
+        args=TrainingArguments(output_dir=str(folder), **quiet | steps | settings),
+        train_dataset=make_data(),
+        eval_dataset=make_data()[:4],
+        callbacks=list(callbacks),
+        optimizers=made_by_hand,
+    )
+
+
+def weights(trainer: Trainer) -> Tensor:
+    assert isinstance(trainer.model, nn.Module)
+    return torch.cat([param.detach().flatten().clone() for param in trainer.model.parameters()])
+
+
+def plain_loop(accumulate: int, attach: Callable[[nn.Module, Optimizer], object]) -> Tensor:
+    model, data = make_model(), make_data() * 10
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+    attach(model, optimizer)
+    batches = [{key: torch.stack([a[key], b[key]]) for key in a} for a, b in zip(data[::2], data[1::2], strict=True)]
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = LR * (STEPS - step) / STEPS
+        for batch in batches[step * accumulate : (step + 1) * accumulate]:
+            (model(**batch)["loss"] / accumulate).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "options"), [(1, {"norm": spectral}), (3, {"tau": 0.5}), (2, {"adapt": False}), (1, {"floor": 2.0})]
+)
+def test_it_trains_as_a_loop_by_hand_with_quack_does(tmp_path: File, accumulate: int, options: dict[str, Any]) -> None:
+    options = {"tau": 2.0} | options
+    settings: dict[str, Any] = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": accumulate}
+    trainer = make_trainer(tmp_path, QuacKCallback(**options), **settings)
+    trainer.train()
+    assert_equal(weights(trainer), plain_loop(accumulate, lambda model, optimizer: QuacK(model, optimizer, **options)))
+    assert (weights(trainer) - plain_loop(accumulate, lambda *_: None)).abs().max() > 1e-3
+
+
+def test_what_to_control_can_be_said_by_a_function_of_the_model(tmp_path: File) -> None:
+    def paths(model: Any) -> list[Path]:
+        return model.attention.logit_paths()
+
+    callback = QuacKCallback(tau=0.5, paths=paths)
+    trainer = make_trainer(tmp_path, callback, train_sampling_strategy="sequential")
+    trainer.train()
+    assert_equal(weights(trainer), plain_loop(1, lambda model, optimizer: QuacK(paths(model), optimizer, 0.5)))
+    assert callback.quack is not None
+    assert list(callback.quack.rates()) == ["q", "k"]
+
+
+def own_optimizers(model: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    return {"optimizers": (optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))}
+
+
+@pytest.mark.parametrize(
+    ("norm", "settings", "own"),
+    [
+        (frobenius, {"gradient_accumulation_steps": 3}, False),
+        (spectral, {"lr_scheduler_type": "cosine"}, False),
+        (spectral, {"gradient_accumulation_steps": 2}, True),
+    ],
+    ids=["accumulating", "spectral", "own-optimizer"],
+)
+def test_a_resumed_training_is_bitwise_the_uninterrupted_one(
+    tmp_path: File, norm: Norm, settings: dict[str, Any], own: bool
+) -> None:
+    def make(folder: str) -> Trainer:
+        model = make_model(dropout=0.2)
+        more = own_optimizers(model) if own else {}
+        return make_trainer(tmp_path / folder, QuacKCallback(tau=2.0, norm=norm), model=model, **settings, **more)
+
+    whole = make("run")
+    whole.train()
+    shutil.rmtree(tmp_path / f"run/checkpoint-{STEPS}")
+    last = make("run")
+    last.train(resume_from_checkpoint=True)
+    assert_equal(weights(last), weights(whole))
+    moved = shutil.move(tmp_path / "run/checkpoint-4", tmp_path / "moved")
+    elsewhere = make("elsewhere")
+    elsewhere.train(resume_from_checkpoint=str(moved))
+    assert_equal(weights(elsewhere), weights(whole))
+    assert [len(trainer.state.log_history) for trainer in (whole, last, elsewhere)] == [STEPS + 1] * 3
+
+
+def make_llama(lora: bool) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "k_proj"])) if lora else model
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all-weights", "lora"])
+def test_a_llama_trains_and_resumes_bitwise(tmp_path: File, lora: bool) -> None:
+    settings: dict[str, Any] = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}
+    whole = make_trainer(tmp_path / "whole", QuacKCallback(2.0), model=make_llama(lora), **settings)
+    whole.train()
+    resumed = make_trainer(tmp_path / "resumed", QuacKCallback(2.0), model=make_llama(lora), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-4"))
+    without = make_trainer(tmp_path / "without", model=make_llama(lora), **settings)
+    without.train()
+    assert_equal(weights(resumed), weights(whole))
+    assert (weights(without) - weights(whole)).abs().max() > 1e-3
+
+
+def key_norms(model: Any) -> Tensor:
+    """How far a unit change of a query can move its head's logits: what its rates are relative to."""
+    return model.attention.k.weight.detach().view(4, -1).norm(dim=1)
+
+
+def start(callback: QuacKCallback) -> Tensor:
+    assert callback.quack is not None
+    return callback.quack.state_dict()["sensitivity"]["attention.q"]
+
+
+@pytest.mark.parametrize("save_only_model", [False, True], ids=["made-without-quack", "save-only-model"])
+def test_a_checkpoint_without_its_state_is_told_and_rates_start_there(tmp_path: File, save_only_model: bool) -> None:
+    callbacks = [QuacKCallback()] if save_only_model else []
+    first = make_trainer(tmp_path, *callbacks, save_only_model=save_only_model)
+    first.train()
+    callback = QuacKCallback()
+    resumed = make_trainer(tmp_path, callback, max_steps=STEPS + 3)
+    with pytest.warns(UserWarning, match="the checkpoint holds no state of QuacK, so all rates start again from tau"):
+        resumed.train(resume_from_checkpoint=True)
+    torch.testing.assert_close(start(callback), key_norms(first.model))
+
+
+def is_free(trainer: Trainer) -> bool:
+    """Whether no QuacK is on the trainer's optimizer: another one can be attached, and its state is its own."""
+    assert isinstance(trainer.model, nn.Module)
+    assert trainer.optimizer is not None
+    QuacK(trainer.model, trainer.optimizer).remove()
+    return "quack" not in trainer.optimizer.state_dict()["param_groups"][0]
+
+
+def test_a_state_of_another_norm_is_refused_and_nothing_stays_attached(tmp_path: File) -> None:
+    make_trainer(tmp_path, QuacKCallback()).train()
+    callback = QuacKCallback(norm=spectral)
+    trainer = make_trainer(tmp_path, callback)
+    with pytest.raises(ValueError, match="made with norm=frobenius, but this QuacK has norm=spectral"):
+        trainer.train(resume_from_checkpoint=True)
+    assert callback.quack is None
+    assert is_free(trainer)
+
+
+def test_settings_are_refused_when_given_and_a_model_when_training_begins(tmp_path: File) -> None:
+    with pytest.raises(ValueError, match="tau"):
+        QuacKCallback(tau=-1.0)
+    callback, model = QuacKCallback(), make_model()
+    model.attention = nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="Repeater has no attention that QuacK can control"):
+        make_trainer(tmp_path, callback, model=model).train()
+    assert callback.quack is None
+
+
+def test_afterwards_the_optimizer_is_free_and_a_second_training_starts_from_its_weights(tmp_path: File) -> None:
+    callback = QuacKCallback()
+    trainer = make_trainer(tmp_path, callback)
+    trainer.train()
+    torch.testing.assert_close(start(callback), key_norms(make_model()))
+    assert is_free(trainer)
+    between = key_norms(trainer.model)
+    trainer.train()
+    torch.testing.assert_close(start(callback), between)
+    assert is_free(trainer)
+
+
+def test_what_a_trainer_without_it_loaded_is_not_taken_for_a_resumed_state(tmp_path: File) -> None:
+    make_trainer(tmp_path, QuacKCallback()).train()
+    trainer = make_trainer(tmp_path)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    callback, between = QuacKCallback(), key_norms(trainer.model)
+    trainer.add_callback(callback)
+    trainer.train()
+    torch.testing.assert_close(start(callback), between)
+    assert is_free(trainer)
+
+
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        if state.global_step == 6:
+            raise KeyboardInterrupt
+
+
+def test_after_a_training_that_raised_the_same_trainer_resumes(tmp_path: File) -> None:
+    whole = make_trainer(tmp_path / "whole", QuacKCallback())
+    whole.train()
+    trainer = make_trainer(tmp_path / "interrupted", QuacKCallback(), Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(Interrupt)
+    trainer.train(resume_from_checkpoint=True)
+    assert_equal(weights(trainer), weights(whole))
+    assert is_free(trainer)
+
+
+class Tracker(TrainerCallback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.rows.append(kwargs["logs"])
+
+
+def test_the_range_of_rates_is_logged_with_the_loss(tmp_path: File) -> None:
+    callback, tracker = QuacKCallback(tau=0.5), Tracker()
+    trainer = make_trainer(tmp_path, callback, tracker)
+    trainer.train()
+    assert callback.quack is not None
+    rates = torch.cat(list(callback.quack.rates().values()))
+    for row in (tracker.rows[STEPS - 1], trainer.state.log_history[STEPS - 1]):
+        assert (row["quack/rate_min"], row["quack/rate_max"]) == (rates.min().item(), rates.max().item())
+    assert "quack/rate_min" not in tracker.rows[-1], "the summary of the training is no step"
+
+
+def test_evaluating_and_loading_the_best_model_do_not_disturb_it(tmp_path: File) -> None:
+    alone = make_trainer(tmp_path / "alone", QuacKCallback())
+    settings: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+    }
+    evaluated = make_trainer(tmp_path / "evaluated", QuacKCallback(), metric_for_best_model="loss", **settings)
+    rows = []
+    for trainer in (alone, evaluated):
+        trainer.train()
+        kept = ("loss", "grad_norm", "quack/rate_min", "quack/rate_max")
+        rows.append([[row[key] for key in kept] for row in trainer.state.log_history if "loss" in row])
+    assert evaluated.state.best_model_checkpoint is not None
+    assert len(rows[0]) == STEPS
+    assert rows[0] == rows[1]
+    assert is_free(evaluated)
+
+
+def test_a_state_that_the_training_went_on_without_is_not_taken(tmp_path: File) -> None:
+    make_trainer(tmp_path, QuacKCallback()).train()
+    make_trainer(tmp_path, max_steps=STEPS + 2).train(resume_from_checkpoint=True)
+    with pytest.warns(UserWarning, match="the checkpoint holds no state of QuacK"):
+        make_trainer(tmp_path, QuacKCallback(), max_steps=STEPS + 4).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(("verify", "said"), [(True, "self_attn  verified"), (False, "not verified: verify=False")])
+def test_rules_are_verified_on_the_trainers_first_batch(tmp_path: File, verify: bool, said: str) -> None:
+    callback = QuacKCallback(verify=verify)
+    make_trainer(tmp_path, callback, model=make_llama(lora=False), max_steps=1).train()
+    assert said in repr(callback.quack)

@@ -1,0 +1,40 @@
+"""Small stacks of attention to be checked, and paths of them, right or wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from models import layers
+from quacklr import Path, Weight, check
+from quacklr.checking.report import Wiring
+
+X_BTD = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+
+
+def stack(attention: Callable[[], nn.Module], count: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return layers(count, attention)
+
+
+def checked(model: nn.Module, paths: list[Path] | None = None, **options: Any) -> Wiring:
+    return check(model, AdamW(model.parameters(), lr=1e-2), X_BTD, paths=paths, **options)
+
+
+def named(number: int, *weights: Weight) -> tuple[Weight, ...]:
+    return tuple(replace(weight, name=f"{number}.{weight.name}") for weight in weights)
+
+
+def of_each(model: nn.Sequential, weights: Callable[[Any], list[Weight]], read: Tensor | None = None) -> list[Path]:
+    """A path a layer, of weights q and k; heads read blocks of k in equal runs, or as said."""
+    pairs = [named(number, *weights(layer)) for number, layer in enumerate(model)]
+    return [Path(pair, 4, None if read is None else (None, read)) for pair in pairs]
+
+
+def halves(layer: Any, block_of_row: Tensor) -> list[Weight]:
+    return [Weight("q", layer.q.weight, block_of_row), Weight("k", layer.k.weight, block_of_row)]

@@ -1,0 +1,176 @@
+"""The commands around a study, from its grid to its page, on models small enough for a test."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path as File
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lab_runs import ATTENTIONS, environment, make_corpus, small
+from quacklr.cli import main
+from quacklr.lab import presets
+from quacklr.lab.demo import sentence
+from quacklr.lab.methods import Default, Quack
+from quacklr.lab.studies.results import Results
+from quacklr.lab.studies.scale import Size, scale_of
+from quacklr.lab.sweep.display import Meter, _table, summary
+from quacklr.lab.sweep.ledger import Ledger
+from quacklr.lab.sweep.sweep import State, Task
+from swept_runs import made, tiny_scale
+
+
+@pytest.fixture
+def tiny(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> File:
+    """The scale `cpu` stands for models of a few thousand parameters, in an empty folder."""
+    base = small(make_corpus(tmp_path), Default(), ATTENTIONS["mha"])
+    monkeypatch.setitem(presets.PRESETS, "cpu", base)
+    monkeypatch.setitem(presets.ATTENTIONS, "cpu", ATTENTIONS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_demo_shows_a_table_a_picture_a_page_and_a_sentence(tiny: File, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--steps", "36"]) == 0
+    first = capsys.readouterr()
+    rows = re.findall(
+        r"^(default|QK clip|QuacK|QK norm) +([\d.]+) +([\d.,]+) +([\d.]+) +([\d.,]+)$", first.out, re.MULTILINE
+    )
+    assert [row[0] for row in rows] == ["default", "QK clip", "QuacK", "QK norm"]
+    entries = Ledger(tiny / "runs/demo/ledger.jsonl").entries().values()
+    of = {type(e.config.method): e for e in entries if e.config.attention == ATTENTIONS["mla"]}
+    assert f"{of[Quack].result['val_loss']:.3f}" == rows[2][1]
+    assert len(entries) == 8
+    assert first.out.count("With M") == 2
+    assert "quack = QuacK(model, optimizer)" in first.out
+    assert (tiny / "runs/demo/demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "quacklr demo" in (tiny / "runs/demo/demo.html").read_text()
+    assert "8 of 8 runs done" in first.err
+    assert main(["demo", "--steps", "36"]) == 0
+    assert capsys.readouterr().out == first.out, "what is there is not run again"
+
+
+def test_the_demos_sentence_is_honest_whichever_way_it_went() -> None:
+    scale = tiny_scale(File("nowhere"))
+
+    def told(default: tuple[float, float], quack: tuple[float, float]) -> str:
+        entries = []
+        for attention in scale.attentions:
+            for method, (loss, top) in ((Default(), default), (Quack(), quack)):
+                entries.append(made(scale.run(attention, method, scale.high), loss, top))
+        return sentence(Results(entries, scale))
+
+    assert "With MLA the default broke and QuacK stayed stable" in told((3.0, 9000.0), (2.0, 40.0))
+    assert "largest logit 9,000 against 40.1, validation loss 3.000 against 2.000" in told((3.0, 8999.9), (2.0, 40.0))
+    assert "the default did not break" in told((2.0, 40.0), (2.0, 40.0))
+    assert "QuacK did not mend it" in told((3.0, 9000.0), (3.0, 40.0))
+    assert "QuacK did not mend it" in told((3.0, 9000.0), (2.0, 400.0))
+
+
+def test_a_sweep_and_its_report(tiny: File, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "critical", "--seeds", "2", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("to do") == 8
+    assert main(["sweep", "critical", "--seeds", "2"]) == 0
+    told = capsys.readouterr()
+    assert told.out == "8 runs; the ledger is results/ledger.jsonl\n"
+    assert told.err.count("validation loss") == 8
+    assert "critical: 8 of 8 runs done, 0 running, finished" in told.err
+    assert main(["sweep", "critical", "--seeds", "2", "--dry-run"]) == 0
+    assert "to do" not in capsys.readouterr().out
+    assert main(["report"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^ +(holds|fails|undecided)  a: Lowering", out, re.MULTILINE)
+    assert "not run  b: At the lowest learning rate" in out
+    assert "8 runs at the scale cpu" in out
+    for name in ("claims.md", "methods.md", "report.html", "figures/figure-1-critical-rate.pdf"):
+        assert (tiny / "results" / name).stat().st_size > 500, name
+    claims = (tiny / "results/claims.md").read_text()
+    assert "| a | Lowering the learning rates of query and key weights alone" in claims
+    assert main(["report", "--steps", "77"]) == 2
+    assert "has no runs of the scale cpu, 77 steps" in capsys.readouterr().err
+
+
+def test_times_are_taken_in_turns(tiny: File, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "speed", "--seeds", "2", "--threads", "1"]) == 0
+    entries = list(Ledger(tiny / "results/ledger.jsonl").entries().values())
+    assert len(entries) == 16
+    assert all(entry.environment["turns"] and entry.step_seconds for entry in entries)
+    assert main(["sweep", "speed", "--seeds", "2"]) == 0
+    assert "0 runs;" in capsys.readouterr().out
+
+
+def test_a_ledger_of_another_version_of_the_corpus_is_refused(tiny: File, capsys: pytest.CaptureFixture[str]) -> None:
+    config = next(iter(scale_of(Size()).run("mha", method, 0.1) for method in (Default(),)))
+    entry = replace(made(config, 2.0), environment={"corpus": "deadbeef"})
+    Ledger(tiny / "results/ledger.jsonl").append(entry)
+    assert main(["sweep", "critical", "--seeds", "1"]) == 2
+    assert "on another version of the corpus" in capsys.readouterr().err
+
+
+def test_two_sweeps_in_one_folder_keep_out_of_each_others_way(tiny: File, capsys: pytest.CaptureFixture[str]) -> None:
+    from quacklr.lab.files import locked
+
+    with locked(tiny / "runs/sweep"):
+        assert main(["sweep", "critical"]) == 2
+    assert "another quacklr is at work in runs/sweep" in capsys.readouterr().err
+
+
+def state() -> State:
+    from collections import deque
+
+    scale = tiny_scale(File("nowhere"))
+    config = scale.run("mha", Quack(), 0.1)
+    crashed = replace(made(config, 2.0), status="crashed", reason="no memory")
+    return State(deque([Task(config, File("x"))]), [Task(config, File("y"), attempts=2)], [made(config, 2.0), crashed])
+
+
+def test_the_table_shows_what_runs_what_ended_and_how_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    meter = Meter()
+    meter.began = 90.0
+    Console(file=out, width=160).print(_table("a study", state(), 3, meter))
+    text = out.getvalue()
+    for part in ("a study", "validation loss 2.0000", "crashed: no memory", "0/36 steps, attempt 2"):
+        assert part in text, part
+    # 2 runs of 36 steps took 10 s, and two are left
+    assert "5 of 7 runs done, 1 running, 1 diverged or crashed, 0:00:10 left" in text
+    stopping = replace(state(), stopped=2)
+    assert "stopping: every run saves a checkpoint" in summary(stopping, 0, meter)
+
+
+def test_on_a_terminal_the_table_is_drawn() -> None:
+    master, slave = pty.openpty()
+    script = "from test_demo import *; shown()"
+    settings: dict[str, Any] = {"env": environment(TERM="xterm", COLUMNS="120", PYTHONPATH=os.pathsep.join(sys.path))}
+    with subprocess.Popen([sys.executable, "-c", script], stderr=slave, **settings) as process:
+        os.close(slave)
+        text = b""
+        while True:
+            try:
+                part = os.read(master, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            text += part
+    os.close(master)
+    assert process.returncode == 0, text
+    assert "a study" in text.decode()
+    assert "attempt 2" in text.decode()
+
+
+def shown() -> None:
+    from quacklr.lab.sweep.display import display
+
+    with display("a study", 3) as show:
+        show(state())

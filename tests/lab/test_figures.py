@@ -1,0 +1,129 @@
+"""Figures show what the ledger says: their lines are compared with its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path as File
+from statistics import mean
+from typing import Any
+
+import pytest
+from matplotlib.colors import to_hex
+
+from made_ledger import HIGH, SCALE, ledger
+from quacklr.lab.methods import Default, Quack
+from quacklr.lab.report.command import draw
+from quacklr.lab.report.figures import FIGURES, critical_rate, heatmaps, interventions, logits, norms, sensitivity
+from quacklr.lab.report.style import COLOURS
+from quacklr.lab.studies.names import NAMES, PAPERS
+from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS
+from quacklr.lab.studies.results import NotRun, Results
+from quacklr.util.figures import RC
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return Results(ledger(), SCALE)
+
+
+def line(axes: Any, label: str) -> Any:
+    (found,) = [each for each in axes.lines if each.get_label() == label]
+    return list(found.get_xdata()), list(found.get_ydata())
+
+
+def mean_curve(results: Results, attention: str, method: Any, *names: str) -> dict[float, Any]:
+    runs = results.best(attention, method, HIGH).values()
+    return {step: mean(dict(run.curve(*names))[step] for run in runs) for step, _ in next(iter(runs)).curve(*names)}
+
+
+def test_a_curve_is_the_mean_over_seeds_and_its_band_their_range(results: Results) -> None:
+    panel: Any = interventions(results).axes[6]
+    assert panel.get_title() == "MLA, lr 0.1"
+    expected = mean_curve(results, "mla", Quack, "val_loss")
+    assert line(panel, "QuacK") == (list(expected)[1:], pytest.approx(list(expected.values())[1:]))
+    band: Any = panel.collections[PAPERS.index(Quack)].get_paths()[0].vertices
+    finals = [run.result["val_loss"] for run in results.best("mla", Quack, HIGH).values()]
+    at_the_end = [y for x, y in band if x == SCALE.base.training.steps]
+    assert (min(at_the_end), max(at_the_end)) == pytest.approx((min(finals), max(finals)))
+
+
+def test_final_losses_stand_over_their_learning_rates_for_every_method(results: Results) -> None:
+    figure = interventions(results)
+    for method, name in NAMES.items():
+        rates, losses = line(figure.axes[7], name)
+        assert rates == list(SCALE.rates)
+        runs = results.best("mla", method, HIGH).values()
+        assert losses[-1] == pytest.approx(mean(run.result["val_loss"] for run in runs))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(NAMES.values())
+
+
+def test_figure_1_has_the_papers_four_lines(results: Results) -> None:
+    (panel,) = critical_rate(results).axes
+    assert len(panel.lines) == 4
+    _, losses = line(panel, "the same rate for queries and keys")
+    assert losses == pytest.approx(list(mean_curve(results, "mha", Default, "val_loss").values())[1:])
+
+
+def test_figure_3_has_every_tau_and_the_default_as_a_constant_tau_of_1(results: Results) -> None:
+    right = norms(results).axes[1]
+    assert line(right, "QuacK, spectral")[0] == list(DECADES)
+    assert line(right, "QuacK, Frobenius")[0] == list(QUACK_TAUS)
+    taus, losses = line(right, "constant tau")
+    assert taus == list(CONSTANT_TAUS)
+    defaults = results.best("mha", Default, HIGH).values()
+    assert losses[CONSTANT_TAUS.index(1.0)] == pytest.approx(mean(run.result["val_loss"] for run in defaults))
+
+
+def test_figure_4_follows_one_head(results: Results) -> None:
+    left, right = logits(results).axes
+    assert left.get_title() == "MLA, lr 0.1, layer 1, head 1"
+    run = next(iter(results.best("mla", Quack, HIGH).values()))
+    for panel, name in ((left, "max"), (right, "step_change")):
+        expected: Any = {step: table[1][1] for step, table in run.curve("logits", name) if step}
+        assert line(panel, "QuacK") == (list(expected), pytest.approx(list(expected.values())))
+
+
+def test_figure_5_has_a_bar_for_every_method(results: Results) -> None:
+    left, right = sensitivity(results).axes
+    for panel, others in ((left, {"absorbed QK norm"}), (right, set[str]())):
+        names = [name for name in NAMES.values() if name not in others]
+        assert [tick.get_text() for tick in panel.get_xticklabels()] == names
+    first: Any = left.patches[0]
+    # 3.01 at the lowest rate, 5.3 in the middle, 5 at the highest
+    assert first.get_height() == pytest.approx((3.01 + 5.3 + 5.0) / 3 - 3.01)
+
+
+def test_figure_6_shows_every_layer_and_head(results: Results) -> None:
+    panel = next(axes for axes in heatmaps(results).axes if axes.get_title() == "MHA, default")
+    table: Any = panel.images[0].get_array()
+    assert table.tolist() == [pytest.approx(row) for row in [[1250.025, 2500.05], [2500.05, 5000.1]]]
+
+
+def test_every_method_has_a_colour_of_its_own() -> None:
+    assert set(COLOURS) == set(NAMES.values())
+    assert len({to_hex(colour) for colour in COLOURS.values()}) == len(NAMES)
+
+
+def test_figures_are_written_in_three_formats_and_the_same_twice(results: Results, tmp_path: File) -> None:
+    drawn = draw(FIGURES, results, tmp_path / "one")
+    draw(FIGURES, results, tmp_path / "two")
+    assert [figure.name for figure in drawn] == list(FIGURES)
+    starts = {"pdf": b"%PDF", "png": b"\x89PNG", "svg": b"<?xml"}
+    for name in FIGURES:
+        for kind, start in starts.items():
+            one, two = ((tmp_path / way / f"{name}.{kind}").read_bytes() for way in ("one", "two"))
+            assert one.startswith(start)
+            assert one == two, f"{name}.{kind}"
+    assert drawn[0].title == "Figure 1. Is the learning rate of queries and keys the critical one?"
+    assert drawn[0].svg.startswith("<?xml")
+    assert "figure.dpi" not in RC, "sizes are the figures' own"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_without_runs_is_left_out_and_one_with_some_shows_them(name: str, tmp_path: File) -> None:
+    with pytest.raises(NotRun):
+        FIGURES[name](Results([], SCALE))
+    some = [entry for entry in ledger() if entry.config.training.seed == 0 and entry.config.optimizer.lr == HIGH]
+    if name != "figure-5-sensitivity":
+        assert FIGURES[name](Results(some, SCALE)).axes
+    assert draw({name: FIGURES[name]}, Results([], SCALE), tmp_path) == []
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,99 @@
+"""Rules a linter cannot see."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path as File
+
+import pytest
+
+import quacklr
+
+ROOT = File(__file__).parent.parent
+CODE = sorted(file for folder in ("src", "tests", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
+PROSE = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def imported(file: File) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
+
+
+def test_the_core_imports_torch_and_the_standard_library_only() -> None:
+    for file in (ROOT / "src/quacklr").rglob("*.py"):
+        if {"lab", "integrations", "inspect"} & set(file.parts) or file.name in ("figure.py", "figures.py"):
+            continue
+        roots = {name.split(".")[0] for name in imported(file)}
+        assert roots <= {"torch", "quacklr", *sys.stdlib_module_names}, file
+
+
+def test_the_lab_imports_public_names_and_the_modules_that_it_says() -> None:
+    package = ROOT / "src/quacklr/lab"
+    said = set(re.findall(r"`(quacklr\.\w+)`", (package / "__init__.py").read_text()))
+    names = {name for file in package.rglob("*.py") for name in imported(file) if name.startswith("quacklr.")}
+    assert {".".join(name.split(".")[:2]) for name in names} - {"quacklr.lab"} == said
+
+
+@pytest.mark.parametrize("file", CODE, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_file_says_what_it_is_for_and_is_ascii_and_source_has_less_than_300_lines(file: File) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 300 or "tests" in file.relative_to(ROOT).parts
+    assert ast.get_docstring(ast.parse(text))
+    assert text.isascii()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_an_example_runs_and_its_assertions_hold(example: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(example)])  # what pytest was called with is not for it
+    runpy.run_path(str(example), run_name="__main__")
+
+
+def readme_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("block", readme_blocks(), ids=lambda block: block.splitlines()[0])
+def test_a_python_block_of_the_readme_runs(block: str) -> None:
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("file", PROSE, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_path_named_in_prose_exists(file: File) -> None:
+    text = file.read_text()
+    named = re.findall(r"`((?:src|tests|docs|examples|benchmarks|results|\.ci)/[\w./-]*)`", text)
+    named += [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    for name in named:
+        assert (ROOT / name).exists() or (file.parent / name).exists(), name
+
+
+def test_the_tour_in_the_readme_names_every_file_of_the_core() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for file in (ROOT / "src/quacklr").glob("*.py"):
+        if file.name != "__init__.py":
+            assert file.name in readme, file
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert f"version: {quacklr.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_command_line_answers_without_torch() -> None:
+    script = "import sys, quacklr.cli; quacklr.cli.main(['--help']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_public_names_are_there() -> None:
+    assert set(quacklr.__all__) >= {"QuacK", "Path", "Weight", "logit_paths", "sensitivity", "frobenius", "spectral"}
+    assert all(hasattr(quacklr, name) for name in quacklr.__all__)
+    assert set(quacklr.__all__) <= set(dir(quacklr))
+    assert not hasattr(quacklr, "nonsense")
