@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from quacklr.find.measure.assemble import measured_paths
 from quacklr.inspect.layout import layout, meeting
 from tiny_models import CAUSAL, build, sections
 
-ROOT = File(__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/models.md"
 GOAL = 0.95
 GAPS = {  # terms that are on no path though they should be, with what the judge says of them

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from quacklr import QuacK
 from quacklr.optimizers.attach import NOT_LINEAR
-from quacklr.util.modules import as_written
+from quacklr.util.modules import run_uncompiled
 
 PACKAGES = [
     *("torch.optim", "adabelief_pytorch", "adam_mini", "adamp", "adan_pytorch", "apollo_torch"),
@@ -186,7 +186,7 @@ def main() -> int:
         except ImportError as error:
             print(f"{package}: {error}", file=sys.stderr)
             continue
-        with as_written():
+        with run_uncompiled():
             for cls in names:
                 print(f"\r{cls.__module__}.{cls.__qualname__:<80.80}", end="", file=sys.stderr, flush=True)
                 found.setdefault(package, []).append(examined(cls))

@@ -21,7 +21,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path as File
+from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quacklr import Path, QuacK, mha, packed
+from quacklr import LogitPath, QuacK, mha, packed
 
 HEAD = "| model | hooks | step | floor | memory | calls |"
 MODELS = {"1M": (128, 4, 4), "25M": (512, 8, 8)}  # width, layers, heads
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         size = self.q.out_features // self.heads
         return mha(*packed(self.q, ("q", self.heads, size)), *packed(self.k, ("k", self.heads, size)))
 
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument(
         "--cycles", type=int, default=200, help="cycles for the small model; a tenth of it for the large"
     )
-    parser.add_argument("--out", type=File, help="write the table to this file too")
+    parser.add_argument("--out", type=Path, help="write the table to this file too")
     given = parser.parse_args()
     lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     print("\n".join(lines), flush=True)

@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
-from pathlib import Path as File
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -128,7 +128,7 @@ def table(head: list[str], rows: Iterator[list[str]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=9)
-    parser.add_argument("--out", type=File, help="write the tables to this file too")
+    parser.add_argument("--out", type=Path, help="write the tables to this file too")
     given = parser.parse_args()
     watching = table(["probe", "eager", "sdpa"], measuring(given.cycles))
     print()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path as File
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -34,7 +34,7 @@ class Encoder(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)]
 
 
-def train(checkpoint: File, epochs: int) -> tuple[Encoder, QuacKCallback]:
+def train(checkpoint: Path, epochs: int) -> tuple[Encoder, QuacKCallback]:
     """Fit up to an epoch, from the checkpoint if there is one, and save one at the end."""
     torch.manual_seed(0)
     model, quack = Encoder(), QuacKCallback(tau=1.0)
@@ -58,9 +58,9 @@ def train(checkpoint: File, epochs: int) -> tuple[Encoder, QuacKCallback]:
 def main() -> None:
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning's, about torch
     with TemporaryDirectory() as folder:
-        whole, callback = train(File(folder, "whole.ckpt"), EPOCHS)
-        train(File(folder, "stopped.ckpt"), 2)
-        resumed, _ = train(File(folder, "stopped.ckpt"), EPOCHS)
+        whole, callback = train(Path(folder, "whole.ckpt"), EPOCHS)
+        train(Path(folder, "stopped.ckpt"), 2)
+        resumed, _ = train(Path(folder, "stopped.ckpt"), EPOCHS)
 
     print(callback.quack)
     pairs = zip(whole.parameters(), resumed.parameters(), strict=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quacklr import Path, QuacK, mla, packed
+from quacklr import LogitPath, QuacK, mla, packed
 
 WIDTH, HEADS, NOPE, ROPE, LATENT_Q, LATENT_KV = 32, 4, 8, 4, 16, 12
 
@@ -34,7 +34,7 @@ class MLA(nn.Module):
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         """dq uq[h] . uk[h] dkv  +  dq qr[h] . kr"""
         (dq,) = packed(self.dq, ("dq", 1, LATENT_Q))
         uq, qr = packed(self.q_b, ("uq", 1, NOPE), ("qr", 1, ROPE), repeat=HEADS)

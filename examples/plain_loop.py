@@ -6,7 +6,7 @@ resumed run needs to know them. Stopped and resumed, it ends with the same weigh
 
 from __future__ import annotations
 
-from pathlib import Path as File
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
@@ -22,7 +22,7 @@ def micro_batches(step: int) -> Tensor:
     return torch.randn(ACCUMULATE, 8, 12, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def train(checkpoint: File, until: int) -> tuple[nn.Module, QuacK]:
+def train(checkpoint: Path, until: int) -> tuple[nn.Module, QuacK]:
     """Train up to a step, from the checkpoint if there is one, and save one at the end."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
@@ -63,9 +63,9 @@ def train(checkpoint: File, until: int) -> tuple[nn.Module, QuacK]:
 
 def main() -> None:
     with TemporaryDirectory() as folder:
-        whole, quack = train(File(folder, "whole.pt"), STEPS)
-        train(File(folder, "stopped.pt"), 15)
-        resumed, _ = train(File(folder, "stopped.pt"), STEPS)
+        whole, quack = train(Path(folder, "whole.pt"), STEPS)
+        train(Path(folder, "stopped.pt"), 15)
+        resumed, _ = train(Path(folder, "stopped.pt"), STEPS)
 
     print(quack)
     pairs = zip(whole.parameters(), resumed.parameters(), strict=True)

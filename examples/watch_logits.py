@@ -9,7 +9,7 @@ that the heads of the first layer do the work, and that their logits grow far be
 from __future__ import annotations
 
 import sys
-from pathlib import Path as File
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
@@ -36,7 +36,7 @@ class Repeater(nn.Module):
         return self.out(self.encoder(self.tokens(tokens_BT) + self.places.weight, mask, is_causal=True))
 
 
-def main(folder: File, steps: int = 80) -> None:
+def main(folder: Path, steps: int = 80) -> None:
     torch.manual_seed(0)
     model = Repeater()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
@@ -67,7 +67,7 @@ def main(folder: File, steps: int = 80) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:  # python examples/watch_logits.py FOLDER keeps what it makes
-        main(File(sys.argv[1]))
+        main(Path(sys.argv[1]))
     else:
         with TemporaryDirectory() as temporary:
-            main(File(temporary))
+            main(Path(temporary))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quacklr import Path, QuacK, Weight, packed, sensitivity
+from quacklr import LogitPath, QuacK, Weight, packed, sensitivity
 
 WIDTH, HEADS, SIZE, LENGTH = 32, 4, 8, 12
 
@@ -36,12 +36,12 @@ class PairedAttention(nn.Module):
         weights_BHTT = ((content + place) / SIZE**0.5).softmax(3)
         return torch.einsum("bhij,bjhk->bihk", weights_BHTT, v_BTHK).flatten(2)
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         (q,) = packed(self.q, ("q", HEADS // 2, SIZE))  # heads read its blocks in equal runs: 0 0 1 1
         (k,) = packed(self.k, ("k", HEADS, SIZE))
         (p,) = packed(self.p, ("p", 1, SIZE))
         mix = Weight("mix", self.mix_HKK, torch.arange(HEADS))
-        return [Path((q, mix, k), HEADS), Path((q, p), HEADS)]
+        return [LogitPath((q, mix, k), HEADS), LogitPath((q, p), HEADS)]
 
 
 def main() -> None:

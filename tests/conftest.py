@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path as File
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 torch.set_num_threads(1)
-PAUSING = str(File(__file__).parent / "kit/pausing")  # see paused.py
+PAUSING = str(Path(__file__).parent / "kit/pausing")  # see paused.py
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [PAUSING, os.environ.get("PYTHONPATH")]))
 
 
@@ -28,7 +28,7 @@ def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> File:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small corpus of bytes for the tests of the lab, which only read it."""
     from lab_runs import make_corpus
 

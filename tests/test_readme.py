@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path as File
+from pathlib import Path
 
 import pytest
 import tyro
@@ -21,7 +21,7 @@ from quacklr.lab.sweep.command import Sweep, configs_of
 from quacklr.lab.sweep.ledger import Entry, Ledger
 from quacklr.lab.sweep.sweep import missing
 
-ROOT = File(__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "results"
 DEMO = scale_of(Size(steps=150))

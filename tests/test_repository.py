@@ -7,19 +7,19 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path as File
+from pathlib import Path
 
 import pytest
 
 import quacklr
 
-ROOT = File(__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 CODE = sorted(file for folder in ("src", "tests", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
 PROSE = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def imported(file: File) -> set[str]:
+def imported(file: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -45,7 +45,7 @@ def test_the_lab_imports_public_names_and_the_modules_that_it_says() -> None:
 
 
 @pytest.mark.parametrize("file", CODE, ids=lambda file: str(file.relative_to(ROOT)))
-def test_a_file_says_what_it_is_for_and_is_ascii_and_source_has_less_than_300_lines(file: File) -> None:
+def test_a_file_says_what_it_is_for_and_is_ascii_and_source_has_less_than_300_lines(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 300 or "tests" in file.relative_to(ROOT).parts
     assert ast.get_docstring(ast.parse(text))
@@ -53,7 +53,7 @@ def test_a_file_says_what_it_is_for_and_is_ascii_and_source_has_less_than_300_li
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_an_example_runs_and_its_assertions_hold(example: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_runs_and_its_assertions_hold(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [str(example)])  # what pytest was called with is not for it
     runpy.run_path(str(example), run_name="__main__")
 
@@ -68,7 +68,7 @@ def test_a_python_block_of_the_readme_runs(block: str) -> None:
 
 
 @pytest.mark.parametrize("file", PROSE, ids=lambda file: str(file.relative_to(ROOT)))
-def test_every_path_named_in_prose_exists(file: File) -> None:
+def test_every_path_named_in_prose_exists(file: Path) -> None:
     text = file.read_text()
     named = re.findall(r"`((?:src|tests|docs|examples|benchmarks|results|\.ci)/[\w./-]*)`", text)
     named += [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
@@ -93,7 +93,15 @@ def test_the_command_line_answers_without_torch() -> None:
 
 
 def test_the_public_names_are_there() -> None:
-    assert set(quacklr.__all__) >= {"QuacK", "Path", "Weight", "logit_paths", "sensitivity", "frobenius", "spectral"}
+    assert set(quacklr.__all__) >= {
+        "QuacK",
+        "LogitPath",
+        "Weight",
+        "logit_paths",
+        "sensitivity",
+        "frobenius",
+        "spectral",
+    }
     assert all(hasattr(quacklr, name) for name in quacklr.__all__)
     assert set(quacklr.__all__) <= set(dir(quacklr))
     assert not hasattr(quacklr, "nonsense")

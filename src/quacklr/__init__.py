@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quacklr.checking import check
     from quacklr.core.norms import frobenius, spectral
-    from quacklr.core.path import Path, mha, mla
+    from quacklr.core.path import LogitPath, mha, mla
     from quacklr.core.weight import Weight, packed
+    from quacklr.distributed.sharded_blocks import sensitivity
     from quacklr.find import logit_paths
     from quacklr.logits.clip import QKClip
     from quacklr.logits.monitor import LogitMonitor, LogitStats
-    from quacklr.quack import QuacK, sensitivity
+    from quacklr.quack import QuacK
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LogitMonitor",
+    "LogitPath",
     "LogitStats",
-    "Path",
     "QKClip",
     "QuacK",
     "Weight",
@@ -40,7 +41,7 @@ __all__ = [
 _HOME = {
     "LogitMonitor": "logits.monitor",
     "LogitStats": "logits.monitor",
-    "Path": "core.path",
+    "LogitPath": "core.path",
     "QKClip": "logits.clip",
     "QuacK": "quack",
     "Weight": "core.weight",
@@ -50,7 +51,7 @@ _HOME = {
     "mha": "core.path",
     "mla": "core.path",
     "packed": "core.weight",
-    "sensitivity": "quack",
+    "sensitivity": "distributed.sharded_blocks",
     "spectral": "core.norms",
 }
 

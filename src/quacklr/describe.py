@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
 from quacklr.find.finding import GIVEN, VERIFIED
@@ -28,13 +28,13 @@ def describe(
 
     `notes` say of those found by rule whether they are verified, or why not.
     """
-    attentions: dict[str, list[Path]] = {}
+    attentions: dict[str, list[LogitPath]] = {}
     for path in rule.paths:
         attentions.setdefault(_module(path.weights[0]), []).append(path)
     rows = [("attention", "found", "heads", "logit", when)]
     for module, paths in attentions.items():
         logit = " + ".join(" ".join(_term(weight, module) for weight in path.weights) for path in paths)
-        weights = dict.fromkeys(rule.stands_for[weight] for path in paths for weight in path.weights)
+        weights = dict.fromkeys(rule.canonical[weight] for path in paths for weight in path.weights)
         ranges = [f"{_short(w, module)} {_range(rates[w.name])}" for w in weights if w.name in rates]
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
         found = VERIFIED if notes.get(module) == VERIFIED else origin.get(module, GIVEN)

@@ -19,22 +19,28 @@ from torch.optim import Optimizer
 
 from quacklr.core.blocks import Copies, Memory
 from quacklr.core.norms import Norm, frobenius
-from quacklr.core.path import Path, as_paths
+from quacklr.core.path import LogitPath, as_paths
 from quacklr.core.sensitivity import Rule, rates_from
 from quacklr.core.state import Saved, norm_name, read_state, write_state
-from quacklr.core.validate import FLOAT32, refuse_meta, refuse_settings, refuse_taken, refuse_unstepped, refuse_unusable
-from quacklr.core.weight import Weight
+from quacklr.core.validate import (
+    FLOAT32,
+    validate_norms,
+    validate_not_attached_twice,
+    validate_not_meta,
+    validate_settings,
+    validate_stepped,
+)
 from quacklr.describe import describe
 from quacklr.distributed.collectives import reshard
-from quacklr.distributed.sharded_blocks import Sharded, blocks_of
-from quacklr.distributed.validate import refuse_flattened
+from quacklr.distributed.sharded_blocks import ShardedBlocks, blocks_of
+from quacklr.distributed.validate import validate_not_fsdp1
 from quacklr.find import logit_paths
 from quacklr.find.finding import Finding
 from quacklr.find.verify import Verification
 from quacklr.optimizers.attach import as_optimizers, first_after_step, is_idle, validate_linear
-from quacklr.optimizers.nested_steps import Running, running_steps
+from quacklr.optimizers.nested_steps import RunningStep, running_steps
 from quacklr.optimizers.step_check import StepCheck, ids_in_groups
-from quacklr.util.read_only import Fixed
+from quacklr.util.read_only import ReadOnly
 
 _attached: WeakSet[QuacK] = WeakSet()
 
@@ -42,14 +48,6 @@ RESUMED_ALONE = (
     "the optimizer's state was loaded but QuacK's was not, so all rates start again from tau; "
     "call quack.load_state_dict(...) too when you resume a run"
 )
-
-
-def sensitivity(paths: Iterable[Path], norm: Norm = frobenius) -> dict[Weight, Tensor]:
-    """How far a unit change of each block can move a logit through one path: (blocks,) for each weight on the paths."""
-    rule = Rule(paths, blocks_of)
-    _, norms, _ = rule.blocks.measure(norm, rule.blocks.nothing())
-    flat = rule.sensitivity(norms)
-    return {weight: flat[rule.blocks.place[first]] for weight, first in rule.stands_for.items()}
 
 
 class QuacK:
@@ -76,7 +74,7 @@ class QuacK:
 
     def __init__(
         self,
-        model: nn.Module | Iterable[Path],
+        model: nn.Module | Iterable[LogitPath],
         optimizer: Optimizer | Iterable[Optimizer],
         tau: float = 1.0,
         *,
@@ -85,29 +83,29 @@ class QuacK:
         floor: float = 0.0,
         verify: bool = True,
     ) -> None:
-        refuse_settings(tau, norm, floor)
+        validate_settings(tau, norm, floor)
         self._norm, self._adapt, self._floor = norm, adapt, floor
         self.optimizers = as_optimizers(optimizer)
         if isinstance(model, nn.Module):
-            refuse_flattened(model)
+            validate_not_fsdp1(model)
             reshard(model)
-        paths: Iterable[Path] = logit_paths(model) if isinstance(model, nn.Module) else model
+        paths: Iterable[LogitPath] = logit_paths(model) if isinstance(model, nn.Module) else model
         self.left_alone: Mapping[str, str] = getattr(paths, "left_alone", {})
         found: Mapping[str, Finding] = getattr(paths, "found", {})
         paths = as_paths(paths, "the model must be an nn.Module or")
-        refuse_meta(weight for path in paths for weight in path.weights)
+        validate_not_meta(weight for path in paths for weight in path.weights)
         self._rule = Rule(paths, blocks_of)
         self._on_paths = {id(part.param) for part in self._rule.parts}
-        refuse_unstepped(self._rule.weights, self.optimizers)
+        validate_stepped(self._rule.weights, self.optimizers)
         validate_linear(self.optimizers, (part.param for weight in self._rule.weights for part in weight.parts))
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
-        refuse_taken(self._rule.weights, [weight for other in here for weight in other._rule.weights])
+        validate_not_attached_twice(self._rule.weights, [weight for other in here for weight in other._rule.weights])
         self._start, self._memory = self._measure_start()
         self._largest = _largest(self._start)
         self._rates = torch.full_like(self._start, tau)
         self.tau = tau
         self._stepped: set[int] = set()  # ids of the tensors that have stepped in this iteration
-        self._running: dict[Optimizer, Running] = {}
+        self._running: dict[Optimizer, RunningStep] = {}
         self._loaded = self._resumed_alone = False
         self._step_check = StepCheck(
             model if isinstance(model, nn.Module) else None, self._rule.weights, self.optimizers
@@ -125,9 +123,9 @@ class QuacK:
             optimizer.register_load_state_dict_post_hook(self._optimizer_loaded),
         ]
 
-    norm = Fixed[Norm]()
-    adapt = Fixed[bool]()
-    floor = Fixed[float]()
+    norm = ReadOnly[Norm]()
+    adapt = ReadOnly[bool]()
+    floor = ReadOnly[float]()
 
     @property
     def tau(self) -> float:
@@ -136,7 +134,7 @@ class QuacK:
 
     @tau.setter
     def tau(self, tau: float) -> None:
-        refuse_settings(tau, self.norm, self.floor)
+        validate_settings(tau, self.norm, self.floor)
         if self.adapt and tau * self._largest > FLOAT32.max:
             raise ValueError(f"tau={tau!r}: with these weights, tau * sensitivity is more than float32 can hold")
         self._tau = tau
@@ -153,7 +151,7 @@ class QuacK:
         _, _, memory = self._measure(self._rule.blocks.nothing())
         _, norms, _ = self._measure(memory)  # as the first step will, so that what has not changed has rate 1 exactly
         start = self._rule.sensitivity(norms)
-        refuse_unusable(self._rule, torch.cat(norms), start, self.adapt)
+        validate_norms(self._rule, torch.cat(norms), start, self.adapt)
         return start, memory
 
     def _tensors(self, optimizer: Optimizer) -> set[int]:
@@ -191,7 +189,7 @@ class QuacK:
             rates_from(self._target, self._rule.sensitivity(norms), self._tau, out=self._rates)
         else:
             copies = self._rule.blocks.copy(tensors)
-        self._running[optimizer] = Running(copies, tensors)
+        self._running[optimizer] = RunningStep(copies, tensors)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         running = self._running.get(optimizer)
@@ -222,7 +220,7 @@ class QuacK:
         return self._named(rates_from(self._target, self._rule.sensitivity(norms), self._tau))
 
     def _named(self, flat: Tensor) -> dict[str, Tensor]:
-        return {w.name: flat[place] for w, place in self._rule.blocks.place.items() if w.trains}
+        return {w.name: flat[place] for w, place in self._rule.blocks.flat_index.items() if w.trains}
 
     def rate_of(self, param: Tensor) -> Tensor | None:
         """The multipliers of lr of one parameter or bias, in a shape that broadcasts to it; 1 for rows on no path.
@@ -286,7 +284,7 @@ class QuacK:
     def __repr__(self) -> str:
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         settings = f"tau={self.tau:g}, norm={norm_name(self.norm)}, adapt={self.adapt}, floor={self.floor:g}"
-        alone = isinstance(self._rule.blocks, Sharded)  # one process may print by itself, so others are not asked
+        alone = isinstance(self._rule.blocks, ShardedBlocks)  # one process may print by itself, so others are not asked
         when = "last rates" if alone else "rates now"
         rates, notes = self.rates(alone), self._verification.notes if self._verification is not None else {}
         return f"QuacK({settings}) on {names}\n" + describe(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from models import Separate, assert_equal
-from quacklr import Path, QuacK, check, logit_paths, mha, packed
+from quacklr import LogitPath, QuacK, check, logit_paths, mha, packed
 from quacklr.checking.command import MAKERS
 from quacklr.find import discover
 from quacklr.find.finding import Finding
@@ -234,7 +234,7 @@ class Plain(Separate):
 
     logit_paths = None  # type: ignore[assignment]
 
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[LogitPath]:
         return Separate.logit_paths(self)
 
 
@@ -255,8 +255,8 @@ def test_a_weight_that_two_layers_share_moves_both_and_that_is_right() -> None:
     class Shared(Separate):
         """Its key may be another's, and it declares it first."""
 
-        def logit_paths(self) -> list[Path]:
-            return [Path(tuple(reversed(super().logit_paths()[0].weights)), 4)]
+        def logit_paths(self) -> list[LogitPath]:
+            return [LogitPath(tuple(reversed(super().logit_paths()[0].weights)), 4)]
 
     model = nn.Sequential(stack(Separate), stack(Shared))
     model.get_submodule("1.0").k = model.get_submodule("0.1.k")

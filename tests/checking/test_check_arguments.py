@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from models import Separate
 from quacklr.checking.prove import check
-from quacklr.checking.report import Wiring
+from quacklr.checking.report import CheckReport
 from quacklr.util.torch_functions import copied
 
 X_BTD = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
@@ -104,7 +104,7 @@ CALLS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], Callable[..., Tens
 def test_modules_are_called_with_what_the_model_calls_them_with(way: str) -> None:
     torch.manual_seed(0)
     model = Calls(*CALLS[way])
-    wiring: Wiring = check(model, SGD(model.parameters(), lr=0.1), X_BTD, steps=1)
+    wiring: CheckReport = check(model, SGD(model.parameters(), lr=0.1), X_BTD, steps=1)
     assert wiring.ok, wiring
 
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from quacklr import Path, Weight, check, mha, packed
+from quacklr import LogitPath, Weight, check, mha, packed
 from quacklr.checking.inputs import Inputs
 from quacklr.checking.steps import spectral
-from quacklr.core.blocks import Rows
+from quacklr.core.blocks import BlockRows
 
 Matrix = npt.NDArray[np.float64]
 HEADS, SIZE, WIDTH = 2, 3, 5
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(self.gain * q, k, x_BTD.unsqueeze(1).expand(-1, HEADS, -1, -1))
         return self.out(mixed)
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         return mha(*packed(self.q, ("q", HEADS, SIZE)), *packed(self.k, ("k", HEADS, SIZE)))
 
 
@@ -62,7 +62,7 @@ def test_change_and_bound_are_those_computed_by_hand(unclaimed: int) -> None:
     """With all rows claimed; and without each key's last one, whose step then is not counted in the change."""
     model = Attention()
     q, k = packed(model.q, ("q", HEADS, SIZE))[0], Weight("k", model.k.weight, claimed_rows(unclaimed))
-    paths = [Path((q, k), HEADS)]
+    paths = [LogitPath((q, k), HEADS)]
     wiring = check(model, SGD(model.parameters(), lr=0.1), X_BTD, loss=loss, steps=1, paths=paths)
     stepped = copy.deepcopy(model)
     optimizer = SGD(stepped.parameters(), lr=0.1)
@@ -111,7 +111,7 @@ def test_rows_that_step_further_than_their_rates_say_are_wrong(monkeypatch: pyte
     """As if the hooks were lost on the way: the weights are grown, so the rates are not 1, but nothing is scaled."""
     model = Attention()
     assert check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1).ok
-    monkeypatch.setattr(Rows, "move", lambda *_: None)
+    monkeypatch.setattr(BlockRows, "move", lambda *_: None)
     told = str(check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1))
     assert "grown, with QuacK rows of head 0-1 take a larger step than their rates allow" in told
     assert "at the start" not in told.partition("wrong:")[2]
@@ -179,7 +179,7 @@ def test_a_parametrised_weight_has_no_bound_and_is_judged_all_the_same() -> None
         nn.utils.parametrize.register_parametrization(of, "weight", Doubled())
     q, k = (of.get_parameter("parametrizations.weight.original") for of in (model.q, model.k))
     blocks = torch.arange(HEADS * SIZE) // SIZE
-    right = [Path((Weight("q", q, blocks), Weight("k", k, blocks)), HEADS)]
+    right = [LogitPath((Weight("q", q, blocks), Weight("k", k, blocks)), HEADS)]
     wiring = check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=right, loss=loss)
     assert not wiring.ok  # what was not shown is not proved
     assert not any(layer.faults for layer in wiring.layers)
@@ -187,7 +187,7 @@ def test_a_parametrised_weight_has_no_bound_and_is_judged_all_the_same() -> None
     assert str(wiring).splitlines()[-1].startswith("wired right, as far as shown: 1 layer, 2 heads;")
     assert " -  " in str(wiring).splitlines()[1]
     assert str(wiring).endswith("; the bound of 1 layer is not known, since a weight's input is not seen")
-    wrong = [Path((Weight("q", q, blocks), Weight("k", k, blocks.flip(0))), HEADS)]
+    wrong = [LogitPath((Weight("q", q, blocks), Weight("k", k, blocks.flip(0))), HEADS)]
     assert check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=wrong, loss=loss).layers[0].wrong.all()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path as File
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def idle_optimizer():
 
 
 @pytest.fixture
-def mine(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> str:
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of the current directory."""
     (tmp_path / "models_to_check.py").write_text(MODELS + MORE)
     monkeypatch.chdir(tmp_path)
@@ -97,9 +97,9 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
         (["gpt2", "--optimizer", "lbfgs"], 2, "invalid choice: 'lbfgs'"),
         (["gpt2", "--out", "check.txt"], 2, "must be a .png, .svg or .pdf, not check.txt"),
         (["gpt2", "--out", "nowhere/check.png"], 2, "there is no folder nowhere"),
-        (["gpt2", "--out", f"{'x' * 300}.png"], 2, "File name too long"),
-        (["gpt2", "--out", f"{'x' * 300}/check.png"], 2, "File name too long"),
-        (["x" * 300], 2, "File name too long"),
+        (["gpt2", "--out", f"{'x' * 300}.png"], 2, "Path name too long"),
+        (["gpt2", "--out", f"{'x' * 300}/check.png"], 2, "Path name too long"),
+        (["x" * 300], 2, "Path name too long"),
         (["gpt2", "--steps", str(10**20)], 2, "at most 10,000"),
     ],
 )
@@ -114,7 +114,7 @@ def test_what_gets_no_answer_gets_one_sentence(
     assert sentence in err
 
 
-def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: File) -> None:
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = layers(1, PerHead)
     wiring = check(model, SGD(model.parameters(), lr=0.1), torch.randn(1, 3, 16), steps=1)

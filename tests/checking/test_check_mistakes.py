@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from models import PerHead, Separate
-from quacklr import Path, Weight, packed
+from quacklr import LogitPath, Weight, packed
 from wiring_runs import checked, halves, named, of_each, stack
 
 
@@ -90,7 +90,7 @@ def gated(one: Gated, *segments: Any) -> list[Weight]:
 def test_the_key_of_another_layer_is_wrong() -> None:
     model = stack(Separate)
     (q0, k0), (q1, k1) = (named(number, *halves(one, torch.arange(16) // 4)) for number, one in enumerate(model))
-    told = str(checked(model, [Path((q0, k1), 4), Path((q1, k0), 4)]))
+    told = str(checked(model, [LogitPath((q0, k1), 4), LogitPath((q1, k0), 4)]))
     assert "0: heads 0-3 are moved by rows claimed for 1" in told
     assert "1: heads 0-3 are moved by rows claimed for 0" in told
 
@@ -98,7 +98,7 @@ def test_the_key_of_another_layer_is_wrong() -> None:
 def test_two_heads_swapped_in_q_only_are_wrong_and_no_others() -> None:
     model = stack(Separate)
     pairs = [named(number, *halves(one, torch.arange(16) // 4)) for number, one in enumerate(model)]
-    wiring = checked(model, [Path(pairs[0], 4), Path(pairs[1], 4, (torch.tensor([0, 2, 1, 3]), None))])
+    wiring = checked(model, [LogitPath(pairs[0], 4), LogitPath(pairs[1], 4, (torch.tensor([0, 2, 1, 3]), None))])
     assert [layer.wrong.tolist() for layer in wiring.layers] == [[False] * 4, [False, True, True, False]]
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from models import Separate
-from quacklr import Path, check, logit_paths, packed
+from quacklr import LogitPath, check, logit_paths, packed
 from quacklr.checking.faults import Fault
-from quacklr.checking.report import Checked, Wiring
+from quacklr.checking.report import CheckReport, LayerReport
 from quacklr.checking.steps import Change
 from wiring_runs import X_BTD, checked, named, stack
 
@@ -29,13 +29,13 @@ def change(**of: float) -> Change:
     return Change(*both, *torch.zeros(2, 2, dtype=torch.bool))
 
 
-def wiring(*layers: dict[str, Any], **of: Any) -> Wiring:
+def wiring(*layers: dict[str, Any], **of: Any) -> CheckReport:
     good: dict[str, Any] = {"silent": "", "start": change(), "plain": change(), "quack": change(), "nudged": []}
-    checked = [Checked(str(number), 2, **good | each) for number, each in enumerate(layers)]
-    return Wiring(tuple(checked), 4.0, 1, {}, **of)
+    checked = [LayerReport(str(number), 2, **good | each) for number, each in enumerate(layers)]
+    return CheckReport(tuple(checked), 4.0, 1, {}, **of)
 
 
-def cases() -> Iterator[tuple[str, Wiring]]:
+def cases() -> Iterator[tuple[str, CheckReport]]:
     yield "no layer", wiring()
     yield "a layer that is not heard", wiring({}, {"silent": "not heard"})
     yield "a fault", wiring({}, {"nudged": [Fault((0,), "head 0 is moved by others")]})
@@ -185,5 +185,5 @@ def test_heads_that_share_a_key_are_not_taken_for_one() -> None:
     """Two heads for each key: paths that say one head for each key are wrong, though every row is right."""
     model = stack(lambda: Separate(groups=2), 1)
     q, k = packed(model[0].q, ("q", 2, 8)), packed(model[0].k, ("k", 2, 4))
-    paths = [Path(named(0, *q, *k), 2)]
+    paths = [LogitPath(named(0, *q, *k), 2)]
     assert check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=paths, steps=1).layers[0].wrong.all()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from models import PerHead, Separate, assert_equal, layers, train
-from quacklr import Path, QuacK, Weight, frobenius, logit_paths, mha, mla, packed, spectral
+from quacklr import LogitPath, QuacK, Weight, frobenius, logit_paths, mha, mla, packed, spectral
 
 
 @pytest.fixture
@@ -150,8 +150,8 @@ def row(name: str, rows: int, blocks: int = 1, bias: bool = False) -> Weight:
 def test_a_bias_in_the_middle_of_a_chain_is_refused_since_it_begins_a_path_of_its_own() -> None:
     dq, uq, k = row("dq", 2), row("uq", 4, bias=True), row("k", 4)
     with pytest.raises(ValueError, match="^uq: its bias adds a term that the weights before it are not on"):
-        Path((dq, uq, k), 1)
-    Path((uq, k), 1)  # at an end of the chain it reads the input, like any other
+        LogitPath((dq, uq, k), 1)
+    LogitPath((uq, k), 1)  # at an end of the chain it reads the input, like any other
 
 
 MODEL = nn.Sequential(Separate())
@@ -161,8 +161,11 @@ MODEL = nn.Sequential(Separate())
     ("make", "message"),
     [
         (lambda o: QuacK(MODEL, o, o), r"several optimizers are given as a list: QuacK\(model, \[first, second\]\)"),
-        (lambda o: QuacK("gpt", o), "the model must be an nn.Module or a list of Path, not str"),  # type: ignore[arg-type]
-        (lambda o: QuacK(MODEL.parameters(), o), "the model must be an nn.Module or a list of Path, not Parameter"),  # type: ignore[arg-type]
+        (lambda o: QuacK("gpt", o), "the model must be an nn.Module or a list of LogitPath, not str"),  # type: ignore[arg-type]
+        (
+            lambda o: QuacK(MODEL.parameters(), o),
+            "the model must be an nn.Module or a list of LogitPath, not Parameter",
+        ),  # type: ignore[arg-type]
         (lambda o: QuacK(o, MODEL), r"Separate is not a torch.optim.Optimizer; call QuacK\(model, optimizer\)"),  # type: ignore[arg-type]
         (lambda _: QuacK(MODEL, None), "NoneType is not a torch.optim.Optimizer"),  # type: ignore[arg-type]
         (lambda o: QuacK(MODEL, o, norm="spectral"), "norm='spectral': a norm is a function, quacklr.frobenius or"),  # type: ignore[arg-type]
@@ -189,7 +192,7 @@ def test_a_wrong_declaration_names_its_module() -> None:
             return None
 
     model = nn.ModuleDict({"attention": Wrong()})
-    with pytest.raises(ValueError, match=r"logit_paths\(\) of attention must return a list of Path, not NoneType"):
+    with pytest.raises(ValueError, match=r"logit_paths\(\) of attention must return a list of LogitPath, not NoneType"):
         QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from models import assert_equal
-from quacklr import Path, QuacK, Weight, frobenius, mha, packed, spectral
+from quacklr import LogitPath, QuacK, Weight, frobenius, mha, packed, spectral
 from quacklr.core.blocks import Blocks
 
 H, G, D = 4, 2, 3
@@ -83,11 +83,11 @@ def test_any_assignment_of_rows_is_measured_and_moved_as_if_by_hand(
     matrix = torch.cat([matrix, b.detach().unsqueeze(1)], 1) if bias else matrix
     by_hand = torch.stack([matrix[block_of_row == block].norm() for block in range(weight.blocks)])
     copies, norms, _ = blocks.measure(frobenius, [None] * len(blocks.pieces))
-    torch.testing.assert_close(torch.cat(norms)[blocks.place[weight]], by_hand)
+    torch.testing.assert_close(torch.cat(norms)[blocks.flat_index[weight]], by_hand)
 
     rate = torch.rand(weight.blocks)
     flat = torch.empty(blocks.total)
-    flat[blocks.place[weight]] = rate
+    flat[blocks.flat_index[weight]] = rate
     of_row = torch.where(block_of_row >= 0, rate[block_of_row], 1.0)
     new = torch.randn_like(matrix)
     with torch.no_grad():
@@ -144,7 +144,9 @@ def test_a_packed_grouped_attention_has_the_rates_of_its_separate_heads(layout: 
 def test_heads_of_different_sizes_are_one_weight() -> None:
     param, other = nn.Parameter(torch.ones(6, 2)), nn.Parameter(torch.ones(3, 2))
     weight = Weight("q", param, torch.tensor([0, 0, 0, 1, 2, 2]))
-    quack = QuacK([Path((weight, Weight("k", other, torch.arange(3))), 3)], torch.optim.SGD([param, other], lr=0.1))
+    quack = QuacK(
+        [LogitPath((weight, Weight("k", other, torch.arange(3))), 3)], torch.optim.SGD([param, other], lr=0.1)
+    )
     with torch.no_grad():
         param[3].mul_(2)
         param[4:].mul_(4)

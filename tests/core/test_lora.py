@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from quacklr import Path, QuacK, Weight, logit_paths
+from quacklr import LogitPath, QuacK, Weight, logit_paths
 from quacklr.find.discover import found_by_rule
 from stand_ins_kit import HF, Model, Plain
 
@@ -113,7 +113,7 @@ def test_merged_or_switched_off_adapters_are_not_counted_and_other_variants_are_
 def test_a_weight_that_only_counts_has_no_rate_and_needs_no_optimizer() -> None:
     q, k = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
     block = torch.tensor([0, 0, 1, 1])
-    path = Path((Weight("q", q, block), Weight("k", k, block, rated=False)), heads=2)
+    path = LogitPath((Weight("q", q, block), Weight("k", k, block, rated=False)), heads=2)
     quack = QuacK([path], torch.optim.SGD([q], lr=1.0))
     with torch.no_grad():
         k[:2] *= 4

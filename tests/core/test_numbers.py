@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from models import Latent, Separate, assert_equal, layers, train
-from quacklr import Path, QuacK, Weight, mha, packed, sensitivity, spectral
+from quacklr import LogitPath, QuacK, Weight, mha, packed, sensitivity, spectral
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -162,14 +162,14 @@ def test_packed_on_a_parametrised_module_says_what_to_pass() -> None:
 def test_block_of_head_must_be_whole_numbers_of_blocks(read: Any) -> None:
     q, k = (Weight(name, nn.Parameter(torch.ones(2, 3)), torch.arange(2)) for name in "qk")
     with pytest.raises(ValueError, match="^q: block_of_head must"):
-        Path((q, k), 2, [read, None])
+        LogitPath((q, k), 2, [read, None])
 
 
 @pytest.mark.parametrize("heads", [2.0, True, 0, -2, "2"])
 def test_the_number_of_heads_must_be_a_positive_whole_number(heads: Any) -> None:
     q, k = (Weight(name, nn.Parameter(torch.ones(2, 3)), torch.arange(2)) for name in "qk")
     with pytest.raises(ValueError, match="heads"):
-        Path((q, k), heads)
+        LogitPath((q, k), heads)
 
 
 @pytest.mark.parametrize("rows", [[0.0, 1.0], [True, False], "ab", [[0], [1]], [0, 1, 1], None])

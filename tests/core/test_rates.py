@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models import PerHead, Separate, assert_equal, layers, train
-from quacklr import Path, QuacK, Weight, frobenius, mha, packed
+from quacklr import LogitPath, QuacK, Weight, frobenius, mha, packed
 
 
 def model_and_optimizer(bias: bool = False, lr: float = 0.1) -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -84,7 +84,7 @@ def test_tied_layers_are_one_weight_on_several_paths() -> None:
     assert list(quack.rates()) == ["0.q", "0.k", "1.k"]
     with torch.no_grad():
         other.k.weight.mul_(10)
-    start = quack._start[quack._rule.blocks.place[quack._rule.weights[0]]]
+    start = quack._start[quack._rule.blocks.flat_index[quack._rule.weights[0]]]
     loudest = torch.maximum(
         *(torch.linalg.vector_norm(m.k.weight.detach().view(4, -1), dim=1) for m in (shared, other))
     )
@@ -165,5 +165,5 @@ def test_paths_can_be_given_instead_of_a_model() -> None:
     torch.manual_seed(0)
     q, k = nn.Linear(8, 4), nn.Linear(8, 4)
     optimizer = torch.optim.SGD([*q.parameters(), *k.parameters()], lr=0.1)
-    quack = QuacK((path for path in [Path((*packed(q, ("q", 2, 2)), *packed(k, ("k", 2, 2))), 2)]), optimizer)
+    quack = QuacK((path for path in [LogitPath((*packed(q, ("q", 2, 2)), *packed(k, ("k", 2, 2))), 2)]), optimizer)
     assert list(quack.rates()) == ["q", "k"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import reference
 from models import Latent, Separate, layers
-from quacklr import Path, QuacK, Weight, mha, mla, packed, sensitivity, spectral
+from quacklr import LogitPath, QuacK, Weight, mha, mla, packed, sensitivity, spectral
 from reference import Layer
 
 sizes = st.integers(1, 5)
@@ -88,7 +88,7 @@ def weight(name: str, *norms: float) -> Weight:
     return Weight(name, nn.Parameter(torch.tensor(norms, dtype=torch.float32).unsqueeze(1)), torch.arange(len(norms)))
 
 
-def by_name(paths: list[Path]) -> dict[str, list[float]]:
+def by_name(paths: list[LogitPath]) -> dict[str, list[float]]:
     return {w.name: s.tolist() for w, s in sensitivity(paths).items()}
 
 
@@ -102,13 +102,15 @@ def test_a_multi_query_key_serves_all_heads() -> None:
 
 
 def test_heads_can_read_blocks_in_any_order() -> None:
-    interleaved = Path((weight("q", 1, 5, 3, 2), weight("k", 7, 11)), 4, (None, torch.tensor([0, 1, 0, 1])))
+    interleaved = LogitPath((weight("q", 1, 5, 3, 2), weight("k", 7, 11)), 4, (None, torch.tensor([0, 1, 0, 1])))
     assert by_name([interleaved]) == {"q": [7, 11, 7, 11], "k": [3, 5]}
 
 
 def test_a_weight_on_several_paths_takes_the_most_sensitive() -> None:
     shared = weight("a", 2)
-    assert by_name([Path((shared, weight("b", 3)), 1), Path((shared, weight("c", 5), weight("d", 7)), 1)])["a"] == [35]
+    assert by_name([LogitPath((shared, weight("b", 3)), 1), LogitPath((shared, weight("c", 5), weight("d", 7)), 1)])[
+        "a"
+    ] == [35]
 
 
 def test_a_norm_on_a_latent_takes_its_projection_off_the_paths() -> None:
@@ -123,7 +125,7 @@ def test_a_weight_that_is_its_own_partner_is_sensitive_to_itself() -> None:
 
 
 def test_a_path_of_one_weight_is_linear_and_has_sensitivity_one() -> None:
-    assert by_name([Path((weight("a", 2, 3),), 2)]) == {"a": [1, 1]}
+    assert by_name([LogitPath((weight("a", 2, 3),), 2)]) == {"a": [1, 1]}
 
 
 def test_the_norm_is_a_choice() -> None:
@@ -147,7 +149,7 @@ def test_scaling_one_key_slows_its_own_query_and_no_other() -> None:
 
 def test_a_block_that_no_head_reads_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="k: block 1 is read by no head"):
-        sensitivity([Path((weight("q", 1, 2), weight("k", 1, 2)), 2, (None, torch.tensor([0, 0])))])
+        sensitivity([LogitPath((weight("q", 1, 2), weight("k", 1, 2)), 2, (None, torch.tensor([0, 0])))])
 
 
 def test_no_paths_are_refused() -> None:

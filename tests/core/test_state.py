@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from models import Latent, PerHead, Separate, assert_equal, layers, train
-from quacklr import Path, QuacK, Weight, frobenius, mha, packed, spectral
+from quacklr import LogitPath, QuacK, Weight, frobenius, mha, packed, spectral
 from quacklr.core.norms import Norm
 
 Run = tuple[nn.Module, torch.optim.Optimizer, QuacK]
@@ -26,7 +26,7 @@ def run(attention: Callable[[], nn.Module], norm: Norm, seed: int = 0) -> Run:
 
 @pytest.mark.parametrize("norm", [frobenius, spectral])
 @pytest.mark.parametrize("attention", [Separate, lambda: Separate(bias=True), PerHead, Latent])
-def test_a_resumed_run_continues_bitwise(attention: Callable[[], nn.Module], norm: Norm, tmp_path: File) -> None:
+def test_a_resumed_run_continues_bitwise(attention: Callable[[], nn.Module], norm: Norm, tmp_path: Path) -> None:
     model, optimizer, quack = run(attention, norm)
     train(model, optimizer, steps=3, seed=1)
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "quack": quack.state_dict()}
@@ -65,7 +65,7 @@ def test_state_is_keyed_by_name_so_blocks_of_different_sizes_find_their_place() 
     param = nn.Parameter(torch.arange(1.0, 13.0).view(6, 2))
     other = nn.Parameter(torch.ones(3, 2))
     optimizer = torch.optim.SGD([param, other], lr=0.1)
-    paths = [Path((Weight("q", param, torch.tensor([0, 0, 0, 1, 2, 2])), Weight("k", other, torch.arange(3))), 3)]
+    paths = [LogitPath((Weight("q", param, torch.tensor([0, 0, 0, 1, 2, 2])), Weight("k", other, torch.arange(3))), 3)]
     with QuacK(paths, optimizer, norm=spectral) as quack:
         state = quack.state_dict()
         for rows in param.detach().split([3, 1, 2]):
@@ -138,7 +138,7 @@ def train_with_two_periods(model: nn.Module, optimizers: list[torch.optim.Optimi
 
 
 @pytest.mark.parametrize("saved_after", [1, 2, 3, 4])
-def test_a_run_whose_optimizers_step_at_different_times_resumes_bitwise(saved_after: int, tmp_path: File) -> None:
+def test_a_run_whose_optimizers_step_at_different_times_resumes_bitwise(saved_after: int, tmp_path: Path) -> None:
     model, optimizers, quack = two_periods(seed=0)
     train_with_two_periods(model, optimizers, range(saved_after))
     states = model.state_dict(), [each.state_dict() for each in optimizers], quack.state_dict()

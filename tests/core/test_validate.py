@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from models import Latent, Separate
-from quacklr import Path, QuacK, Weight, mha, packed
+from quacklr import LogitPath, QuacK, Weight, mha, packed
 
 
 def param(*shape: int) -> nn.Parameter:
@@ -39,15 +39,15 @@ def q(rows: Any = (0, 0, 1, 1), **options: Any) -> Weight:
             lambda: packed(param(12, 3), ("q", 1, 2), ("k", 1, 2), repeat=2),
             "q k: segments of 2 x 4 rows, but .* has 12",
         ),
-        (lambda: Path((), 2), "a path needs at least one weight"),
-        (lambda: Path((q(),), 3), "layer.q: 3 heads cannot read 2 blocks in equal runs; pass block_of_head"),
-        (lambda: Path((q(),), 0), "layer.q: heads=0; the number of heads"),
+        (lambda: LogitPath((), 2), "a path needs at least one weight"),
+        (lambda: LogitPath((q(),), 3), "layer.q: 3 heads cannot read 2 blocks in equal runs; pass block_of_head"),
+        (lambda: LogitPath((q(),), 0), "layer.q: heads=0; the number of heads"),
         (
-            lambda: Path((q(),), 2, (torch.tensor([0, 2]),)),
+            lambda: LogitPath((q(),), 2, (torch.tensor([0, 2]),)),
             "layer.q: block_of_head must give each of 2 heads one of its 2",
         ),
-        (lambda: Path((q(),), 2, (torch.tensor([0]),)), "layer.q: block_of_head must give each of 2 heads"),
-        (lambda: Path((q(),), 2, (None, None)), "layer.q: 1 weights, but block_of_head has 2 entries"),
+        (lambda: LogitPath((q(),), 2, (torch.tensor([0]),)), "layer.q: block_of_head must give each of 2 heads"),
+        (lambda: LogitPath((q(),), 2, (None, None)), "layer.q: 1 weights, but block_of_head has 2 entries"),
     ],
 )
 def test_a_weight_or_path_that_makes_no_sense_is_refused(make: Callable[[], object], message: str) -> None:
@@ -165,7 +165,9 @@ def test_two_weights_with_one_name_are_refused() -> None:
 def test_two_weights_that_claim_one_row_are_refused() -> None:
     shared = param(4, 3)
     paths = [
-        Path((Weight("a", shared, torch.tensor([0, 0, 1, 1])), Weight("b", shared, torch.tensor([0, 1, 1, -1]))), 2)
+        LogitPath(
+            (Weight("a", shared, torch.tensor([0, 0, 1, 1])), Weight("b", shared, torch.tensor([0, 1, 1, -1]))), 2
+        )
     ]
     with pytest.raises(ValueError, match="^b and a claim the same rows; declare them as one Weight"):
         QuacK(paths, torch.optim.SGD([shared], lr=0.1))

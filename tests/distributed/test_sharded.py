@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import reference
 from crew import Crew
 from models import assert_equal
-from quacklr import Path, QKClip, QuacK, frobenius, mha, packed, spectral
+from quacklr import LogitPath, QKClip, QuacK, frobenius, mha, packed, spectral
 from quacklr.core.norms import Norm
 from quacklr.lab.model import MHA, MLA, Shape, build
 from sharding import TAU, Run, assert_same_rates, assert_same_run, gradient, like, mesh_of, moved, spread, whole
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         mixed: Tensor = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         return x_BTD + self.o(mixed.transpose(1, 2).flatten(2))
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         return mha(*packed(self.q, ("q", HEADS, SIZE)), *packed(self.k, ("k", self.groups, SIZE)))
 
 

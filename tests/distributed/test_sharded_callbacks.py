@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -69,11 +69,11 @@ def make_llama() -> LlamaForCausalLM:
 def trained_by_trainer(
     rank: int,
     size: int,
-    folder: File,
+    folder: Path,
     kind: str,
     norm: Norm,
     settings: Mapping[str, Any],
-    resume: File | None = None,
+    resume: Path | None = None,
 ) -> Trained:
     tokens = torch.randint(8, (40, 6), generator=torch.Generator().manual_seed(1))
     fsdp_config = {"version": 2, "state_dict_type": kind, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
@@ -117,7 +117,7 @@ BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_m
     ],
 )
 def test_a_training_resumed_by_trainer_is_bitwise_the_uninterrupted_one(
-    two: Crew, tmp_path: File, kind: str, norm: Norm, settings: Mapping[str, Any]
+    two: Crew, tmp_path: Path, kind: str, norm: Norm, settings: Mapping[str, Any]
 ) -> None:
     uninterrupted = two(trained_by_trainer, 2, tmp_path / "whole", kind, norm, settings)
     checkpoint = tmp_path / f"whole/checkpoint-{SAVED}"
@@ -128,7 +128,7 @@ def test_a_training_resumed_by_trainer_is_bitwise_the_uninterrupted_one(
         assert_equal(weights, all_weights)
 
 
-def test_trainer_resumes_in_another_number_of_processes(two: Crew, tmp_path: File) -> None:
+def test_trainer_resumes_in_another_number_of_processes(two: Crew, tmp_path: Path) -> None:
     alone = Crew(1)
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
         uninterrupted, _ = two(trained_by_trainer, 2, tmp_path / kind, kind, spectral, {})
@@ -139,7 +139,7 @@ def test_trainer_resumes_in_another_number_of_processes(two: Crew, tmp_path: Fil
     alone.stop()
 
 
-def trained_by_accelerate(rank: int, folder: File, kind: str, resumed: bool) -> Trained:
+def trained_by_accelerate(rank: int, folder: Path, kind: str, resumed: bool) -> Trained:
     with launched(rank, 2):
         turn_fsdp_on()
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
@@ -165,7 +165,7 @@ def trained_by_accelerate(rank: int, folder: File, kind: str, resumed: bool) -> 
 
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_a_state_loaded_by_accelerate_continues_bitwise(two: Crew, tmp_path: File, kind: str) -> None:
+def test_a_state_loaded_by_accelerate_continues_bitwise(two: Crew, tmp_path: Path, kind: str) -> None:
     uninterrupted = two(trained_by_accelerate, tmp_path, kind, False)
     resumed = two(trained_by_accelerate, tmp_path, kind, True)
     for (weights, rows), (all_weights, all_rows) in zip(resumed, uninterrupted, strict=True):
@@ -184,7 +184,7 @@ class Sharded(Regression):
             fully_shard(self.attention, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
 
 
-def trained_by_lightning(rank: int, folder: File, distributed: bool, checkpoint: File | None = None) -> Trained:
+def trained_by_lightning(rank: int, folder: Path, distributed: bool, checkpoint: Path | None = None) -> Trained:
     left_out: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     model, callback = Sharded(), LightningCallback(2.0, norm=spectral)
     with launched(rank, 2), warnings.catch_warnings():
@@ -209,7 +209,7 @@ def trained_by_lightning(rank: int, folder: File, distributed: bool, checkpoint:
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["a file for each process", "one file"])
 def test_a_fit_resumed_by_lightning_is_bitwise_the_uninterrupted_one(
-    two: Crew, tmp_path: File, distributed: bool
+    two: Crew, tmp_path: Path, distributed: bool
 ) -> None:
     uninterrupted = two(trained_by_lightning, tmp_path, distributed)
     resumed = two(trained_by_lightning, tmp_path, distributed, tmp_path / "epoch=0.ckpt")

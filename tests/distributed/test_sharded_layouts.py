@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from crew import Crew
 from models import assert_equal
-from quacklr import Path, QuacK, frobenius, sensitivity, spectral
+from quacklr import LogitPath, QuacK, frobenius, sensitivity, spectral
 from quacklr.core.norms import Norm
 from sharding import (
     LAYOUTS,
@@ -157,7 +157,7 @@ def largest_entry(blocks_BRC: Tensor, memory: Tensor | None = None) -> tuple[Ten
     return blocks_BRC.abs().amax((1, 2)), memory
 
 
-def refusal(paths: list[Path], optimizer: torch.optim.Optimizer, norm: Norm = frobenius) -> str:
+def refusal(paths: list[LogitPath], optimizer: torch.optim.Optimizer, norm: Norm = frobenius) -> str:
     try:
         QuacK(paths, optimizer, norm=norm).remove()
     except ValueError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,7 +130,7 @@ def test_the_rates_of_the_last_step_can_be_logged_by_one_process(two: Crew) -> N
     assert two(logged_alone) == [True, True]
 
 
-def saved_by_torch(_: int, folder: File, load: bool) -> dict[str, Tensor]:
+def saved_by_torch(_: int, folder: Path, load: bool) -> dict[str, Tensor]:
     """As docs/scaling.md has it; the rates after three steps and two more, the two maybe in other processes."""
     model = build(SHAPE, GQA, seed=0)
     model = sharded(model) if torch.distributed.is_initialized() else model
@@ -155,7 +155,7 @@ def saved_by_torch(_: int, folder: File, load: bool) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_checkpoint_takes_the_state_along_to_any_number_of_processes(
-    two: Crew, four: Crew, tmp_path: File
+    two: Crew, four: Crew, tmp_path: Path
 ) -> None:
     wanted, *_ = four(saved_by_torch, tmp_path, False)
     assert max(float((rate - 1).abs().max()) for rate in wanted.values()) > 0.05

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Latent, Separate, layers, train
-from quacklr import Path, QuacK, logit_paths
+from quacklr import LogitPath, QuacK, logit_paths
 
 
 def names(model: nn.Module) -> list[str]:
@@ -31,7 +31,7 @@ def test_the_declaration_of_a_whole_model_is_not_searched_further() -> None:
             super().__init__()
             self.used, self.unused = Separate(), Separate()
 
-        def logit_paths(self) -> list[Path]:
+        def logit_paths(self) -> list[LogitPath]:
             return self.used.logit_paths()
 
     assert names(Model()) == ["q", "k"]
@@ -95,7 +95,7 @@ def test_a_model_without_attention_is_an_error_that_says_what_to_do() -> None:
 class Normed(Separate):
     """Its logit does not depend on the scale of q and k."""
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         return []
 
 

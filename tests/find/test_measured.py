@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from quacklr import Path, QuacK, Weight, logit_paths
+from quacklr import LogitPath, QuacK, Weight, logit_paths
 from quacklr.find.compare import chains, differences
 from quacklr.find.discover import found_by_rule
 from quacklr.find.measure.assemble import measured_paths
@@ -26,7 +26,7 @@ from stand_ins_kit import HF, Model, Plain
 SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
 
 
-def rows(model: nn.Module, paths: list[Path]) -> set[Any]:
+def rows(model: nn.Module, paths: list[LogitPath]) -> set[Any]:
     return chains(paths, {id(parameter): name for name, parameter in named_parameters(model)})
 
 
@@ -156,7 +156,7 @@ def test_a_model_without_attention_is_an_error_with_a_sample_too() -> None:
 
 
 @pytest.fixture
-def one_process(tmp_path: File) -> Iterator[None]:
+def one_process(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -195,7 +195,7 @@ def test_what_the_lab_declares_is_what_is_measured(spec: MHA | MLA) -> None:
 def test_two_descriptions_differ_if_either_leaves_something_out() -> None:
     model = nn.ModuleDict({"q": nn.Linear(2, 4), "k": nn.Linear(2, 4)})
     q, k = (Weight(n, model[n].get_parameter("weight"), torch.tensor([0, 0, 1, 1])) for n in "qk")
-    whole, part = [Path((q, k), 2), Path((q,), 2)], [Path((q, k), 2)]
+    whole, part = [LogitPath((q, k), 2), LogitPath((q,), 2)], [LogitPath((q, k), 2)]
     assert differences(whole, whole, model) == ""
     assert "it says that a head reads q.weight[0:2], but measured is" in differences(whole, part, model)
     assert "but measured is that a head reads q.weight[0:2]" in differences(part, whole, model)
@@ -211,7 +211,7 @@ def test_paths_that_were_measured_tell_what_is_left_alone_too() -> None:
     assert [path.weights[0].name[13:15] for path in paths] == ["1.", "2."]  # in the model's order
     quack = QuacK(paths, torch.optim.SGD(model.parameters(), lr=0.1))
     assert "model.layers.0.self_attn: QK norm" in repr(quack)
-    assert repr(paths[1]).startswith("Path(model.layers.2.self_attn.q . model.layers.2.self_attn.k: 4 heads)")
+    assert repr(paths[1]).startswith("LogitPath(model.layers.2.self_attn.q . model.layers.2.self_attn.k: 4 heads)")
     assert repr(paths[1].weights[1]).endswith("16 rows of (16, 32), 2 blocks)")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from perturbation import judged, rated
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 from quacklr.find.discover import found_by_rule
 from quacklr.quack import QuacK
 from tiny_models import CAUSAL, OTHERS, TORCH, VARIANTS, build, sections
 
-ROOT = File(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 catalogue: Any = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks/catalogue.py")))
 PAGE = catalogue.read_page(catalogue.PAGE.read_text())
 
@@ -56,22 +56,22 @@ def test_the_page_has_every_model_and_its_counts_are_those_of_its_lines() -> Non
     assert catalogue.below_the_goal(PAGE) == []
 
 
-def shifted(path: Path) -> Path:
+def shifted(path: LogitPath) -> LogitPath:
     """The key's rows begin a row later."""
     key = replace(path.weights[-1], block_of_row=path.weights[-1].block_of_row.roll(1))
     return replace(path, weights=(*path.weights[:-1], key))
 
 
-def crossed(path: Path) -> Path:
+def crossed(path: LogitPath) -> LogitPath:
     """Heads read one another's keys."""
     return replace(path, block_of_head=[*path.reads[:-1], path.reads[-1].flip(0)])
 
 
-def without_the_key(path: Path) -> Path:
-    return Path(path.weights[:-1], path.heads)
+def without_the_key(path: LogitPath) -> LogitPath:
+    return LogitPath(path.weights[:-1], path.heads)
 
 
-WRONG: list[Callable[[Sequence[Path]], list[Path]]] = [
+WRONG: list[Callable[[Sequence[LogitPath]], list[LogitPath]]] = [
     lambda paths: [shifted(path) for path in paths],
     lambda paths: [*map(crossed, paths[:1]), *paths[1:]],
     lambda paths: [*map(without_the_key, paths[:1]), *paths[1:]],
@@ -83,7 +83,7 @@ WAYS = ["rows shifted by one", "heads crossed", "a path without its key", "a pat
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
 @pytest.mark.parametrize("change", WRONG, ids=WAYS)
-def test_the_judge_sees_what_is_wrong(name: str, change: Callable[[Sequence[Path]], list[Path]]) -> None:
+def test_the_judge_sees_what_is_wrong(name: str, change: Callable[[Sequence[LogitPath]], list[LogitPath]]) -> None:
     model, sample = build(name)
     claims = {module: change(finding.paths) for module, finding in found_by_rule(model).items()}
     assert judged(model, sample, claims).problems

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path as File
+from pathlib import Path
 
 from timm_without_torchvision import stand_in
 
@@ -42,7 +42,7 @@ EXPECTED = {
 }
 
 
-def test_what_rules_say_of_timms_models_is_what_is_measured_and_others_are_not_guessed(tmp_path: File) -> None:
+def test_what_rules_say_of_timms_models_is_what_is_measured_and_others_are_not_guessed(tmp_path: Path) -> None:
     path = os.pathsep.join([str(stand_in(tmp_path)), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", SCRIPT, *EXPECTED]

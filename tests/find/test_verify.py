@@ -18,7 +18,7 @@ import quacklr.find.discover as survey
 from crew import Crew
 from models import Separate, assert_equal
 from quacklr import LogitMonitor, QKClip, QuacK, logit_paths
-from quacklr.util.modules import Call
+from quacklr.util.modules import Arguments
 
 RULED = "quacklr.find.discover.by_rule"
 
@@ -394,7 +394,7 @@ def test_gradients_are_left_as_they_were() -> None:
 def test_what_is_cut_of_a_batch(args: tuple[Any, ...], shapes: list[tuple[int, ...]]) -> None:
     from quacklr.find.first_batch import _examples, slices
 
-    first = next(slices(_examples(Call(args, {"flag": True, "text": "a"}))))
+    first = next(slices(_examples(Arguments(args, {"flag": True, "text": "a"}))))
     assert [tuple(tensor.shape) for tensor in first.tensors()] == shapes
     assert first.kwargs == {"flag": True, "text": "a"}
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from timm_without_torchvision import stand_in
 
 
 @pytest.fixture
-def mine(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> str:
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of the current directory."""
     (tmp_path / "models_to_inspect.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
@@ -113,7 +113,7 @@ def test_a_small_model_of_the_kind_is_measured(kind: str, capsys: pytest.Capture
 
 
 def test_a_config_is_a_file_or_a_folder_with_one(
-    capsys: pytest.CaptureFixture[str], tmp_path: File, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 48, "num_attention_heads": 3}
     (tmp_path / "bert").mkdir()
@@ -196,8 +196,8 @@ def test_what_is_frozen_or_zero_is_told(capsys: pytest.CaptureFixture[str], mine
 )
 @pytest.mark.usefixtures("mine")
 def test_a_name_of_nothing_gets_one_sentence(target: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    File("broken.json").write_text("{")
-    File("other.json").write_text('{"model_type": "no_such_type"}')
+    Path("broken.json").write_text("{")
+    Path("other.json").write_text('{"model_type": "no_such_type"}')
     assert main(["inspect", target, "--measure"]) == 2
     captured = capsys.readouterr()
     assert sentence in captured.err
@@ -220,7 +220,7 @@ def test_one_json_object_is_all_that_is_printed_and_no_package_of_the_lab_is_nee
     assert "transformers is not installed (pip install transformers), timm could not be asked" in done.stderr
 
 
-def test_a_model_of_timm_is_measured_as_it_is(tmp_path: File) -> None:
+def test_a_model_of_timm_is_measured_as_it_is(tmp_path: Path) -> None:
     done = run("vit_tiny_patch16_224", "--measure", "--json", path=str(stand_in(tmp_path)))
     assert (done.returncode, done.stderr) == (0, "")
     layer = json.loads(done.stdout)["layers"][11]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,7 +97,7 @@ def test_a_prepared_optimizer_is_scaled_as_in_the_same_loop_without_accelerate()
     assert (trained - plain_loop(quack=False)).abs().max() > 1e-3
 
 
-def test_a_state_loaded_by_accelerate_continues_bitwise(tmp_path: File) -> None:
+def test_a_state_loaded_by_accelerate_continues_bitwise(tmp_path: Path) -> None:
     first = Run()
     first.train(range(4))
     first.accelerator.save_state(str(tmp_path))
@@ -106,7 +106,7 @@ def test_a_state_loaded_by_accelerate_continues_bitwise(tmp_path: File) -> None:
     assert_equal(resumed.train(range(4, STEPS)), plain_loop(quack=True))
 
 
-def test_a_state_saved_without_registering_quack_is_told(tmp_path: File) -> None:
+def test_a_state_saved_without_registering_quack_is_told(tmp_path: Path) -> None:
     first = Run(checkpointed=False)
     first.train(range(4))
     first.accelerator.save_state(str(tmp_path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import fields
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -218,7 +218,7 @@ def test_names_are_written_without_what_they_have_in_common() -> None:
 
 
 @pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
-def test_a_figure_is_written_whole_by_its_suffix_and_the_same_twice(kind: str, tmp_path: File) -> None:
+def test_a_figure_is_written_whole_by_its_suffix_and_the_same_twice(kind: str, tmp_path: Path) -> None:
     found = history({step: {"layers.0.attn": [1.0 + step, 300.0]} for step in range(3)})
     for name in ("one", "two"):
         found.save(tmp_path / f"deep/{name}.{kind}", "max")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import fields
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from quacklr import LogitMonitor, LogitStats
 from quacklr.integrations.heatmap import History
 
 
-def test_a_resumed_history_goes_on_where_it_was(tmp_path: File) -> None:
+def test_a_resumed_history_goes_on_where_it_was(tmp_path: Path) -> None:
     whole, stopped, resumed = History(), History(), History()
     for step in range(4):
         numbers: Any = {"max": {"a": [step + 1.0, None], "b": [step + 3.0]}} | (
@@ -63,7 +63,7 @@ def test_a_history_keeps_small_numbers_of_its_own_on_the_cpu() -> None:
         torch.testing.assert_close(kept, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = history({0: {"a": [1.0]}})
     found.save(str(tmp_path / "logits.png"))
     before = (tmp_path / "logits.png").read_bytes()
@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: File, mon
     assert [path.name for path in tmp_path.iterdir()] == ["logits.png"]
 
 
-def test_what_cannot_be_drawn_is_refused_by_name(tmp_path: File) -> None:
+def test_what_cannot_be_drawn_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape("history.add(step, monitor.measure())")):
         History().figure()
     found = history({0: {"a": [1.0]}})

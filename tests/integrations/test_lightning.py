@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,13 +54,13 @@ def two_optimizers(model: nn.Module) -> list[Optimizer]:
     return [torch.optim.SGD(keys, lr=LR, momentum=0.9), torch.optim.AdamW(rest, lr=LR)]
 
 
-def make_trainer(folder: File, *callbacks: Callback, **settings: Any) -> Trainer:
+def make_trainer(folder: Path, *callbacks: Callback, **settings: Any) -> Trainer:
     left_out: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     left_out["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     return Trainer(default_root_dir=folder, callbacks=list(callbacks), **left_out | {"max_epochs": EPOCHS} | settings)
 
 
-def fit(trainer: Trainer, model: LightningModule, ckpt_path: File | None = None) -> Tensor:
+def fit(trainer: Trainer, model: LightningModule, ckpt_path: Path | None = None) -> Tensor:
     data: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
     trainer.fit(model, data, data, ckpt_path=ckpt_path)
     return weights(model)
@@ -86,14 +86,14 @@ def plain_loop(accumulate: int, attach: Callable[[nn.Module, Optimizer], object]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_trains_as_a_loop_by_hand_with_quack_does(tmp_path: File, accumulate: int) -> None:
+def test_it_trains_as_a_loop_by_hand_with_quack_does(tmp_path: Path, accumulate: int) -> None:
     settings: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
     trained = fit(make_trainer(tmp_path, QuacKCallback(0.5, norm=spectral), **settings), Regression())
     assert_equal(trained, plain_loop(accumulate, lambda model, optimizer: QuacK(model, optimizer, 0.5, norm=spectral)))
     assert (trained - plain_loop(accumulate, lambda *_: None)).abs().max() > 1e-3
 
 
-def test_several_optimizers_stepped_by_hand_are_scaled_as_in_a_loop_by_hand(tmp_path: File) -> None:
+def test_several_optimizers_stepped_by_hand_are_scaled_as_in_a_loop_by_hand(tmp_path: Path) -> None:
     callback = QuacKCallback(0.5)
     trained = fit(make_trainer(tmp_path, callback), ByHand())
     model = ByHand()
@@ -109,7 +109,7 @@ def test_several_optimizers_stepped_by_hand_are_scaled_as_in_a_loop_by_hand(tmp_
     assert [type(optimizer).__name__ for optimizer in callback.quack.optimizers] == ["SGD", "AdamW"]
 
 
-def test_quack_itself_takes_what_lightning_wraps(tmp_path: File) -> None:
+def test_quack_itself_takes_what_lightning_wraps(tmp_path: Path) -> None:
     class Attached(Regression):
         def on_train_start(self) -> None:
             wrapped: Any = self.optimizers()
@@ -122,7 +122,7 @@ def test_quack_itself_takes_what_lightning_wraps(tmp_path: File) -> None:
 @pytest.mark.parametrize("make_model", [Regression, ByHand])
 @pytest.mark.parametrize("norm", [frobenius, spectral])
 def test_a_resumed_fit_is_bitwise_the_uninterrupted_one(
-    tmp_path: File, make_model: Callable[[], Regression], norm: Norm
+    tmp_path: Path, make_model: Callable[[], Regression], norm: Norm
 ) -> None:
     settings = {} if make_model is ByHand else {"accumulate_grad_batches": 2}
 
@@ -135,7 +135,7 @@ def test_a_resumed_fit_is_bitwise_the_uninterrupted_one(
     assert resumed.current_epoch == EPOCHS
 
 
-def test_a_checkpoint_saved_after_the_fit_continues_as_one_longer_fit(tmp_path: File) -> None:
+def test_a_checkpoint_saved_after_the_fit_continues_as_one_longer_fit(tmp_path: Path) -> None:
     first = make_trainer(tmp_path, QuacKCallback())
     fit(first, Regression())
     first.save_checkpoint(tmp_path / "saved.ckpt")
@@ -153,7 +153,7 @@ def key_norms(model: Regression) -> Tensor:
     return model.attention.k.weight.detach().view(4, -1).norm(dim=1)
 
 
-def test_a_checkpoint_without_its_state_is_told_and_rates_start_there(tmp_path: File) -> None:
+def test_a_checkpoint_without_its_state_is_told_and_rates_start_there(tmp_path: Path) -> None:
     first, model = make_trainer(tmp_path), Regression()
     fit(first, model)
     first.save_checkpoint(tmp_path / "without.ckpt")
@@ -164,7 +164,7 @@ def test_a_checkpoint_without_its_state_is_told_and_rates_start_there(tmp_path: 
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_afterwards_optimizers_are_free_and_a_second_fit_starts_from_its_weights(tmp_path: File, resumed: bool) -> None:
+def test_afterwards_optimizers_are_free_and_a_second_fit_starts_from_its_weights(tmp_path: Path, resumed: bool) -> None:
     first, checkpoint = make_trainer(tmp_path, QuacKCallback(), max_epochs=1), tmp_path / "first.ckpt"
     fit(first, Regression())
     first.save_checkpoint(checkpoint)
@@ -180,7 +180,7 @@ def test_afterwards_optimizers_are_free_and_a_second_fit_starts_from_its_weights
     assert is_free(model, trainer)
 
 
-def test_a_checkpoint_written_before_training_starts_keeps_the_state_it_was_given(tmp_path: File) -> None:
+def test_a_checkpoint_written_before_training_starts_keeps_the_state_it_was_given(tmp_path: Path) -> None:
     first, callback = QuacKCallback(), QuacKCallback()
     fit(make_trainer(tmp_path, first), Regression())
     assert callback.state_dict() == {}
@@ -194,7 +194,7 @@ def is_free(model: nn.Module, trainer: Trainer) -> bool:
     return True
 
 
-def test_what_quack_refuses_is_refused_and_nothing_stays_attached(tmp_path: File) -> None:
+def test_what_quack_refuses_is_refused_and_nothing_stays_attached(tmp_path: Path) -> None:
     without = Regression()
     without.attention = nn.Identity()  # type: ignore[assignment]
     with pytest.raises(ValueError, match="Regression has no attention that QuacK can control"):
@@ -219,7 +219,7 @@ class Wrapped(Regression):
         self.attention = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)  # type: ignore[assignment]
 
 
-def test_rules_are_verified_on_the_first_batch(tmp_path: File) -> None:
+def test_rules_are_verified_on_the_first_batch(tmp_path: Path) -> None:
     callback = QuacKCallback()
     fit(make_trainer(tmp_path, callback, max_epochs=1), Wrapped())
     assert "attention.layers.0.self_attn  verified" in repr(callback.quack)

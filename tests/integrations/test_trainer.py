@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from models import Separate, assert_equal
-from quacklr import Path, QuacK, frobenius, spectral
+from quacklr import LogitPath, QuacK, frobenius, spectral
 from quacklr.core.norms import Norm
 from quacklr.integrations.transformers import QuacKCallback
 
@@ -45,7 +45,7 @@ def make_data() -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row.roll(1)} for row in tokens]
 
 
-def make_trainer(folder: File, *callbacks: TrainerCallback, model: nn.Module | None = None, **settings: Any) -> Trainer:
+def make_trainer(folder: Path, *callbacks: TrainerCallback, model: nn.Module | None = None, **settings: Any) -> Trainer:
     made_by_hand = settings.pop("optimizers", (None, None))
     quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1}
     steps: dict[str, Any] = {"max_steps": STEPS, "save_steps": 4, "learning_rate": LR, "per_device_train_batch_size": 2}
@@ -82,7 +82,7 @@ def plain_loop(accumulate: int, attach: Callable[[nn.Module, Optimizer], object]
 @pytest.mark.parametrize(
     ("accumulate", "options"), [(1, {"norm": spectral}), (3, {"tau": 0.5}), (2, {"adapt": False}), (1, {"floor": 2.0})]
 )
-def test_it_trains_as_a_loop_by_hand_with_quack_does(tmp_path: File, accumulate: int, options: dict[str, Any]) -> None:
+def test_it_trains_as_a_loop_by_hand_with_quack_does(tmp_path: Path, accumulate: int, options: dict[str, Any]) -> None:
     options = {"tau": 2.0} | options
     settings: dict[str, Any] = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": accumulate}
     trainer = make_trainer(tmp_path, QuacKCallback(**options), **settings)
@@ -91,8 +91,8 @@ def test_it_trains_as_a_loop_by_hand_with_quack_does(tmp_path: File, accumulate:
     assert (weights(trainer) - plain_loop(accumulate, lambda *_: None)).abs().max() > 1e-3
 
 
-def test_what_to_control_can_be_said_by_a_function_of_the_model(tmp_path: File) -> None:
-    def paths(model: Any) -> list[Path]:
+def test_what_to_control_can_be_said_by_a_function_of_the_model(tmp_path: Path) -> None:
+    def paths(model: Any) -> list[LogitPath]:
         return model.attention.logit_paths()
 
     callback = QuacKCallback(tau=0.5, paths=paths)
@@ -118,7 +118,7 @@ def own_optimizers(model: nn.Module) -> dict[str, Any]:
     ids=["accumulating", "spectral", "own-optimizer"],
 )
 def test_a_resumed_training_is_bitwise_the_uninterrupted_one(
-    tmp_path: File, norm: Norm, settings: dict[str, Any], own: bool
+    tmp_path: Path, norm: Norm, settings: dict[str, Any], own: bool
 ) -> None:
     def make(folder: str) -> Trainer:
         model = make_model(dropout=0.2)
@@ -147,7 +147,7 @@ def make_llama(lora: bool) -> Any:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all-weights", "lora"])
-def test_a_llama_trains_and_resumes_bitwise(tmp_path: File, lora: bool) -> None:
+def test_a_llama_trains_and_resumes_bitwise(tmp_path: Path, lora: bool) -> None:
     settings: dict[str, Any] = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}
     whole = make_trainer(tmp_path / "whole", QuacKCallback(2.0), model=make_llama(lora), **settings)
     whole.train()
@@ -170,7 +170,7 @@ def start(callback: QuacKCallback) -> Tensor:
 
 
 @pytest.mark.parametrize("save_only_model", [False, True], ids=["made-without-quack", "save-only-model"])
-def test_a_checkpoint_without_its_state_is_told_and_rates_start_there(tmp_path: File, save_only_model: bool) -> None:
+def test_a_checkpoint_without_its_state_is_told_and_rates_start_there(tmp_path: Path, save_only_model: bool) -> None:
     callbacks = [QuacKCallback()] if save_only_model else []
     first = make_trainer(tmp_path, *callbacks, save_only_model=save_only_model)
     first.train()
@@ -189,7 +189,7 @@ def is_free(trainer: Trainer) -> bool:
     return "quack" not in trainer.optimizer.state_dict()["param_groups"][0]
 
 
-def test_a_state_of_another_norm_is_refused_and_nothing_stays_attached(tmp_path: File) -> None:
+def test_a_state_of_another_norm_is_refused_and_nothing_stays_attached(tmp_path: Path) -> None:
     make_trainer(tmp_path, QuacKCallback()).train()
     callback = QuacKCallback(norm=spectral)
     trainer = make_trainer(tmp_path, callback)
@@ -199,7 +199,7 @@ def test_a_state_of_another_norm_is_refused_and_nothing_stays_attached(tmp_path:
     assert is_free(trainer)
 
 
-def test_settings_are_refused_when_given_and_a_model_when_training_begins(tmp_path: File) -> None:
+def test_settings_are_refused_when_given_and_a_model_when_training_begins(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tau"):
         QuacKCallback(tau=-1.0)
     callback, model = QuacKCallback(), make_model()
@@ -209,7 +209,7 @@ def test_settings_are_refused_when_given_and_a_model_when_training_begins(tmp_pa
     assert callback.quack is None
 
 
-def test_afterwards_the_optimizer_is_free_and_a_second_training_starts_from_its_weights(tmp_path: File) -> None:
+def test_afterwards_the_optimizer_is_free_and_a_second_training_starts_from_its_weights(tmp_path: Path) -> None:
     callback = QuacKCallback()
     trainer = make_trainer(tmp_path, callback)
     trainer.train()
@@ -221,7 +221,7 @@ def test_afterwards_the_optimizer_is_free_and_a_second_training_starts_from_its_
     assert is_free(trainer)
 
 
-def test_what_a_trainer_without_it_loaded_is_not_taken_for_a_resumed_state(tmp_path: File) -> None:
+def test_what_a_trainer_without_it_loaded_is_not_taken_for_a_resumed_state(tmp_path: Path) -> None:
     make_trainer(tmp_path, QuacKCallback()).train()
     trainer = make_trainer(tmp_path)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -238,7 +238,7 @@ class Interrupt(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_after_a_training_that_raised_the_same_trainer_resumes(tmp_path: File) -> None:
+def test_after_a_training_that_raised_the_same_trainer_resumes(tmp_path: Path) -> None:
     whole = make_trainer(tmp_path / "whole", QuacKCallback())
     whole.train()
     trainer = make_trainer(tmp_path / "interrupted", QuacKCallback(), Interrupt())
@@ -258,7 +258,7 @@ class Tracker(TrainerCallback):
         self.rows.append(kwargs["logs"])
 
 
-def test_the_range_of_rates_is_logged_with_the_loss(tmp_path: File) -> None:
+def test_the_range_of_rates_is_logged_with_the_loss(tmp_path: Path) -> None:
     callback, tracker = QuacKCallback(tau=0.5), Tracker()
     trainer = make_trainer(tmp_path, callback, tracker)
     trainer.train()
@@ -269,7 +269,7 @@ def test_the_range_of_rates_is_logged_with_the_loss(tmp_path: File) -> None:
     assert "quack/rate_min" not in tracker.rows[-1], "the summary of the training is no step"
 
 
-def test_evaluating_and_loading_the_best_model_do_not_disturb_it(tmp_path: File) -> None:
+def test_evaluating_and_loading_the_best_model_do_not_disturb_it(tmp_path: Path) -> None:
     alone = make_trainer(tmp_path / "alone", QuacKCallback())
     settings: dict[str, Any] = {
         "eval_strategy": "steps",
@@ -289,7 +289,7 @@ def test_evaluating_and_loading_the_best_model_do_not_disturb_it(tmp_path: File)
     assert is_free(evaluated)
 
 
-def test_a_state_that_the_training_went_on_without_is_not_taken(tmp_path: File) -> None:
+def test_a_state_that_the_training_went_on_without_is_not_taken(tmp_path: Path) -> None:
     make_trainer(tmp_path, QuacKCallback()).train()
     make_trainer(tmp_path, max_steps=STEPS + 2).train(resume_from_checkpoint=True)
     with pytest.warns(UserWarning, match="the checkpoint holds no state of QuacK"):
@@ -297,7 +297,7 @@ def test_a_state_that_the_training_went_on_without_is_not_taken(tmp_path: File) 
 
 
 @pytest.mark.parametrize(("verify", "said"), [(True, "self_attn  verified"), (False, "not verified: verify=False")])
-def test_rules_are_verified_on_the_trainers_first_batch(tmp_path: File, verify: bool, said: str) -> None:
+def test_rules_are_verified_on_the_trainers_first_batch(tmp_path: Path, verify: bool, said: str) -> None:
     callback = QuacKCallback(verify=verify)
     make_trainer(tmp_path, callback, model=make_llama(lora=False), max_steps=1).train()
     assert said in repr(callback.quack)

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
-from pathlib import Path as File
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def stats(largest: dict[str, list[float]], **others: float) -> dict[str, LogitSt
     }
 
 
-def shown(folder: File) -> dict[str, list[tuple[int, float]]]:
+def shown(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
         EventAccumulator,
     )
@@ -46,7 +46,7 @@ def shown(folder: File) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_tensorboard_gets_the_largest_max_of_an_attention_and_the_mean_of_everything_else(tmp_path: File) -> None:
+def test_tensorboard_gets_the_largest_max_of_an_attention_and_the_mean_of_everything_else(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
         to_tensorboard(writer, stats({"a": [1.0, 7.0, 4.0], "b": [-3.0, -2.0]}, entropy=2.0), 10)
         to_tensorboard(writer, stats({"a": [1.0, 8.0, 4.0], "b": [-3.0, -5.0]}, entropy=1.0), 25)
@@ -57,7 +57,7 @@ def test_tensorboard_gets_the_largest_max_of_an_attention_and_the_mean_of_everyt
     assert found["logits_entropy/a"] == [(10, 3.0), (25, 2.0)]
 
 
-def test_every_head_has_a_scalar_of_its_own_when_asked(tmp_path: File) -> None:
+def test_every_head_has_a_scalar_of_its_own_when_asked(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
         to_tensorboard(writer, stats({"a": [1.0, 7.0], "b": [-3.0]}), 10, heads=True)
     found = shown(tmp_path)
@@ -71,7 +71,7 @@ def test_every_head_has_a_scalar_of_its_own_when_asked(tmp_path: File) -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_what_is_no_finite_number_is_not_written_and_does_not_spoil_the_rest(broken: float, tmp_path: File) -> None:
+def test_what_is_no_finite_number_is_not_written_and_does_not_spoil_the_rest(broken: float, tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
         to_tensorboard(writer, stats({"a": [1.0, broken, 4.0], "b": [broken]}, mean_change=math.nan), 0, heads=True)
     found = shown(tmp_path)
@@ -82,7 +82,7 @@ def test_what_is_no_finite_number_is_not_written_and_does_not_spoil_the_rest(bro
     assert all(math.isfinite(value) for values in found.values() for _, value in values)
 
 
-def test_a_chart_has_the_heads_of_one_attention_and_of_no_other(tmp_path: File) -> None:
+def test_a_chart_has_the_heads_of_one_attention_and_of_no_other(tmp_path: Path) -> None:
     """TensorBoard takes every tag that begins with what the regular expression matches."""
     measured = stats({name: [1.0] * 12 for name in NAMES})
     tags = [name for name, _ in scalars(tables(measured), heads=True)]
@@ -102,7 +102,7 @@ def test_a_model_that_is_itself_an_attention_has_a_name() -> None:
     assert names[:2] == ["logits_max/model", "logits_max_by_head/model/head_0"]
 
 
-def records(path: File) -> Iterator[bytes]:
+def records(path: Path) -> Iterator[bytes]:
     """The records of wandb's file, a LevelDB log: blocks of 32 KB, of pieces that have a checksum, a length and a kind.
 
     A kind is whole (1), first (2), middle (3) or last (4).
@@ -120,7 +120,7 @@ def records(path: File) -> Iterator[bytes]:
             record = b""
 
 
-def logged(folder: File) -> dict[int, dict[str, float]]:
+def logged(folder: Path) -> dict[int, dict[str, float]]:
     """What is in the file that wandb would upload, by step."""
     protocol = import_module("wandb.proto.wandb_internal_pb2")
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
@@ -134,7 +134,7 @@ def logged(folder: File) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # wandb's own
-def test_wandb_gets_the_same_scalars_at_the_same_steps(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_same_scalars_at_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its offline mode: the real client, which writes what it would upload."""
     import wandb
 
@@ -152,7 +152,7 @@ def test_wandb_gets_the_same_scalars_at_the_same_steps(tmp_path: File, monkeypat
     assert rows[8]["logits_mean_change_by_head/a.1/head_0"] == 0.25
 
 
-def test_what_a_monitor_measures_is_written_as_it_is(tmp_path: File) -> None:
+def test_what_a_monitor_measures_is_written_as_it_is(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -168,7 +168,7 @@ def test_what_a_monitor_measures_is_written_as_it_is(tmp_path: File) -> None:
         assert found[f"logits_mean_change/{name}"] == [(1, 0.0)]
 
 
-def test_the_heatmap_goes_to_tensorboard_as_an_image(tmp_path: File) -> None:
+def test_the_heatmap_goes_to_tensorboard_as_an_image(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     history = History()

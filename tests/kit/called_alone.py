@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quacklr.inspect.sample import BATCH
-from quacklr.util.module_stack import running
+from quacklr.util.module_stack import module_stack
 from quacklr.util.torch_functions import MULTIHEAD, SDPA, SOFTMAX, multihead_opened
 
 LOGSUMEXP: tuple[Any, ...] = (torch.logsumexp, Tensor.logsumexp)
@@ -102,7 +102,7 @@ def calls(model: nn.Module, sample: Any, names: Iterable[str]) -> tuple[dict[str
         module.register_forward_pre_hook(lambda m, a, k, name=name: record(name, m, a, k), with_kwargs=True)
         for name, module in modules.items()
     ]
-    with torch.no_grad(), running(model) as now:
+    with torch.no_grad(), module_stack(model) as now:
 
         def listen(_: Tensor) -> None:
             if not any(name in modules for name in now.modules) and not NOT_ATTENTION.search(now.modules[-1]):

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class Crew:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = File(tempfile.mkdtemp()) / "store"
+        store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(rank, self.size, str(store), theirs), daemon=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ ODD = Shape(d_model=16, layers=2, d_ff=24, context=32, rope_theta=50.0, norm_eps
 NEAR = replace(ODD, norm_eps=1e-6, vocab=259)
 
 
-def config_of(corpus: File, shape: Shape, attention: MHA | MLA, method: Method, **training: Any) -> Config:
+def config_of(corpus: Path, shape: Shape, attention: MHA | MLA, method: Method, **training: Any) -> Config:
     made = small(corpus, method, attention, **({"steps": 12, "batch_tokens": 256} | training))
     return replace(made, shape=shape, optimizer=MuonRecipe(lr=0.05, rest_lr=0.03))
 
 
-def assert_same_logits(folder: File, path: File, step: int | None = None) -> Any:
+def assert_same_logits(folder: Path, path: Path, step: int | None = None) -> Any:
     ours, twin = open_run(path, step).model, AutoModelForCausalLM.from_pretrained(folder)
     vocab, context = ours.embedding.num_embeddings, ours.shape.context
     tokens = torch.randint(0, vocab, (3, context), generator=torch.Generator().manual_seed(7))

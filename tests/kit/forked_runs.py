@@ -13,10 +13,10 @@ import sys
 from contextlib import redirect_stdout
 from importlib import import_module
 from io import StringIO
-from pathlib import Path as File
+from pathlib import Path
 
 from lab_runs import ATTENTIONS, METHODS, PAIRS, small
-from paused import go_on, pause, wait_until_paused
+from paused import decode_step, pause, wait_until_paused
 from quacklr.lab.config import Config
 from quacklr.lab.train.runner import run
 
@@ -26,7 +26,7 @@ for slow in ("torch._dynamo", "torch.utils.tensorboard"):  # every run would imp
 KILL_AFTER = 8  # the last checkpoint is that of step 6
 
 
-def fork(config: Config, folder: File) -> int:
+def fork(config: Config, folder: Path) -> int:
     child = os.fork()
     if child == 0:
         with redirect_stdout(StringIO()):
@@ -35,17 +35,17 @@ def fork(config: Config, folder: File) -> int:
     return child
 
 
-def kill_in_the_middle(config: Config, folder: File) -> None:
+def kill_in_the_middle(config: Config, folder: Path) -> None:
     pause(folder, KILL_AFTER)
     child = fork(config, folder)
     wait_until_paused(folder)
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not (folder / "result.json").exists()
-    go_on(folder)
+    decode_step(folder)
 
 
-def main(corpus: File, out: File) -> None:
+def main(corpus: Path, out: Path) -> None:
     for attention, method in PAIRS:
         config, run_name = small(corpus, METHODS[method], ATTENTIONS[attention]), f"{attention}-{method}"
         whole = fork(config, out / "whole" / run_name)
@@ -56,4 +56,4 @@ def main(corpus: File, out: File) -> None:
 
 
 if __name__ == "__main__":
-    main(File(sys.argv[1]), File(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

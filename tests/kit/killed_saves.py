@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def model_at(step: int) -> nn.Linear:
     return model
 
 
-def save(folder: File, step: int, later: bool) -> None:
+def save(folder: Path, step: int, later: bool) -> None:
     with Checkpoints(folder, "a-b", keep=1) as saves:
         saves.save(step, tensors_of(model_at(step), NONE), {"step": step}, later)
         saves.wait()
@@ -64,7 +64,7 @@ def die_at(moment: int) -> None:
     sys.addaudithook(change)
 
 
-def killed(folder: File, later: bool, moment: int) -> bool:
+def killed(folder: Path, later: bool, moment: int) -> bool:
     """Whether a process that saved step 2 was killed at this moment, or had ended before."""
     child = os.fork()
     if child == 0:
@@ -76,7 +76,7 @@ def killed(folder: File, later: bool, moment: int) -> bool:
     return status != 0
 
 
-def last_of(folder: File) -> int:
+def last_of(folder: Path) -> int:
     """The step of the last checkpoint. All of it must be there, and of one before it too if it can be seen."""
     for path in checkpoints(folder):
         model = model_at(0)
@@ -85,7 +85,7 @@ def last_of(folder: File) -> int:
     return int(rest["step"])
 
 
-def main(out: File, later: bool) -> None:
+def main(out: Path, later: bool) -> None:
     found: Counter[int] = Counter()
     left_behind = 0
     for moment in range(10_000):
@@ -106,4 +106,4 @@ if __name__ == "__main__":
     assert "torch.distributed.checkpoint" not in sys.modules, "it is to be imported when it is needed"
     vars(os)["fsync"] = lambda _: None  # slow, and of no use to a process that is killed
     for way in (False, True):
-        main(File(sys.argv[1]) / str(way), way)
+        main(Path(sys.argv[1]) / str(way), way)

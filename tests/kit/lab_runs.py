@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ WORDS = [
 ]
 
 
-def make_corpus(folder: File) -> File:
+def make_corpus(folder: Path) -> Path:
     """A hundred small documents of made-up sentences, as bytes."""
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(WORDS, size=200)) for _ in range(150)]
@@ -52,7 +52,7 @@ def make_corpus(folder: File) -> File:
     return folder / "corpus"
 
 
-def small(corpus: File, method: Method, attention: MHA | MLA, **training: Any) -> Config:
+def small(corpus: Path, method: Method, attention: MHA | MLA, **training: Any) -> Config:
     """A model of a few thousand parameters; 2 micro-batches a step."""
     return Config(
         shape=Shape(d_model=16, layers=2, d_ff=24, context=16),
@@ -82,13 +82,13 @@ def comparable(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in TIMING}
 
 
-def read_rows(run: File) -> list[dict[str, Any]]:
+def read_rows(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     lines = path.read_text().split("\n") if path.exists() else []
     return [comparable(json.loads(line)) for line in lines[:-1]]
 
 
-def quacklr(*options: str | File, cwd: File | None = None, **settings: Any) -> subprocess.CompletedProcess[str]:
+def quacklr(*options: str | Path, cwd: Path | None = None, **settings: Any) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
     command = [sys.executable, "-m", "quacklr.cli", *(str(option) for option in options)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, **settings)
@@ -115,7 +115,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return said
 
 
-def files(folder: File) -> dict[str, bytes]:
+def files(folder: Path) -> dict[str, bytes]:
     """What a run has written: all but its lock."""
     found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}

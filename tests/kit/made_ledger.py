@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 
 from quacklr.lab.config import Config
 from quacklr.lab.methods import (
@@ -25,7 +25,7 @@ from quacklr.lab.studies.scale import seeded
 from quacklr.lab.sweep.ledger import Entry
 from swept_runs import made, tiny_scale
 
-SCALE = tiny_scale(File("nowhere"))
+SCALE = tiny_scale(Path("nowhere"))
 LOW, MIDDLE, HIGH = SCALE.rates
 NOISE = (-0.004, 0.001, 0.003)  # what the seeds share, so that pairs agree better than runs do
 Values = dict[tuple[str, type[Method], float], tuple[float, float, float]]  # loss, largest logit, change of a step

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from quacklr import Path, mha, mla, packed
+from quacklr import LogitPath, mha, mla, packed
 
 
 def logits(q_BTHK: Tensor, k_BTHK: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class Separate(nn.Module):
         v_BTHK = self.v(x_BTD).unflatten(2, (self.heads, -1))
         return torch.einsum("bhij,bjhk->bihk", logits(*self.qk(x_BTD)).softmax(3), v_BTHK).flatten(2)
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         return mha(*packed(self.q, ("q", self.heads, self.size)), *packed(self.k, ("k", self.groups, self.size)))
 
 
@@ -51,7 +51,7 @@ class PerHead(nn.Module):
         q_BTHK, k_BTHK, v_BTHK = self.qkv(x_BTD).unflatten(2, (self.heads, 3, self.size)).unbind(3)
         return torch.einsum("bhij,bjhk->bihk", logits(q_BTHK, k_BTHK).softmax(3), v_BTHK).flatten(2)
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         q, k = packed(self.qkv, ("q", 1, self.size), ("k", 1, self.size), (None, 1, self.size), repeat=self.heads)
         return mha(q, k)
 
@@ -76,7 +76,7 @@ class Latent(nn.Module):
         k_rope = turn(self.kr(x_BTD).unsqueeze(2)).expand(-1, -1, self.heads, -1)
         return logits(torch.cat([q_nope, q_rope], 3), torch.cat([k_nope, k_rope], 3))
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         sizes = {
             "dq": (1, self.dq.out_features),
             "dkv": (1, self.dkv.out_features),

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from called_alone import MASKED, Attention, calls
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
 from quacklr.quack import QuacK
 
@@ -52,7 +52,7 @@ class Verdict:
     not_run: list[str] = field(default_factory=list)
 
 
-def judged(model: nn.Module, sample: Any, claims: Mapping[str, Sequence[Path]]) -> Verdict:
+def judged(model: nn.Module, sample: Any, claims: Mapping[str, Sequence[LogitPath]]) -> Verdict:
     """All attentions of a model in eval mode against the paths claimed for each, by module name.
 
     Their weights are changed first, so that nothing starts at zero.
@@ -98,7 +98,7 @@ def entries(weight: Weight, rows: Tensor) -> Tensor:
     return rows.view([-1 if d == weight.dim else 1 for d in range(weight.param.ndim)]).expand(weight.param.shape)
 
 
-def claimed(path: Path) -> list[Chain]:
+def claimed(path: LogitPath) -> list[Chain]:
     of_weight = [blocks(weight) for weight in path.weights]
     return [tuple(of[b] for of, b in zip(of_weight, read, strict=True)) for read in path.reads.T.tolist()]
 
@@ -116,7 +116,7 @@ def unchanged(parameters: Iterable[Tensor]) -> Iterator[None]:
 class Hearing:
     """One attention, and the paths claimed for it."""
 
-    def __init__(self, attention: Attention, paths: Sequence[Path]) -> None:
+    def __init__(self, attention: Attention, paths: Sequence[LogitPath]) -> None:
         self.attention, self.paths = attention, paths
         self.logits = attention.logits()
         self.weights = {weight: blocks(weight) for path in paths for weight in path.weights}
@@ -164,12 +164,12 @@ class Hearing:
                     if b >= 0 and (heads := self._moved(((part.param, one),))) != moved[b]:
                         yield f"row {row} of {part.name} moves heads {sorted(heads)}, its block {sorted(moved[b])}"
 
-    def _read(self, path: Path, head: int) -> list[int] | None:
+    def _read(self, path: LogitPath, head: int) -> list[int] | None:
         """The block that a head was seen to read of each weight of a path; None if it does not have the path."""
         read = [[b for b, heads in enumerate(self.moved[weight]) if head in heads] for weight in path.weights]
         return [of[0] for of in read] if all(len(of) == 1 for of in read) else None
 
-    def _chains(self, path: Path) -> list[Chain]:
+    def _chains(self, path: LogitPath) -> list[Chain]:
         reads = [self._read(path, head) for head in range(len(self.logits))]
         return [
             tuple(self.weights[weight][b] for weight, b in zip(path.weights, read, strict=True))

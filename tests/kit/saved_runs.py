@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
-from pathlib import Path as File
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def whole_tensors(run: Trained) -> dict[str, Tensor]:
     return {name: getattr(each, "full_tensor", each.clone)() for name, each in tensors_of(*run).items()}
 
 
-def save_trained(_: int, folder: File, later: bool = False) -> dict[str, Tensor]:
+def save_trained(_: int, folder: Path, later: bool = False) -> dict[str, Tensor]:
     warnings.simplefilter("error")
     run = trained(seed=0, steps=2)
     before = whole_tensors(run)
@@ -61,7 +61,7 @@ def save_trained(_: int, folder: File, later: bool = False) -> dict[str, Tensor]
     return before
 
 
-def load_untrained(_: int, folder: File) -> dict[str, Tensor]:
+def load_untrained(_: int, folder: Path) -> dict[str, Tensor]:
     warnings.simplefilter("error")
     run = trained(seed=1, steps=0)
     rest = Checkpoints(folder, NAME, keep=2).load(checkpoints(folder)[-1], *run)
@@ -71,16 +71,16 @@ def load_untrained(_: int, folder: File) -> dict[str, Tensor]:
     return whole_tensors(run)
 
 
-def content(folder: File) -> dict[str, bytes]:
+def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def steps_in(folder: File) -> list[str]:
+def steps_in(folder: Path) -> list[str]:
     """Everything there, hidden or not."""
     return sorted(path.name for path in folder.iterdir())
 
 
-def complaint(folder: File, path: File | None = None, name: str = NAME, run: Trained | None = None) -> str:
+def complaint(folder: Path, path: Path | None = None, name: str = NAME, run: Trained | None = None) -> str:
     """What is said when the last checkpoint is loaded; the run stays as it was."""
     run = run or trained(seed=1, steps=0)
     before = {name: each.clone() for name, each in run[0].state_dict().items()}
@@ -90,7 +90,7 @@ def complaint(folder: File, path: File | None = None, name: str = NAME, run: Tra
     return str(told.value)
 
 
-def resummed(path: File) -> None:
+def resummed(path: Path) -> None:
     """Checksums that fit, made by hand."""
     files = [file for file in sorted(path.iterdir()) if file.name != "checksums.json"]
     lines = [(file.name, file.read_bytes()) for file in files]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from quacklr import Path, QuacK, Weight, mha, mla, packed
+from quacklr import LogitPath, QuacK, Weight, mha, mla, packed
 from quacklr.core.norms import Norm
 
 Params = Mapping[str, Tensor]
@@ -34,7 +34,7 @@ class Layout:
     """`shapes` of the global parameters, `paths` over them, `places` as above; `options` are QuacK's."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    paths: Callable[[Params], list[Path]]
+    paths: Callable[[Params], list[LogitPath]]
     places: Mapping[str, str]
     mesh: tuple[int, ...] = (4,)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def parameters(layout: Layout, sharded: bool) -> dict[str, nn.Parameter]:
 
 def steps_on(
     params: Mapping[str, nn.Parameter],
-    paths: list[Path],
+    paths: list[LogitPath],
     norm: Norm,
     kind: str,
     count: int = 3,
@@ -182,10 +182,10 @@ def full(heads: int, size: int, groups: int | None = None, dim: int = 0) -> dict
     return {name: (8, count) if dim else (count, 8) for name, count in rows.items()}
 
 
-def attention(heads: int, groups: int | None = None, dim: int = 0) -> Callable[[Params], list[Path]]:
+def attention(heads: int, groups: int | None = None, dim: int = 0) -> Callable[[Params], list[LogitPath]]:
     """Separate q and k; with their biases, where there are any."""
 
-    def paths(params: Params) -> list[Path]:
+    def paths(params: Params) -> list[LogitPath]:
         q, k = (
             packed(
                 params[name], (name, blocks, params[name].shape[dim] // blocks), dim=dim, bias=params.get(f"{name}b")
@@ -197,43 +197,43 @@ def attention(heads: int, groups: int | None = None, dim: int = 0) -> Callable[[
     return paths
 
 
-def fused(params: Params) -> list[Path]:
+def fused(params: Params) -> list[LogitPath]:
     return mha(*packed(params["qkv"], ("q", 4, 3), ("k", 2, 3), (None, 2, 3), bias=params.get("b")))
 
 
-def per_head(params: Params) -> list[Path]:
+def per_head(params: Params) -> list[LogitPath]:
     return mha(*packed(params["qkv"], ("q", 1, 2), ("k", 1, 2), (None, 1, 2), repeat=3))
 
 
-def latent(params: Params) -> list[Path]:
+def latent(params: Params) -> list[LogitPath]:
     sizes = {"dq": (1, 6), "dkv": (1, 6), "kr": (1, 2), "uq": (4, 3), "uk": (4, 3), "qr": (4, 2)}
     return mla(**{role: packed(params[role], (role, *size))[0] for role, size in sizes.items()})
 
 
-def tied(params: Params) -> list[Path]:
+def tied(params: Params) -> list[LogitPath]:
     """Two layers read one key."""
     (k,) = packed(params["k"], ("k", 3, 5))
     return [path for name in ("q", "q2") for path in mha(packed(params[name], (name, 3, 5))[0], k)]
 
 
-def stacked(params: Params) -> list[Path]:
+def stacked(params: Params) -> list[LogitPath]:
     """A matrix a head: rows along the first two dimensions."""
     of_row = torch.arange(3).repeat_interleave(5)
     q, k = (Weight(name, params[name], of_row, dim=(0, 1)) for name in "qk")
     return mha(q, k)
 
 
-def bunched(params: Params) -> list[Path]:
+def bunched(params: Params) -> list[LogitPath]:
     """Blocks of different sizes, out of order, with rows between them that are no one's; rows are planes."""
     q = Weight("q", params["q"], torch.tensor([2, 2, -1, 0, 0, 0, 1, -1, 2]))
     k = Weight("k", params["k"], torch.tensor([0, 0, 0, 1, 2, 2, 2]))
     return [
-        Path((q, k), heads=3),
-        Path((k, q), heads=4, block_of_head=[torch.tensor([0, 2, 2, 1]), torch.arange(4) % 3]),
+        LogitPath((q, k), heads=3),
+        LogitPath((k, q), heads=4, block_of_head=[torch.tensor([0, 2, 2, 1]), torch.arange(4) % 3]),
     ]
 
 
-def other_bias(params: Params) -> list[Path]:
+def other_bias(params: Params) -> list[LogitPath]:
     """The query's bias is a part of a longer vector, laid out in another way."""
     of_row = torch.arange(4).repeat_interleave(3)
     bias = Weight("bias", params["qb"], torch.cat([torch.full((3,), -1), of_row.flip(0)]))

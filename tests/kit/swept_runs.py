@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 from lab_runs import ATTENTIONS, small
 from quacklr.lab.config import Config
 from quacklr.lab.methods import Default, Method, QKNorm, Quack
-from quacklr.lab.studies.scale import Scale
+from quacklr.lab.studies.scale import StudyScale
 from quacklr.lab.sweep.ledger import Entry, Ledger
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import missing, sweep
@@ -22,12 +22,12 @@ from quacklr.lab.sweep.sweep import missing, sweep
 TINY_RATES = (0.001, 0.01, 0.1)
 
 
-def tiny_scale(corpus: File, **training: Any) -> Scale:
+def tiny_scale(corpus: Path, **training: Any) -> StudyScale:
     """A scale whose models have a few thousand parameters."""
-    return Scale("tiny", small(corpus, Default(), ATTENTIONS["mha"], **training), ATTENTIONS, TINY_RATES)
+    return StudyScale("tiny", small(corpus, Default(), ATTENTIONS["mha"], **training), ATTENTIONS, TINY_RATES)
 
 
-def three(corpus: File, **training: Any) -> list[Config]:
+def three(corpus: Path, **training: Any) -> list[Config]:
     methods: tuple[Method, ...] = (Default(), Quack(), QKNorm())
     return [small(corpus, method, ATTENTIONS["mla"], **training) for method in methods]
 
@@ -55,11 +55,11 @@ def seeds_of(config: Config, values: list[float], **more: Any) -> Iterator[Entry
         yield made(replace(config, training=replace(config.training, seed=seed)), value, **more)
 
 
-def main(corpus: File, out: File) -> None:
+def main(corpus: Path, out: Path) -> None:
     ledger = Ledger(out / "ledger.jsonl")
     state = sweep(missing(three(corpus), ledger.entries()), ledger, Local(jobs=2, threads=1), out / "runs")
     sys.exit(0 if state.stopped is None else 128 + state.stopped)
 
 
 if __name__ == "__main__":
-    main(File(sys.argv[1]), File(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -12,7 +12,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lab_runs import ATTENTIONS, small
@@ -61,7 +61,7 @@ def closed(descriptor: int) -> Any:
 WAYS: dict[str, Callable[[int], Any]] = {"full": full, "unread": unread, "closed": closed}
 
 
-def ended(call: Callable[[], int], way: str, both: bool, log: File) -> tuple[int, str]:
+def ended(call: Callable[[], int], way: str, both: bool, log: Path) -> tuple[int, str]:
     """The exit code of a process in which stdout (and stderr, if it is both) fails; and what stderr said if not."""
     child = os.fork()
     if child == 0:
@@ -81,7 +81,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def hung_up(out: File, options: list[str]) -> int:
+def hung_up(out: Path, options: list[str]) -> int:
     """The exit code of a run on a terminal that is gone after its third row."""
     ready, at_row = os.pipe()
     gone, hang_up = os.pipe()
@@ -111,7 +111,7 @@ def shown(_todo: object, _ledger: object, _place: object, _runs: object, show: C
     return state
 
 
-def commands(corpus: File, out: File) -> dict[str, list[str]]:
+def commands(corpus: Path, out: Path) -> dict[str, list[str]]:
     """Those whose output is a display, or a sentence about the files that they write."""
     return {
         "train": ["train", *SIZES.split(), *STEPS.split(), "--corpus", str(corpus), "--out", str(out / "train")],
@@ -121,7 +121,7 @@ def commands(corpus: File, out: File) -> dict[str, list[str]]:
     }
 
 
-def products(out: File) -> dict[str, list[str]]:
+def products(out: Path) -> dict[str, list[str]]:
     """Those whose output is what they are for."""
     return {
         "generate": ["generate", str(out / "run"), "--prompt", "the"],
@@ -131,7 +131,7 @@ def products(out: File) -> dict[str, list[str]]:
     }
 
 
-def all_of_them(corpus: File, out: File) -> dict[str, Any]:
+def all_of_them(corpus: Path, out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     run(small(corpus, Default(), ATTENTIONS["mha"], steps=6), out / "run")
     (out / "made.py").write_text(MODEL)
@@ -151,4 +151,4 @@ def all_of_them(corpus: File, out: File) -> dict[str, Any]:
 if __name__ == "__main__":
     vars(report).update(draw=lambda *_: [], page=lambda *_: "")  # which take long, and print nothing
     vars(sweeping).update(sweep=shown, refuse_other_corpora=lambda *_: None)
-    print(json.dumps(all_of_them(File(sys.argv[1]), File(sys.argv[2]))))
+    print(json.dumps(all_of_them(Path(sys.argv[1]), Path(sys.argv[2]))))

@@ -8,7 +8,7 @@ transforms are empty classes. For other processes only: in this one, other tests
 
 from __future__ import annotations
 
-from pathlib import Path as File
+from pathlib import Path
 
 FILES = {
     "__init__.py": "",
@@ -33,7 +33,7 @@ FILES = {
 }
 
 
-def stand_in(folder: File) -> File:
+def stand_in(folder: Path) -> Path:
     """Write the package `torchvision` into a folder, and return the folder."""
     for name, text in FILES.items():
         file = folder / "torchvision" / name

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from models import layers
-from quacklr import Path, Weight, check
-from quacklr.checking.report import Wiring
+from quacklr import LogitPath, Weight, check
+from quacklr.checking.report import CheckReport
 
 X_BTD = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 
@@ -22,7 +22,7 @@ def stack(attention: Callable[[], nn.Module], count: int = 2) -> nn.Sequential:
     return layers(count, attention)
 
 
-def checked(model: nn.Module, paths: list[Path] | None = None, **options: Any) -> Wiring:
+def checked(model: nn.Module, paths: list[LogitPath] | None = None, **options: Any) -> CheckReport:
     return check(model, AdamW(model.parameters(), lr=1e-2), X_BTD, paths=paths, **options)
 
 
@@ -30,10 +30,12 @@ def named(number: int, *weights: Weight) -> tuple[Weight, ...]:
     return tuple(replace(weight, name=f"{number}.{weight.name}") for weight in weights)
 
 
-def of_each(model: nn.Sequential, weights: Callable[[Any], list[Weight]], read: Tensor | None = None) -> list[Path]:
+def of_each(
+    model: nn.Sequential, weights: Callable[[Any], list[Weight]], read: Tensor | None = None
+) -> list[LogitPath]:
     """A path a layer, of weights q and k; heads read blocks of k in equal runs, or as said."""
     pairs = [named(number, *weights(layer)) for number, layer in enumerate(model)]
-    return [Path(pair, 4, None if read is None else (None, read)) for pair in pairs]
+    return [LogitPath(pair, 4, None if read is None else (None, read)) for pair in pairs]
 
 
 def halves(layer: Any, block_of_row: Tensor) -> list[Weight]:

@@ -6,7 +6,7 @@ import resource
 import threading
 import warnings
 from collections.abc import Callable
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ def one(task: Callable[..., Any], *args: Any) -> list[Any]:
 
 @pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
 def test_what_any_number_of_ranks_saved_is_loaded_by_any_other(
-    two: Crew, four: Crew, tmp_path: File, later: bool
+    two: Crew, four: Crew, tmp_path: Path, later: bool
 ) -> None:
     crews: list[Callable[..., list[Any]]] = [one, two, four]
     for number, save in enumerate(crews):
@@ -46,7 +46,7 @@ def test_what_any_number_of_ranks_saved_is_loaded_by_any_other(
     assert len(list((tmp_path / "2/step-0000002").glob("*.distcp"))) == 4
 
 
-def test_in_the_background_or_not_the_bytes_are_the_same(two: Crew, tmp_path: File) -> None:
+def test_in_the_background_or_not_the_bytes_are_the_same(two: Crew, tmp_path: Path) -> None:
     crews: list[tuple[Callable[..., list[Any]], int]] = [(one, 1), (two, 2)]
     for crew, ranks in crews:
         for later in (False, True):
@@ -56,7 +56,7 @@ def test_in_the_background_or_not_the_bytes_are_the_same(two: Crew, tmp_path: Fi
         assert len(found[0]) == 3 + ranks
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_finish, finish = threading.Event(), Writer.finish
     monkeypatch.setattr(Writer, "finish", lambda *args, **more: (may_finish.wait(600), finish(*args, **more))[1])
     run, saves = trained(seed=0, steps=1), Checkpoints(tmp_path, NAME, keep=2)
@@ -74,7 +74,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: File, monkeypa
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
-def test_saving_and_loading_leave_the_filters_of_warnings_as_they_were(tmp_path: File, later: bool) -> None:
+def test_saving_and_loading_leave_the_filters_of_warnings_as_they_were(tmp_path: Path, later: bool) -> None:
     warnings.simplefilter("error")  # as they do
     before = list(warnings.filters)
     save_trained(0, tmp_path, later)
@@ -84,11 +84,11 @@ def test_saving_and_loading_leave_the_filters_of_warnings_as_they_were(tmp_path:
         save_as_torch_does({"x": torch.ones(2)}, checkpoint_id=tmp_path / "another's", no_dist=True)
 
 
-def damaged_on_ranks(_: int, folder: File) -> str:
+def damaged_on_ranks(_: int, folder: Path) -> str:
     return complaint(folder)
 
 
-def test_ranks_share_the_search_for_damage_and_all_are_told(two: Crew, tmp_path: File) -> None:
+def test_ranks_share_the_search_for_damage_and_all_are_told(two: Crew, tmp_path: Path) -> None:
     two(save_trained, tmp_path)
     for file in ("__0_0.distcp", "__1_0.distcp", ".metadata", "rest.pt"):
         path = tmp_path / "step-0000002" / file
@@ -101,7 +101,7 @@ def test_ranks_share_the_search_for_damage_and_all_are_told(two: Crew, tmp_path:
         two(save_trained, tmp_path)  # over the damaged one, which is of the same step
 
 
-def full_on_rank_1(rank: int, folder: File) -> str:
+def full_on_rank_1(rank: int, folder: Path) -> str:
     tensors, saves = {str(name): torch.ones(9_000) for name in range(4)}, Checkpoints(folder, NAME, keep=2)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (900, resource.RLIM_INFINITY))
@@ -111,6 +111,6 @@ def full_on_rank_1(rank: int, folder: File) -> str:
     return str(told.value)
 
 
-def test_when_one_rank_cannot_write_all_are_told(two: Crew, tmp_path: File) -> None:
-    assert two(full_on_rank_1, tmp_path) == [f"cannot write {tmp_path / 'step-0000002'}: File too large"] * 2
+def test_when_one_rank_cannot_write_all_are_told(two: Crew, tmp_path: Path) -> None:
+    assert two(full_on_rank_1, tmp_path) == [f"cannot write {tmp_path / 'step-0000002'}: Path too large"] * 2
     assert steps_in(tmp_path) == []

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ from quacklr.lab.train.storage import Writer
 from quacklr.lab.train.tensors import tensors_of
 from saved_runs import NAME, REST, complaint, content, load_untrained, resummed, steps_in, trained
 
-LEDGER = File(__file__).parents[2] / "results/ledger.jsonl"
+LEDGER = Path(__file__).parents[2] / "results/ledger.jsonl"
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -42,7 +42,7 @@ def later(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def saved(tmp_path: File) -> File:
+def saved(tmp_path: Path) -> Path:
     """Two checkpoints of a run."""
     run, saves = trained(seed=0, steps=1), Checkpoints(tmp_path / "saved", NAME, keep=2)
     for step in (1, 2):
@@ -55,8 +55,8 @@ def save_now(saves: Checkpoints, step: int, later: bool, tensors: dict[str, Tens
     saves.wait()
 
 
-def test_killed_at_any_moment_of_a_save_the_older_or_the_newer_checkpoint_is_there(tmp_path: File) -> None:
-    script = [sys.executable, "-W", "error", str(File(__file__).parents[1] / "kit/killed_saves.py"), str(tmp_path)]
+def test_killed_at_any_moment_of_a_save_the_older_or_the_newer_checkpoint_is_there(tmp_path: Path) -> None:
+    script = [sys.executable, "-W", "error", str(Path(__file__).parents[1] / "kit/killed_saves.py"), str(tmp_path)]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     for line in done.stdout.splitlines():
@@ -66,7 +66,7 @@ def test_killed_at_any_moment_of_a_save_the_older_or_the_newer_checkpoint_is_the
         assert left_behind > 30
 
 
-def test_a_run_stopped_while_a_save_is_under_way_loses_nothing(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_stopped_while_a_save_is_under_way_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(make_corpus(tmp_path), METHODS["quack"], ATTENTIONS["mha"], steps=14)
     finish, save, slow, stopping = Writer.finish, Checkpoints.save, list[bool](), threading.Event()
     later = replace(config, watch=replace(config.watch, async_save=True))
@@ -99,7 +99,7 @@ def test_a_run_stopped_while_a_save_is_under_way_loses_nothing(tmp_path: File, m
 
 @pytest.mark.parametrize("stop", [False, True], ids=["end", "Ctrl-C"])
 def test_a_last_save_that_fails_in_the_background_is_told(
-    tmp_path: File, monkeypatch: pytest.MonkeyPatch, stop: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: bool
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -119,13 +119,13 @@ def test_a_last_save_that_fails_in_the_background_is_told(
 
 
 def test_every_byte_is_on_the_disk_before_a_checkpoint_has_its_name(
-    tmp_path: File, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last flush of each file comes after its last byte, that of each folder after its last file."""
     flushed: list[tuple[str, int]] = []
 
     def flush(file: int) -> None:
-        path = File(f"/proc/self/fd/{file}").resolve()
+        path = Path(f"/proc/self/fd/{file}").resolve()
         flushed.append((path.name, len(list(path.iterdir())) if path.is_dir() else path.stat().st_size))
 
     monkeypatch.setattr(os, "fsync", flush)
@@ -135,7 +135,7 @@ def test_every_byte_is_on_the_disk_before_a_checkpoint_has_its_name(
     assert dict(flushed) == files | {".step-0000001.saving": len(files), tmp_path.name: 1}
 
 
-def test_damage_of_any_file_is_told_and_the_older_checkpoint_named(saved: File) -> None:
+def test_damage_of_any_file_is_told_and_the_older_checkpoint_named(saved: Path) -> None:
     path = saved / "step-0000002"
     for file, whole in content(path).items():
         every = 1 if file == "checksums.json" else len(whole) // 7
@@ -166,18 +166,18 @@ def small_files_only() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [10, 100_000], ids=["many", "large"])
-def test_a_full_disk_is_told_and_what_was_whole_stays(saved: File, later: bool, size: int) -> None:
+def test_a_full_disk_is_told_and_what_was_whole_stays(saved: Path, later: bool, size: int) -> None:
     """A write fails in another place when it is larger than a buffer."""
     saves, before = Checkpoints(saved, NAME, keep=2), steps_in(saved)
     with small_files_only(), pytest.raises(UserError) as told:
         save_now(saves, 3, later, {f"model.{name}": torch.ones(size) for name in range(50)})
-    assert str(told.value) == f"cannot write {saved / 'step-0000003'}: File too large"
+    assert str(told.value) == f"cannot write {saved / 'step-0000003'}: Path too large"
     assert steps_in(saved) == before
     save_now(saves, 3, later)
     load_untrained(0, saved)
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: File, later: bool) -> None:
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, later: bool) -> None:
     (tmp_path / "file").touch()
     saves = Checkpoints(tmp_path / "file/checkpoints", NAME, keep=2)
     with pytest.raises(UserError, match=r"^cannot write .*file/checkpoints/step-0000001: Not a directory$"):
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: File, later: bool) ->
     saves.wait()  # what has been told is not told again
 
 
-def test_the_last_few_are_kept(tmp_path: File, later: bool) -> None:
+def test_the_last_few_are_kept(tmp_path: Path, later: bool) -> None:
     run = trained(seed=0, steps=0)
     with Checkpoints(tmp_path, NAME, keep=3) as saves:
         for step in (1, 2, 3, 4, 5, 5):
@@ -193,7 +193,7 @@ def test_the_last_few_are_kept(tmp_path: File, later: bool) -> None:
     assert steps_in(tmp_path) == ["step-0000003", "step-0000004", "step-0000005"]
 
 
-def test_a_checkpoint_that_does_not_fit_the_model_is_told_by_tensor(saved: File) -> None:
+def test_a_checkpoint_that_does_not_fit_the_model_is_told_by_tensor(saved: Path) -> None:
     def refusal(change: Callable[[Any], None], steps: int = 0) -> str:
         run = trained(seed=1, steps=steps)
         change(run[0])
@@ -214,7 +214,7 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
-def test_what_is_no_checkpoint_of_this_run_is_told(saved: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_checkpoint_of_this_run_is_told(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, whole = saved / "step-0000002", content(saved / "step-0000002")
     resummed(path)
     assert content(path) == whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from quacklr.lab.methods import (
 from quacklr.lab.methods import SigmaReparametrised as Sigma
 from quacklr.lab.report.command import findings_of
 from quacklr.lab.studies.claims import CLAIMS
-from quacklr.lab.studies.finding import Comparison, Finding
+from quacklr.lab.studies.finding import ClaimResult, Comparison
 from quacklr.lab.studies.own import OWN
 from quacklr.lab.studies.questions import DECADES, QUACK_TAUS, STUDIES, speed
 from quacklr.lab.studies.results import (
@@ -43,7 +43,7 @@ from quacklr.lab.sweep.ledger import Entry
 from swept_runs import made, seeds_of, tiny_scale
 
 
-def findings(entries: list[Entry]) -> dict[str, Finding]:
+def findings(entries: list[Entry]) -> dict[str, ClaimResult]:
     return {each.name: each for each in findings_of(Results(entries, SCALE))}
 
 
@@ -146,7 +146,7 @@ def test_what_the_ledger_lacks_is_not_run_and_says_what_is_missing() -> None:
 
 def test_runs_of_another_size_or_length_or_that_crashed_do_not_count() -> None:
     entries = ledger()
-    assert not Results(entries, tiny_scale(File("nowhere"), steps=99)).entries
+    assert not Results(entries, tiny_scale(Path("nowhere"), steps=99)).entries
     assert not Results([replace(e, status="crashed") for e in entries], SCALE).entries
 
 

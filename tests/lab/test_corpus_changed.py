@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from quacklr.lab.data.command import main as prepare
 from quacklr.lab.data.manifest import check_hash
 from quacklr.lab.errors import UserError
 from quacklr.lab.methods import Default
-from quacklr.lab.sweep.turns import Turns
+from quacklr.lab.sweep.turns import Interleaved
 from quacklr.lab.train.command import main
 from quacklr.lab.train.runner import run
 
@@ -28,19 +28,19 @@ SPLITS = ("train", "val", "probe")
 
 
 @pytest.fixture
-def copy(corpus: File, tmp_path: File) -> File:
+def copy(corpus: Path, tmp_path: Path) -> Path:
     """A corpus to be spoilt."""
-    return File(shutil.copytree(corpus, tmp_path / "corpus"))
+    return Path(shutil.copytree(corpus, tmp_path / "corpus"))
 
 
-def edit(path: File, token: int = ord("x")) -> None:
+def edit(path: Path, token: int = ord("x")) -> None:
     """Write another token into the middle of a shard; its size stays."""
     content = np.fromfile(path, "<u2")
     content[len(content) // 2] = token
     path.write_bytes(content.tobytes())
 
 
-def restated(folder: File, **changes: Any) -> None:
+def restated(folder: Path, **changes: Any) -> None:
     """A manifest by hand whose hashes fit the files."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for split in manifest["splits"].values():
@@ -51,7 +51,7 @@ def restated(folder: File, **changes: Any) -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_token_that_was_edited_is_found_before_a_run_begins(
-    copy: File, tmp_path: File, split: str, capsys: pytest.CaptureFixture[str]
+    copy: Path, tmp_path: Path, split: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = copy / f"{split}-00000.bin"
     edit(path)
@@ -60,25 +60,25 @@ def test_a_token_that_was_edited_is_found_before_a_run_begins(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_token_that_was_edited_is_found_by_runs_that_take_turns(copy: File, tmp_path: File) -> None:
+def test_a_token_that_was_edited_is_found_by_runs_that_take_turns(copy: Path, tmp_path: Path) -> None:
     edit(copy / "train-00000.bin")
-    job = Turns(1, 1).start(small(copy, Default(), ATTENTIONS["mha"], steps=4), tmp_path / "run")
+    job = Interleaved(1, 1).start(small(copy, Default(), ATTENTIONS["mha"], steps=4), tmp_path / "run")
     with pytest.raises(UserError, match="is not what was written"):
         job.outcome()
 
 
-def with_old_time(path: File) -> None:
+def with_old_time(path: Path) -> None:
     """As old as the corpus, whatever was written to it since."""
     os.utime(path, ns=(0, 0))
 
 
 def test_of_a_large_corpus_only_what_is_newer_than_its_manifest_is_hashed_at_the_start_and_all_at_resume(
-    copy: File, tmp_path: File, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(corpora, "CHEAP", 1000)
     hashed: list[str] = []
 
-    def noted(path: File, sha256: str) -> File:
+    def noted(path: Path, sha256: str) -> Path:
         hashed.append(path.name)
         return check_hash(path, sha256)
 
@@ -100,7 +100,7 @@ def test_of_a_large_corpus_only_what_is_newer_than_its_manifest_is_hashed_at_the
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_token_that_the_tokenizer_does_not_have_is_a_sentence(
-    copy: File, tmp_path: File, split: str, capsys: pytest.CaptureFixture[str]
+    copy: Path, tmp_path: Path, split: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The hashes fit: somebody has made the folder by hand."""
     path = copy / f"{split}-00000.bin"
@@ -113,7 +113,7 @@ def test_a_token_that_the_tokenizer_does_not_have_is_a_sentence(
 
 
 def test_a_token_that_the_tokenizer_does_not_have_ends_a_run_at_the_step_that_reads_it(
-    copy: File, tmp_path: File, capsys: pytest.CaptureFixture[str]
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = copy / "train-00000.bin"
     tokens = np.fromfile(path, "<u2")
@@ -146,7 +146,7 @@ BROKEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_manifest_of_another_shape_is_a_sentence(
-    copy: File, tmp_path: File, how: str, capsys: pytest.CaptureFixture[str]
+    copy: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
     broken = BROKEN[how]
@@ -163,7 +163,7 @@ def test_a_manifest_of_another_shape_is_a_sentence(
 
 
 def test_a_journal_of_another_shape_is_a_sentence_and_nothing_outside_of_its_folder_is_removed(
-    tmp_path: File, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "few.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "precious.bin").write_text("of the user's")
@@ -181,13 +181,13 @@ def test_a_journal_of_another_shape_is_a_sentence_and_nothing_outside_of_its_fol
     assert (tmp_path / "precious.bin").read_text() == "of the user's"
 
 
-def test_an_empty_name_of_the_cache_is_none(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_name_of_the_cache_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUACKLR_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert corpora._cache() == tmp_path / "quacklr"
 
 
-def test_a_corpus_that_was_copied_is_the_same(copy: File, tmp_path: File) -> None:
+def test_a_corpus_that_was_copied_is_the_same(copy: Path, tmp_path: Path) -> None:
     """A copy has other times."""
     result = run(small(copy, Default(), ATTENTIONS["mha"], steps=4), tmp_path / "run")
     assert result["status"] == "finished"

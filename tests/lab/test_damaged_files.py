@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from quacklr.lab.methods import Default, Quack
 from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.sweep.display import step_of
 from quacklr.lab.sweep.ledger import Entry, Ledger
-from quacklr.lab.sweep.turns import Turns
+from quacklr.lab.sweep.turns import Interleaved
 from quacklr.lab.train.picture import draw_logits
 from quacklr.lab.train.runner import run
 from quacklr.lab.typed import fits
@@ -40,20 +40,20 @@ def sentence(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def finished(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> File:
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
     run(small(corpus, Default(), ATTENTIONS["mha"], steps=6), out)
     return out
 
 
 @pytest.fixture
-def copy(finished: File, tmp_path: File) -> File:
-    return File(shutil.copytree(finished, tmp_path / "run"))
+def copy(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("name", ["config.json", "environment.json", "result.json", "vocabulary.json", "metrics.jsonl"])
 def test_a_file_of_a_run_in_another_shape_is_a_sentence_wherever_it_is_read(
-    copy: File, name: str, capsys: pytest.CaptureFixture[str]
+    copy: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for content in OTHERS:
         (copy / name).write_text(f"{content}\n" * 2)
@@ -82,7 +82,7 @@ RESULTS: list[Any] = [
 ]
 
 
-def test_a_result_of_another_shape_is_a_sentence(copy: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_of_another_shape_is_a_sentence(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for result in RESULTS:
         (copy / "result.json").write_text(json.dumps(result))
         for argv in (["train", "--resume", copy], ["generate", copy, "--prompt", "the"]):
@@ -90,7 +90,7 @@ def test_a_result_of_another_shape_is_a_sentence(copy: File, capsys: pytest.Capt
 
 
 def test_a_value_of_another_type_in_a_configuration_is_refused() -> None:
-    config = to_json(small(File("corpus"), Quack(), ATTENTIONS["mla"]))
+    config = to_json(small(Path("corpus"), Quack(), ATTENTIONS["mla"]))
     assert from_json(json.loads(json.dumps(config))) == from_json(config)
     for part, values in config.items():
         for name, value in values.items():
@@ -139,7 +139,7 @@ LINES: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", [*LINES, *OTHERS], ids=lambda how: how[:30])
 def test_a_line_of_another_shape_in_a_ledger_is_a_sentence(
-    tmp_path: File, how: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ledger.jsonl"
     line = json.dumps(LINES[how]) if how in LINES else how
@@ -169,7 +169,7 @@ def two() -> list[Entry]:
 
 @pytest.mark.parametrize("end", ["\n", "", '\n{"key": "abc', '\n{"key": "abc"', "\n\0\0\0"])
 def test_a_ledger_keeps_every_whole_line_and_loses_only_a_part_of_one(
-    tmp_path: File, two: list[Entry], end: str
+    tmp_path: Path, two: list[Entry], end: str
 ) -> None:
     """The last line may have no end: an editor has removed it, or a process was killed at just that moment."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
@@ -184,7 +184,7 @@ def test_a_ledger_keeps_every_whole_line_and_loses_only_a_part_of_one(
 
 
 def test_a_ledger_that_cannot_be_written_is_told_before_a_run_is_made(
-    tmp_path: File, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quacklr.lab.sweep.command.refuse_other_corpora", lambda *_: None)
     monkeypatch.setattr("quacklr.lab.sweep.command.sweep", lambda *_: pytest.fail("a run was made"))
@@ -196,17 +196,17 @@ def test_a_ledger_that_cannot_be_written_is_told_before_a_run_is_made(
     assert "ledger.jsonl" in sentence(capsys, "demo", "--out", tmp_path / "demo")
 
 
-def test_runs_that_take_turns_remove_no_folder_but_their_own(corpus: File, tmp_path: File, copy: File) -> None:
+def test_runs_that_take_turns_remove_no_folder_but_their_own(corpus: Path, tmp_path: Path, copy: Path) -> None:
     config: Config = small(corpus, Default(), ATTENTIONS["mha"], steps=4)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/precious.txt").write_text("of the user's")
     for folder in (copy, tmp_path / "notes"):
         before = files(folder)
         with pytest.raises(UserError, match=f"{folder} holds something else than a run that took turns"):
-            Turns(1, 1).start(config, folder).outcome()
+            Interleaved(1, 1).start(config, folder).outcome()
         assert files(folder) == before
     for _ in range(2):
-        job = Turns(1, 1).start(config, tmp_path / "new")
+        job = Interleaved(1, 1).start(config, tmp_path / "new")
         while job.outcome() is None:
             pass
 
@@ -221,7 +221,7 @@ DOCUMENTS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("how", DOCUMENTS)
 def test_a_document_of_another_shape_is_a_sentence(
-    tmp_path: File, how: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "source.jsonl"
     source.write_text(f'{{"text": "one"}}\n{DOCUMENTS[how]("two")}\n')
@@ -229,12 +229,12 @@ def test_a_document_of_another_shape_is_a_sentence(
 
 
 @pytest.mark.parametrize("files_", ["0-99999999999999999999", "9" * 5000, "3-1", "104", "0,0"])
-def test_which_files_of_cosmopedia_is_bounded(files_: str, tmp_path: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_which_files_of_cosmopedia_is_bounded(files_: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sentence(capsys, "prepare", "cosmopedia-v2", "--files", files_, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_size_of_a_vocabulary_is_bounded(corpus: File, tmp_path: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_size_of_a_vocabulary_is_bounded(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for size in ("9" * 5000, "65537", "-1", "1e9", ""):
         source = corpus.parent / "source.jsonl"
         sentence(capsys, "prepare", source, "--tokenizer", f"train:{size}", "--out", tmp_path / "out")

@@ -58,7 +58,7 @@ def perturbed(spec: MHA | MLA, method: Method, shape: Shape = SHAPE) -> Decoder:
 def gone_on(model: Decoder, read: Tensor, sizes: list[int]) -> dict[int, Tensor]:
     """By last position: the logits after each chunk."""
     caches, ends = model.caches(len(read)), [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    return {end - 1: model.go_on(read[:, start:end], caches) for start, end in pairwise(ends)}
+    return {end - 1: model.decode_step(read[:, start:end], caches) for start, end in pairwise(ends)}
 
 
 def every_way(model: Decoder, read: Tensor) -> dict[str, dict[int, Tensor]]:
@@ -152,13 +152,13 @@ def test_a_token_that_is_decoded_makes_no_keys_or_values_of_those_before(method:
     """Nothing is larger than the latents, 14 + 8 numbers a position; a key or value of all heads is 8 * 16."""
     model, read = perturbed(MANY_HEADS, method, LONG), tokens(2, 1001) % 64
     caches = model.caches(batch=2, positions=1001)
-    model.go_on(read[:, :1000], caches)
+    model.decode_step(read[:, :1000], caches)
     seen: list[int] = []
     for attention in model.attentions().values():
         for up in (attention.get_submodule("uk"), attention.get_submodule("uv")):
             up.register_forward_hook(lambda _, given, __: seen.append(given[0].shape[-2]))
     with Made(model) as made:
-        model.go_on(read[:, 1000:], caches)
+        model.decode_step(read[:, 1000:], caches)
     assert max(made.sizes) <= 2 * 1001 * (14 + 8)
     assert max(seen, default=0) <= 1
 
@@ -166,7 +166,7 @@ def test_a_token_that_is_decoded_makes_no_keys_or_values_of_those_before(method:
 def test_plain_qk_norm_keeps_whole_keys() -> None:
     model = perturbed(ATTENTIONS["MLA"], QKNorm(), Shape(**vars(SHAPE) | {"layers": 1}))
     caches, read = model.caches(2), tokens()
-    model.go_on(read, caches)
+    model.decode_step(read, caches)
     a, x = block(model).attention, block(model).attention_norm(model.embedding(read))
     made = torch.cat([a.uk(a.dkv(x)).unflatten(-1, (3, -1)), a.kr(x)[:, :, None].expand(-1, -1, 3, -1)], dim=-1)
     content = (made / (made.square().mean(-1, keepdim=True) + 1e-6).sqrt() * a.k_norm.weight)[..., :16]
@@ -186,17 +186,17 @@ def test_later_tokens_change_nothing_that_is_remembered(attention: str, method: 
     """Rows and chunks stay apart: another row beside it, or a rewound cache, gives the same bits."""
     model, read = perturbed(ATTENTIONS[attention], METHODS[method]), tokens()
     caches, fresh = model.caches(2), model.caches(2)
-    model.go_on(read[:, :9], caches)
+    model.decode_step(read[:, :9], caches)
     before = {name: kept.clone() for name, kept in held(model, caches[0]).items()}
-    model.go_on(read[:, 9:10], caches)
-    model.go_on(read[:, 10:17], caches)
+    model.decode_step(read[:, 9:10], caches)
+    model.decode_step(read[:, 10:17], caches)
     for cache in caches:
         cache.length = 9
     after = held(model, caches[0])
     assert all(torch.equal(kept, after[name]) for name, kept in before.items())
-    model.go_on(torch.stack([read[0, :9], (read[1, :9] + 1) % 101]), fresh)
+    model.decode_step(torch.stack([read[0, :9], (read[1, :9] + 1) % 101]), fresh)
     new = torch.stack([read[0, 17:18], read[1, 17:18]])
-    one, other = model.go_on(new, caches), model.go_on(new, fresh)
+    one, other = model.decode_step(new, caches), model.decode_step(new, fresh)
     assert torch.equal(one[0], other[0])
     assert not torch.allclose(one[1], other[1])
 
@@ -204,9 +204,9 @@ def test_later_tokens_change_nothing_that_is_remembered(attention: str, method: 
 def test_positions_go_on_where_the_cache_ends_and_only_the_turned_part_knows_them() -> None:
     model = perturbed(ATTENTIONS["MLA"], Default(), Shape(**vars(SHAPE) | {"layers": 1}))
     straight, shifted = model.caches(2), model.caches(2)
-    model.go_on(tokens()[:, 1:3], straight)
-    model.go_on(tokens()[:, :2], shifted)
-    model.go_on(tokens()[:, 2:3], shifted)
+    model.decode_step(tokens()[:, 1:3], straight)
+    model.decode_step(tokens()[:, :2], shifted)
+    model.decode_step(tokens()[:, 2:3], shifted)
     one, other = held(model, straight[0]), held(model, shifted[0])
     (latent, turned), (later_latent, later_turned) = (
         torch.cat(list(each.values()), dim=-1).split([14, 8], dim=-1) for each in (one, other)
@@ -223,12 +223,12 @@ def test_positions_go_on_where_the_cache_ends_and_only_the_turned_part_knows_the
 def test_a_full_context_is_refused(attention: str) -> None:
     model = perturbed(ATTENTIONS[attention], Default())
     caches = model.caches(2)
-    model.go_on(tokens()[:, :23], caches)
+    model.decode_step(tokens()[:, :23], caches)
     with pytest.raises(UserError, match="a sequence of 25 tokens, but the model's context is 24"):
-        model.go_on(tokens()[:, :2], caches)
-    model.go_on(tokens()[:, 23:], caches)
+        model.decode_step(tokens()[:, :2], caches)
+    model.decode_step(tokens()[:, 23:], caches)
     with pytest.raises(UserError, match="a sequence of 25 tokens, but the model's context is 24"):
-        model.go_on(tokens()[:, :1], caches)
+        model.decode_step(tokens()[:, :1], caches)
 
 
 @pytest.mark.parametrize("attention", ["GQA", "MLA"])
@@ -236,9 +236,9 @@ def test_a_full_context_is_refused(attention: str) -> None:
 def test_a_cache_that_is_full_is_not_passed_over_in_silence(attention: str, new: int) -> None:
     model = perturbed(ATTENTIONS[attention], Default())
     caches = model.caches(2, positions=5)
-    model.go_on(tokens()[:, :5], caches)
+    model.decode_step(tokens()[:, :5], caches)
     with pytest.raises((UserError, RuntimeError, ValueError)):
-        model.go_on(tokens()[:, 5 : 5 + new], caches)
+        model.decode_step(tokens()[:, 5 : 5 + new], caches)
 
 
 def louder(model: Decoder, role: str) -> Decoder:
@@ -284,6 +284,6 @@ def test_a_model_that_recomputes_in_training_fills_its_caches_all_the_same() -> 
     model, read = perturbed(ATTENTIONS["MLA"], Default()), tokens()
     model.recompute = True
     caches = model.caches(2)
-    model.go_on(read[:, :9], caches)
+    model.decode_step(read[:, :9], caches)
     assert [cache.length for cache in caches] == [9, 9]
-    torch.testing.assert_close(model.go_on(read[:, 9:10], caches), model(read)[:, 9], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.decode_step(read[:, 9:10], caches), model(read)[:, 9], rtol=1e-4, atol=1e-4)

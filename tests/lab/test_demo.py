@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from swept_runs import made, tiny_scale
 
 
 @pytest.fixture
-def tiny(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> File:
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The scale `cpu` stands for models of a few thousand parameters, in an empty folder."""
     base = small(make_corpus(tmp_path), Default(), ATTENTIONS["mha"])
     monkeypatch.setitem(presets.PRESETS, "cpu", base)
@@ -39,7 +39,7 @@ def tiny(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> File:
     return tmp_path
 
 
-def test_the_demo_shows_a_table_a_picture_a_page_and_a_sentence(tiny: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_shows_a_table_a_picture_a_page_and_a_sentence(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--steps", "36"]) == 0
     first = capsys.readouterr()
     rows = re.findall(
@@ -60,7 +60,7 @@ def test_the_demo_shows_a_table_a_picture_a_page_and_a_sentence(tiny: File, caps
 
 
 def test_the_demos_sentence_is_honest_whichever_way_it_went() -> None:
-    scale = tiny_scale(File("nowhere"))
+    scale = tiny_scale(Path("nowhere"))
 
     def told(default: tuple[float, float], quack: tuple[float, float]) -> str:
         entries = []
@@ -76,7 +76,7 @@ def test_the_demos_sentence_is_honest_whichever_way_it_went() -> None:
     assert "QuacK did not mend it" in told((3.0, 9000.0), (2.0, 400.0))
 
 
-def test_a_sweep_and_its_report(tiny: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_and_its_report(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "critical", "--seeds", "2", "--dry-run"]) == 0
     assert capsys.readouterr().out.count("to do") == 8
     assert main(["sweep", "critical", "--seeds", "2"]) == 0
@@ -99,7 +99,7 @@ def test_a_sweep_and_its_report(tiny: File, capsys: pytest.CaptureFixture[str]) 
     assert "has no runs of the scale cpu, 77 steps" in capsys.readouterr().err
 
 
-def test_times_are_taken_in_turns(tiny: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_are_taken_in_turns(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "speed", "--seeds", "2", "--threads", "1"]) == 0
     entries = list(Ledger(tiny / "results/ledger.jsonl").entries().values())
     assert len(entries) == 16
@@ -108,7 +108,7 @@ def test_times_are_taken_in_turns(tiny: File, capsys: pytest.CaptureFixture[str]
     assert "0 runs;" in capsys.readouterr().out
 
 
-def test_a_ledger_of_another_version_of_the_corpus_is_refused(tiny: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ledger_of_another_version_of_the_corpus_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = next(iter(scale_of(Size()).run("mha", method, 0.1) for method in (Default(),)))
     entry = replace(made(config, 2.0), environment={"corpus": "deadbeef"})
     Ledger(tiny / "results/ledger.jsonl").append(entry)
@@ -116,7 +116,7 @@ def test_a_ledger_of_another_version_of_the_corpus_is_refused(tiny: File, capsys
     assert "on another version of the corpus" in capsys.readouterr().err
 
 
-def test_two_sweeps_in_one_folder_keep_out_of_each_others_way(tiny: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_sweeps_in_one_folder_keep_out_of_each_others_way(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from quacklr.lab.files import locked
 
     with locked(tiny / "runs/sweep"):
@@ -127,10 +127,10 @@ def test_two_sweeps_in_one_folder_keep_out_of_each_others_way(tiny: File, capsys
 def state() -> State:
     from collections import deque
 
-    scale = tiny_scale(File("nowhere"))
+    scale = tiny_scale(Path("nowhere"))
     config = scale.run("mha", Quack(), 0.1)
     crashed = replace(made(config, 2.0), status="crashed", reason="no memory")
-    return State(deque([Task(config, File("x"))]), [Task(config, File("y"), attempts=2)], [made(config, 2.0), crashed])
+    return State(deque([Task(config, Path("x"))]), [Task(config, Path("y"), attempts=2)], [made(config, 2.0), crashed])
 
 
 def test_the_table_shows_what_runs_what_ended_and_how_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

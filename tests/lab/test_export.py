@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from logging.handlers import BufferingHandler
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from quacklr import QuacK, logit_paths
 from quacklr.lab.data.command import main as prepare
 from quacklr.lab.export import command, twins
 from quacklr.lab.export.tokenizer import of_bytes
-from quacklr.lab.inference.sample import Choice, continued
+from quacklr.lab.inference.sample import SamplingParams, continued
 from quacklr.lab.methods import Default, Method, QKNorm, Quack, SigmaReparametrised
 from quacklr.lab.model import MHA, MLA, Shape
 from quacklr.lab.optim import MuonRecipe
@@ -46,16 +46,16 @@ TEXTS = [
     "",
     "<|endoftext|> </s>",
 ]
-Made = Callable[[str], File]
+Made = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def trained(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A run of each kind, trained when it is first asked for."""
     folder = tmp_path_factory.mktemp("runs")
 
     @cache
-    def made(kind: str) -> File:
+    def made(kind: str) -> Path:
         run(config_of(corpus, *KINDS[kind][:3]), folder / kind)
         return folder / kind
 
@@ -68,7 +68,7 @@ def exported(trained: Made, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("exports")
 
     @cache
-    def made(kind: str) -> File:
+    def made(kind: str) -> Path:
         assert command.main([str(trained(kind)), "--out", str(folder / kind)]) == 0
         return folder / kind
 
@@ -96,7 +96,7 @@ def test_the_twin_is_made_of_our_own_tensors_so_that_a_large_model_is_not_in_mem
 @pytest.mark.parametrize("kind", ["GQA", "QK norm", "MLA"])
 def test_transformers_goes_on_with_the_same_tokens(trained: Made, exported: Made, kind: str) -> None:
     prompt = [*b"the cat s"]
-    ours = list(continued(open_run(trained(kind)).model, prompt, 20, Choice(temperature=0).sampler()))
+    ours = list(continued(open_run(trained(kind)).model, prompt, 20, SamplingParams(temperature=0).sampler()))
     twin: Any = AutoModelForCausalLM.from_pretrained(exported(kind))
     theirs = twin.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert theirs[0, len(prompt) :].tolist() == ours
@@ -120,7 +120,7 @@ def test_the_tokens_of_a_text_are_its_bytes(exported: Made, kind: str) -> None:
     assert GenerationConfig.from_pretrained(exported(kind)).eos_token_id == 0
 
 
-def test_a_tokenizer_json_is_exported_without_what_it_would_add(tmp_path: File) -> None:
+def test_a_tokenizer_json_is_exported_without_what_it_would_add(tmp_path: Path) -> None:
     make_corpus(tmp_path)
     source = [str(tmp_path / "source.jsonl"), "--val", "0.1", "--probe", "0.1"]
     assert prepare([*source, "--tokenizer", "train:300", "--out", str(tmp_path / "first")]) == 0
@@ -183,7 +183,7 @@ def test_an_exported_model_trains_on_with_quack(exported: Made, kind: str, first
 
 
 def test_one_line_says_how_well_they_agree_and_one_how_to_use_it(
-    trained: Made, tmp_path: File, capfd: pytest.CaptureFixture[str]
+    trained: Made, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     warnings = BufferingHandler(100)
     logging.getLogger("transformers").addHandler(warnings)
@@ -199,7 +199,7 @@ def test_one_line_says_how_well_they_agree_and_one_how_to_use_it(
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
 
 
-def test_a_model_that_rounding_shakes_is_exported_too(corpus: File, tmp_path: File) -> None:
+def test_a_model_that_rounding_shakes_is_exported_too(corpus: Path, tmp_path: Path) -> None:
     """Large attention logits: no tolerance that is right for other models would do."""
     shape = Shape(d_model=64, layers=10, d_ff=64, context=64, init_std=1.0)
     config = config_of(corpus, shape, MHA(heads=2, kv_heads=2, head_dim=32), Default(), steps=5)
@@ -216,7 +216,7 @@ def test_a_model_that_rounding_shakes_is_exported_too(corpus: File, tmp_path: Fi
     "wrong", [{"rope_parameters": {"rope_type": "default", "rope_theta": 51.0}}, {"rms_norm_eps": 0.0101}]
 )
 def test_a_twin_that_computes_anything_else_is_not_left_behind(
-    trained: Made, tmp_path: File, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+    trained: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
 ) -> None:
     right = twins.settings
     monkeypatch.setattr(twins, "settings", lambda config, end: right(config, end) | wrong)
@@ -226,7 +226,7 @@ def test_a_twin_that_computes_anything_else_is_not_left_behind(
 
 
 def test_a_tokenizer_that_reads_anything_else_is_not_left_behind(
-    trained: Made, tmp_path: File, monkeypatch: pytest.MonkeyPatch
+    trained: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = of_bytes()
     wrong.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -236,7 +236,7 @@ def test_a_tokenizer_that_reads_anything_else_is_not_left_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_qk_norm_and_latents_do_not_need_heads_that_divide_the_width(corpus: File, tmp_path: File) -> None:
+def test_qk_norm_and_latents_do_not_need_heads_that_divide_the_width(corpus: Path, tmp_path: Path) -> None:
     three = MHA(heads=3, kv_heads=1, head_dim=8)
     run(config_of(corpus, ODD, three, QKNorm()), tmp_path / "run")
     assert command.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0

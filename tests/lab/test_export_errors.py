@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -22,13 +22,13 @@ from quacklr.lab.train.runner import run
 
 
 @pytest.fixture(scope="module")
-def finished(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> File:
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
     run(config_of(corpus, ODD, ROUND, Quack()), out)
     return out
 
 
-def complaint(capsys: pytest.CaptureFixture[str], *options: str | File) -> str:
+def complaint(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
     capsys.readouterr()
     assert command.main([str(option) for option in options]) == 2
     said = capsys.readouterr().err
@@ -59,7 +59,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *options: str | File) -> str:
     ],
 )
 def test_what_has_no_twin_is_refused_before_a_checkpoint_is_read(
-    tmp_path: File, capsys: pytest.CaptureFixture[str], shape: Shape, attention: MHA | MLA, method: Method, why: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: Shape, attention: MHA | MLA, method: Method, why: str
 ) -> None:
     Folder(tmp_path / "run").begin(config_of(tmp_path, shape, attention, method), {})
     said = complaint(capsys, tmp_path / "run", "--out", tmp_path / "out")
@@ -70,7 +70,7 @@ def test_what_has_no_twin_is_refused_before_a_checkpoint_is_read(
 
 
 def test_a_run_that_has_not_finished_is_refused_unless_a_step_is_named(
-    finished: File, tmp_path: File, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run/result.json").unlink()
@@ -82,7 +82,7 @@ def test_a_run_that_has_not_finished_is_refused_unless_a_step_is_named(
     assert_same_logits(tmp_path / "out", tmp_path / "run", step=6)
 
 
-def test_a_diverged_run_has_nothing_to_export(corpus: File, tmp_path: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_diverged_run_has_nothing_to_export(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(corpus, ODD, ROUND, Default(), grad_clip=0.0)
     ended = run(replace(config, optimizer=MuonRecipe(lr=1e30, rest_lr=1e30)), tmp_path / "run")
     out = ["--out", str(tmp_path / "out")]
@@ -92,7 +92,7 @@ def test_a_diverged_run_has_nothing_to_export(corpus: File, tmp_path: File, caps
 
 
 def test_a_checkpoint_of_another_shape_is_refused(
-    finished: File, tmp_path: File, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
     wider = (tmp_path / "run/config.json").read_text().replace('"d_ff": 24', '"d_ff": 32')
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_another_shape_is_refused(
 
 
 def test_nothing_is_overwritten_and_nothing_half_is_left(
-    finished: File, tmp_path: File, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path, tmp_path / "file"):
@@ -122,7 +122,7 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "out"]
 
 
-def test_what_a_killed_export_has_left_is_removed_by_the_next(finished: File, tmp_path: File) -> None:
+def test_what_a_killed_export_has_left_is_removed_by_the_next(finished: Path, tmp_path: Path) -> None:
     (tmp_path / ".out.exporting").mkdir()
     (tmp_path / ".out.exporting/half.safetensors").write_text("half")
     assert command.main([str(finished), "--out", str(tmp_path / "out")]) == 0
@@ -130,7 +130,7 @@ def test_what_a_killed_export_has_left_is_removed_by_the_next(finished: File, tm
     assert not (tmp_path / "out/half.safetensors").exists()
 
 
-def test_only_an_export_itself_needs_transformers(finished: File, tmp_path: File) -> None:
+def test_only_an_export_itself_needs_transformers(finished: Path, tmp_path: Path) -> None:
     script = "import sys; sys.modules['transformers'] = None; import quacklr.cli; sys.exit(quacklr.cli.main())"
     options = ["export", str(finished), "--out", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", script, *options], capture_output=True, text=True, check=False)

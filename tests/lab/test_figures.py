@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path as File
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -103,7 +103,7 @@ def test_every_method_has_a_colour_of_its_own() -> None:
     assert len({to_hex(colour) for colour in COLOURS.values()}) == len(NAMES)
 
 
-def test_figures_are_written_in_three_formats_and_the_same_twice(results: Results, tmp_path: File) -> None:
+def test_figures_are_written_in_three_formats_and_the_same_twice(results: Results, tmp_path: Path) -> None:
     drawn = draw(FIGURES, results, tmp_path / "one")
     draw(FIGURES, results, tmp_path / "two")
     assert [figure.name for figure in drawn] == list(FIGURES)
@@ -119,7 +119,7 @@ def test_figures_are_written_in_three_formats_and_the_same_twice(results: Result
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_without_runs_is_left_out_and_one_with_some_shows_them(name: str, tmp_path: File) -> None:
+def test_a_figure_without_runs_is_left_out_and_one_with_some_shows_them(name: str, tmp_path: Path) -> None:
     with pytest.raises(NotRun):
         FIGURES[name](Results([], SCALE))
     some = [entry for entry in ledger() if entry.config.training.seed == 0 and entry.config.optimizer.lr == HIGH]

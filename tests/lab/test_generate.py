@@ -20,7 +20,7 @@ from lab_runs import ATTENTIONS
 from quacklr.lab.data.command import main as prepare
 from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer
 from quacklr.lab.errors import UserError
-from quacklr.lab.inference.sample import Choice, continued
+from quacklr.lab.inference.sample import SamplingParams, continued
 from quacklr.lab.inference.stream import pieces
 from quacklr.lab.model import Decoder, Shape, build
 from quacklr.lab.model.cache import Cache
@@ -39,7 +39,7 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
 
 
 def test_at_temperature_0_the_likeliest_is_taken_and_no_chance_is() -> None:
-    choose = Choice(temperature=0, top_p=0.5).sampler()
+    choose = SamplingParams(temperature=0, top_p=0.5).sampler()
     assert [choose(torch.tensor(logits)) for logits in ([1.0, 3.0, 2.0], [5.0, -1.0, 4.999], [0.0, 0.0, 1e-6])] == [
         1,
         0,
@@ -49,15 +49,15 @@ def test_at_temperature_0_the_likeliest_is_taken_and_no_chance_is() -> None:
 
 @given(st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=8), st.floats(0.25, 10))
 def test_probabilities_are_the_softmax_at_the_temperature(logits: list[float], temperature: float) -> None:
-    got = Choice(temperature, top_p=1).probabilities(torch.tensor(logits))
+    got = SamplingParams(temperature, top_p=1).probabilities(torch.tensor(logits))
     assert got.tolist() == pytest.approx(softmax(logits, temperature), abs=1e-12)
 
 
 def test_no_temperature_is_too_small_or_too_large() -> None:
     logits = torch.tensor([300.0, -2.0, 300.0, 299.0])
-    assert Choice(1e-30, top_p=1).probabilities(logits).tolist() == [0.5, 0, 0.5, 0]
-    assert Choice(5e-324, top_p=1).probabilities(logits).tolist() == [0.5, 0, 0.5, 0]
-    assert Choice(1e30, top_p=1).probabilities(logits).tolist() == pytest.approx([0.25] * 4)
+    assert SamplingParams(1e-30, top_p=1).probabilities(logits).tolist() == [0.5, 0, 0.5, 0]
+    assert SamplingParams(5e-324, top_p=1).probabilities(logits).tolist() == [0.5, 0, 0.5, 0]
+    assert SamplingParams(1e30, top_p=1).probabilities(logits).tolist() == pytest.approx([0.25] * 4)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_nucleus_is_the_fewest_likeliest_tokens_that_reach_top_p(top_p: floa
     """Out of order in the vocabulary; of two that are equally likely the first."""
     place = [3, 1, 4, 0, 2]  # of each of HALVES
     logits = torch.empty(5, dtype=torch.float64).scatter(0, torch.tensor(place), logits_of(*HALVES))
-    got = Choice(temperature=1, top_p=top_p).probabilities(logits)
+    got = SamplingParams(temperature=1, top_p=top_p).probabilities(logits)
     kept = HALVES[:nucleus]
     wanted = dict.fromkeys(range(5), 0.0) | {at: each / sum(kept) for at, each in zip(place, kept, strict=False)}
     if nucleus == 4:  # 0 and 2 are equally likely
@@ -78,14 +78,17 @@ def test_the_nucleus_is_the_fewest_likeliest_tokens_that_reach_top_p(top_p: floa
 
 
 def test_the_nucleus_is_that_of_the_probabilities_at_the_temperature() -> None:
-    cold, hot = (Choice(t, top_p=0.75).probabilities(logits_of(0.5, 0.3, 0.2)) for t in (0.25, 4))
+    cold, hot = (SamplingParams(t, top_p=0.75).probabilities(logits_of(0.5, 0.3, 0.2)) for t in (0.25, 4))
     assert int((cold > 0).sum()) == 1  # 0.5^4 is 0.87 of the sum of fourth powers
     assert int((hot > 0).sum()) == 3
 
 
 def test_tokens_come_as_often_as_they_are_likely() -> None:
     """Chi-square with 3 degrees of freedom is above 16.3 once in a thousand."""
-    choose, shares = Choice(temperature=1, top_p=0.9375, seed=5).sampler(), [each / 0.9375 for each in HALVES[:4]]
+    choose, shares = (
+        SamplingParams(temperature=1, top_p=0.9375, seed=5).sampler(),
+        [each / 0.9375 for each in HALVES[:4]],
+    )
     drawn = [choose(logits_of(*HALVES)) for _ in range(4000)]
     counts = [drawn.count(token) for token in range(5)]
     assert counts[4] == 0
@@ -96,7 +99,7 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_are_refused(temperature: float, wrong: float) -> None:
     with pytest.raises(UserError, match="no numbers"):
-        Choice(temperature).sampler()(torch.tensor([1.0, wrong, 0.0]))
+        SamplingParams(temperature).sampler()(torch.tensor([1.0, wrong, 0.0]))
 
 
 class Watched(Decoder):
@@ -104,9 +107,9 @@ class Watched(Decoder):
 
     read: list[int]
 
-    def go_on(self, tokens_BT: Tensor, caches: Sequence[Cache]) -> Tensor:
+    def decode_step(self, tokens_BT: Tensor, caches: Sequence[Cache]) -> Tensor:
         self.read.append(tokens_BT.shape[1])
-        return super().go_on(tokens_BT, caches)
+        return super().decode_step(tokens_BT, caches)
 
 
 def watched(attention: str) -> Watched:
@@ -123,13 +126,13 @@ def test_greedy_tokens_are_those_of_the_model_without_caches(attention: str) -> 
     for _ in range(11):
         text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
     assert len(set(text[5:])) > 2
-    assert list(continued(model, b"hello", 11, Choice(temperature=0).sampler())) == text[5:]
+    assert list(continued(model, b"hello", 11, SamplingParams(temperature=0).sampler())) == text[5:]
     assert model.read == [5] + [1] * 10
 
 
 def test_a_token_is_there_before_the_next_is_computed() -> None:
     model = watched("mla")
-    stream = continued(model, b"hello", 11, Choice().sampler())
+    stream = continued(model, b"hello", 11, SamplingParams().sampler())
     assert model.read == []
     assert (next(stream), model.read)[1] == [5]
     assert (next(stream), model.read)[1] == [5, 1]
@@ -138,7 +141,7 @@ def test_a_token_is_there_before_the_next_is_computed() -> None:
 
 def test_the_same_seed_gives_the_same_tokens_and_another_gives_others() -> None:
     model = watched("mha")
-    one, same, other = (list(continued(model, b"duck", 12, Choice(1, 1, seed).sampler())) for seed in (3, 3, 4))
+    one, same, other = (list(continued(model, b"duck", 12, SamplingParams(1, 1, seed).sampler())) for seed in (3, 3, 4))
     assert one == same != other
 
 

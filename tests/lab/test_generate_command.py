@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from quacklr.lab.train.trained import open_run
 
 
 @pytest.fixture(scope="module")
-def finished(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> File:
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
     run(small(corpus, Default(), ATTENTIONS["mla"], steps=12), out)
     return out
@@ -38,7 +38,7 @@ def finished(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> File:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*options: str | File) -> tuple[int, str, str]:
+    def call(*options: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()
         code = command.main([str(option) for option in options])
         out, err = capsys.readouterr()
@@ -55,7 +55,7 @@ def greedy(model: Decoder, prompt: bytes | Sequence[int], most: int) -> list[int
     return text[len(prompt) :]
 
 
-def test_the_prompt_and_what_follows_are_printed_and_a_summary_apart(finished: File, said: Any) -> None:
+def test_the_prompt_and_what_follows_are_printed_and_a_summary_apart(finished: Path, said: Any) -> None:
     code, out, err = said(finished, "--prompt", "the cat ", "--temperature", "0", "--tokens", "5")
     follows = greedy(open_run(finished).model, b"the cat ", 5)
     assert 0 not in follows
@@ -66,7 +66,7 @@ def test_the_prompt_and_what_follows_are_printed_and_a_summary_apart(finished: F
     assert f"{2 * 4 * (8 + 4)} bytes of cache a token" in err
 
 
-def test_without_a_number_the_context_is_filled(finished: File, said: Any) -> None:
+def test_without_a_number_the_context_is_filled(finished: Path, said: Any) -> None:
     _, out, err = said(finished, "--prompt", "the cat ", "--temperature", "0")
     assert out == "the cat " + bytes(greedy(open_run(finished).model, b"the cat ", 8)).decode("utf-8", "replace") + "\n"
     assert "8 tokens after a prompt of 8" in err
@@ -74,13 +74,13 @@ def test_without_a_number_the_context_is_filled(finished: File, said: Any) -> No
     assert said(finished, "--prompt", "x" * 15)[0] == 0  # room for one
 
 
-def test_the_same_seed_prints_the_same_and_another_something_else(finished: File, said: Any) -> None:
+def test_the_same_seed_prints_the_same_and_another_something_else(finished: Path, said: Any) -> None:
     texts = [said(finished, "--prompt", "a", "--temperature", "2", "--seed", str(seed))[1] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_model_is_the_one_that_was_trained(corpus: File, tmp_path: File, said: Any, method: str) -> None:
+def test_the_model_is_the_one_that_was_trained(corpus: Path, tmp_path: Path, said: Any, method: str) -> None:
     """Also with the corpus gone; and sigma-reparam's weights, made plain, are those that it computes in eval mode."""
     shutil.copytree(corpus, tmp_path / "corpus")
     config = small(tmp_path / "corpus", METHODS[method], ATTENTIONS["mla"], steps=6)
@@ -101,7 +101,7 @@ def test_the_model_is_the_one_that_was_trained(corpus: File, tmp_path: File, sai
     assert out == "the" + bytes(follows).partition(b"\0")[0].decode("utf-8", "replace") + "\n"
 
 
-def test_a_step_that_was_saved_can_be_asked_for(finished: File, said: Any, corpus: File) -> None:
+def test_a_step_that_was_saved_can_be_asked_for(finished: Path, said: Any, corpus: Path) -> None:
     session = Session(small(corpus, Default(), ATTENTIONS["mla"], steps=12), open_corpus(str(corpus)))
     for row in session.rows():
         if row["step"] == 6:
@@ -138,7 +138,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tokens: Sequence[int]) -> list[str
 
 
 def test_each_piece_is_on_the_terminal_before_the_next_is_computed(
-    finished: File, monkeypatch: pytest.MonkeyPatch
+    finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = scripted(monkeypatch, "a\u00fcb".encode())
     assert command.main([str(finished), "--prompt", "go: ", "--tokens", "4"]) == 0
@@ -146,7 +146,7 @@ def test_each_piece_is_on_the_terminal_before_the_next_is_computed(
 
 
 def test_the_end_of_the_document_ends_the_text_and_is_not_shown(
-    finished: File, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripted(monkeypatch, b"ab\0cd")
     assert command.main([str(finished), "--prompt", "go"]) == 0
@@ -154,14 +154,14 @@ def test_the_end_of_the_document_ends_the_text_and_is_not_shown(
     assert "cd" not in capsys.readouterr().err
 
 
-def test_the_prompt_can_come_from_stdin(finished: File, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_can_come_from_stdin(finished: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("the \u00fc\n".encode())))
     code, out, err = said(finished, "--prompt", "-", "--tokens", "2")
     assert (code, out[:6]) == (0, "the \u00fc\n")
     assert "after a prompt of 7" in err
 
 
-def test_words_that_a_tokenizer_joins_by_spaces_stay_apart(tmp_path: File, said: Any) -> None:
+def test_words_that_a_tokenizer_joins_by_spaces_stay_apart(tmp_path: Path, said: Any) -> None:
     """A decoder in the way of sentencepiece drops the space of its first token, which is not the first here."""
     make_corpus(tmp_path)
     vocabulary = {f"\u2581{word}": i for i, word in enumerate(WORDS)} | {"<unk>": 16, "</s>": 17}
@@ -177,7 +177,7 @@ def test_words_that_a_tokenizer_joins_by_spaces_stay_apart(tmp_path: File, said:
     assert out == " ".join(["the cat", *(WORDS[token] for token in follows)]) + "\n"
 
 
-def test_a_vocabulary_with_ids_that_the_tokenizer_has_not_is_no_crash(corpus: File, tmp_path: File, said: Any) -> None:
+def test_a_vocabulary_with_ids_that_the_tokenizer_has_not_is_no_crash(corpus: Path, tmp_path: Path, said: Any) -> None:
     """--vocab may be rounded up."""
     config = small(corpus, Default(), ATTENTIONS["mha"], steps=6)
     run(replace(config, shape=replace(config.shape, vocab=4096)), tmp_path / "run")
@@ -204,13 +204,13 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def started(go: File, finished: File) -> subprocess.Popen[bytes]:
+def started(go: Path, finished: Path) -> subprocess.Popen[bytes]:
     line = [sys.executable, "-c", HELD, str(go), "generate", str(finished), "--prompt", "the ", "--temperature", "0"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(line, **pipes, env=environment(), preexec_fn=heed_ctrl_c)
 
 
-def test_text_comes_while_the_process_is_at_work_and_ctrl_c_ends_it_tidily(finished: File, tmp_path: File) -> None:
+def test_text_comes_while_the_process_is_at_work_and_ctrl_c_ends_it_tidily(finished: Path, tmp_path: Path) -> None:
     process = started(tmp_path / "never", finished)
     assert process.stdout
     assert process.stdout.read(5)[:4] == b"the "
@@ -219,7 +219,7 @@ def test_text_comes_while_the_process_is_at_work_and_ctrl_c_ends_it_tidily(finis
     assert (process.returncode, out, err) == (130, b"\n", b"")
 
 
-def test_a_reader_that_has_read_enough_gets_no_traceback(finished: File, tmp_path: File) -> None:
+def test_a_reader_that_has_read_enough_gets_no_traceback(finished: Path, tmp_path: Path) -> None:
     process = started(tmp_path / "go", finished)
     assert process.stdout
     assert process.stderr
@@ -233,7 +233,7 @@ def test_a_reader_that_has_read_enough_gets_no_traceback(finished: File, tmp_pat
 
 
 @pytest.mark.parametrize("way", ["stdin", "option"])
-def test_a_prompt_that_is_no_utf_8_is_no_crash(finished: File, way: str) -> None:
+def test_a_prompt_that_is_no_utf_8_is_no_crash(finished: Path, way: str) -> None:
     """Refused in a sentence, or its bytes replaced."""
     env = {"PYTHONIOENCODING": "utf-8:strict"}  # as in every locale but C
     prompt, given = ("-", b"a\xff") if way == "stdin" else (os.fsdecode(b"a\xff"), b"")
@@ -243,7 +243,7 @@ def test_a_prompt_that_is_no_utf_8_is_no_crash(finished: File, way: str) -> None
     assert done.returncode in (0, 2)
 
 
-def test_a_terminal_that_knows_no_unicode_is_no_crash(finished: File) -> None:
+def test_a_terminal_that_knows_no_unicode_is_no_crash(finished: Path) -> None:
     ways = environment(PYTHONIOENCODING="ascii")
     done = quacklr("generate", finished, "--prompt", "a", "--temperature", "5", "--top-p", "1", env=ways)
     assert done.returncode in (0, 2)

@@ -11,7 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,21 +30,21 @@ Complaint = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def finished(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> File:
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
     run(small(corpus, Default(), ATTENTIONS["mha"], steps=12), out)
     return out
 
 
 @pytest.fixture
-def copy(finished: File, tmp_path: File) -> File:
+def copy(finished: Path, tmp_path: Path) -> Path:
     """A run to be spoilt."""
-    return File(shutil.copytree(finished, tmp_path / "run"))
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.fixture
 def complaint(capsys: pytest.CaptureFixture[str]) -> Complaint:
-    def call(folder: File, *options: str, prompt: str = "the") -> str:
+    def call(folder: Path, *options: str, prompt: str = "the") -> str:
         capsys.readouterr()
         assert main([str(folder), "--prompt", prompt, *options]) == 2
         out, err = capsys.readouterr()
@@ -72,7 +72,7 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Complaint:
         (["--device", "toaster"], "--device toaster cannot be used"),
     ],
 )
-def test_options_out_of_range_are_told(finished: File, complaint: Complaint, options: list[str], sentence: str) -> None:
+def test_options_out_of_range_are_told(finished: Path, complaint: Complaint, options: list[str], sentence: str) -> None:
     assert sentence in complaint(finished, *options)
 
 
@@ -85,33 +85,33 @@ def test_options_out_of_range_are_told(finished: File, complaint: Complaint, opt
     ],
 )
 def test_prompts_with_nothing_in_them_or_too_much_are_told(
-    finished: File, complaint: Complaint, prompt: str, sentence: str
+    finished: Path, complaint: Complaint, prompt: str, sentence: str
 ) -> None:
     assert sentence in complaint(finished, prompt=prompt)
 
 
 @pytest.mark.parametrize(("given", "sentence"), [("", "--prompt is empty"), ("\0", "no token in it")])
 def test_a_stdin_with_nothing_in_it_is_told(
-    finished: File, complaint: Complaint, monkeypatch: pytest.MonkeyPatch, given: str, sentence: str
+    finished: Path, complaint: Complaint, monkeypatch: pytest.MonkeyPatch, given: str, sentence: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
     assert sentence in complaint(finished, prompt="-")
 
 
-def test_a_real_process_says_the_same(finished: File) -> None:
+def test_a_real_process_says_the_same(finished: Path) -> None:
     done = quacklr("generate", finished, "--prompt", "-", input="", env=environment())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "quacklr generate: --prompt is empty; give at least a character to go on with\n"
 
 
-def test_folders_that_are_no_run_are_told(tmp_path: File, complaint: Complaint) -> None:
+def test_folders_that_are_no_run_are_told(tmp_path: Path, complaint: Complaint) -> None:
     (tmp_path / "file").write_text("")
     for name in (".", "file"):
         assert f"{tmp_path / name} is not the folder of a run" in complaint(tmp_path / name)
     assert f"{tmp_path / 'nowhere'} does not exist" in complaint(tmp_path / "nowhere")
 
 
-def started(corpus: File, out: File) -> subprocess.Popen[bytes]:
+def started(corpus: Path, out: Path) -> subprocess.Popen[bytes]:
     """A real run, under way: it waits at step 5."""
     sizes = "--d-model 16 --layers 1 --d-ff 24 --context 16 --heads 2 --kv-heads 2 --head-dim 8 --batch-tokens 128"
     line = [sys.executable, "-m", "quacklr.cli", "train", *sizes.split(), "--threads", "1", "--steps", "9000"]
@@ -123,7 +123,7 @@ def started(corpus: File, out: File) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_a_run_that_was_killed_is_told(corpus: File, tmp_path: File, complaint: Complaint) -> None:
+def test_a_run_that_was_killed_is_told(corpus: Path, tmp_path: Path, complaint: Complaint) -> None:
     process = started(corpus, tmp_path / "run")
     process.kill()
     process.wait()
@@ -135,7 +135,7 @@ def test_a_run_that_was_killed_is_told(corpus: File, tmp_path: File, complaint: 
 
 
 def test_a_run_that_was_stopped_is_told_and_goes_on_from_a_step_if_asked(
-    corpus: File, tmp_path: File, complaint: Complaint
+    corpus: Path, tmp_path: Path, complaint: Complaint
 ) -> None:
     process = started(corpus, tmp_path / "run")
     process.send_signal(signal.SIGTERM)
@@ -147,13 +147,13 @@ def test_a_run_that_was_stopped_is_told_and_goes_on_from_a_step_if_asked(
     assert main([str(tmp_path / "run"), "--prompt", "the", "--step", str(step)]) == 0
 
 
-def test_a_run_that_diverged_is_told(corpus: File, tmp_path: File, complaint: Complaint) -> None:
+def test_a_run_that_diverged_is_told(corpus: Path, tmp_path: Path, complaint: Complaint) -> None:
     config = small(corpus, Default(), ATTENTIONS["mha"], steps=12)
     assert run(replace(config, optimizer=MuonRecipe(lr=1e30, rest_lr=1e30)), tmp_path / "run")["status"] == "diverged"
     assert f"the run in {tmp_path / 'run'} has diverged" in complaint(tmp_path / "run")
 
 
-def test_a_checkpoint_of_another_run_is_told(copy: File, corpus: File, complaint: Complaint) -> None:
+def test_a_checkpoint_of_another_run_is_told(copy: Path, corpus: Path, complaint: Complaint) -> None:
     run(small(corpus, Default(), ATTENTIONS["mla"], steps=12), copy.parent / "other")
     shutil.rmtree(copy / "checkpoints")
     shutil.copytree(copy.parent / "other/checkpoints", copy / "checkpoints")
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_another_run_is_told(copy: File, corpus: File, complaint
 
 
 def test_a_checkpoint_of_another_shape_is_told_though_it_says_it_is_this_runs(
-    copy: File, corpus: File, complaint: Complaint
+    copy: Path, corpus: Path, complaint: Complaint
 ) -> None:
     config = small(corpus, Default(), ATTENTIONS["mha"], steps=12)
     run(replace(config, shape=replace(config.shape, d_ff=40)), copy.parent / "other")
@@ -181,7 +181,7 @@ def test_a_checkpoint_of_another_shape_is_told_though_it_says_it_is_this_runs(
     assert "[40, 16] of float32 in the checkpoint, but [24, 16]" in said
 
 
-def test_a_damaged_checkpoint_is_told(copy: File, complaint: Complaint) -> None:
+def test_a_damaged_checkpoint_is_told(copy: Path, complaint: Complaint) -> None:
     path = next((copy / "checkpoints/step-0000012").glob("*.distcp"))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_told(copy: File, complaint: Complaint) -> None:
     assert main([str(copy), "--prompt", "the", "--step", "6"]) == 0
 
 
-def test_a_missing_vocabulary_is_told(copy: File, complaint: Complaint) -> None:
+def test_a_missing_vocabulary_is_told(copy: Path, complaint: Complaint) -> None:
     (copy / "vocabulary.json").unlink()
     said = complaint(copy)
     assert f"{copy} has no vocabulary.json" in said
@@ -199,14 +199,14 @@ def test_a_missing_vocabulary_is_told(copy: File, complaint: Complaint) -> None:
     assert main([str(copy), "--prompt", "the"]) == 0
 
 
-def test_a_run_without_checkpoints_is_told(copy: File, complaint: Complaint) -> None:
+def test_a_run_without_checkpoints_is_told(copy: Path, complaint: Complaint) -> None:
     shutil.rmtree(copy / "checkpoints/step-0000012")
     assert "has no checkpoint of step 12; --step 6 takes" in complaint(copy)
     shutil.rmtree(copy / "checkpoints")
     assert "has no checkpoint of step 12, nor any other" in complaint(copy)
 
 
-def test_a_tokenizer_that_was_changed_is_told(tmp_path: File, complaint: Complaint) -> None:
+def test_a_tokenizer_that_was_changed_is_told(tmp_path: Path, complaint: Complaint) -> None:
     make_corpus(tmp_path)
     options = ["--out", str(tmp_path / "words"), "--tokenizer", "train:300", "--val", "0.1", "--probe", "0.1"]
     assert prepare([str(tmp_path / "source.jsonl"), *options]) == 0
@@ -219,7 +219,7 @@ def test_a_tokenizer_that_was_changed_is_told(tmp_path: File, complaint: Complai
     assert f"{path} is missing; the corpus of the run has a copy of it" in complaint(tmp_path / "run")
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_of_another_run(copy: File, complaint: Complaint) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_model_is_of_another_run(copy: Path, complaint: Complaint) -> None:
     config = json.loads((copy / "config.json").read_text())
     config["shape"]["vocab"] = 200
     (copy / "config.json").write_text(json.dumps(config))
@@ -227,8 +227,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_of_another_run(copy: Fil
     assert "is of another run: it has 256 tokens, the model 200" in complaint(copy)
 
 
-def test_a_disk_that_is_full_is_told(finished: File) -> None:
-    with File("/dev/full").open("w") as full:
+def test_a_disk_that_is_full_is_told(finished: Path) -> None:
+    with Path("/dev/full").open("w") as full:
         line = [sys.executable, "-m", "quacklr.cli", "generate", str(finished), "--prompt", "the"]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment())
     assert done.stderr == "quacklr generate: cannot write the text: No space left on device\n"
@@ -239,11 +239,11 @@ SPOILT: dict[str, Any] = {"result.json": "{}", "environment.json": "[]", "config
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_files_that_are_not_what_quacklr_writes_are_told(copy: File, complaint: Complaint, name: str) -> None:
+def test_files_that_are_not_what_quacklr_writes_are_told(copy: Path, complaint: Complaint, name: str) -> None:
     (copy / name).write_text(SPOILT[name])
     complaint(copy)
 
 
-def test_a_copy_of_a_checkpoint_beside_the_others_does_no_harm(copy: File) -> None:
+def test_a_copy_of_a_checkpoint_beside_the_others_does_no_harm(copy: Path) -> None:
     shutil.copytree(copy / "checkpoints/step-0000006", copy / "checkpoints/step-0000006.bak")
     assert main([str(copy), "--prompt", "the"]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,7 +183,7 @@ def test_a_cap_bounds_what_the_softmax_sees(corpus: Corpus) -> None:
 
 
 def test_the_loop_treats_one_large_micro_batch_as_many_small_ones(corpus: Corpus) -> None:
-    base = small(File(corpus.where), Quack(), ATTENTIONS["mla"])
+    base = small(Path(corpus.where), Quack(), ATTENTIONS["mla"])
     ends = []
     for micro in (8, 2):
         config = replace(base, training=replace(base.training, micro_batch=micro))

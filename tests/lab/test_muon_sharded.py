@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from crew import Crew
 from models import assert_equal
 from muon_by_hand import reference_step
-from quacklr.core.local import cuts
+from quacklr.core.local import shard_specs
 from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.lab.optim import Muon, MuonRecipe, muon, optimizers, orthogonalise
 from quacklr.lab.optim.dealt import shards_of
@@ -133,7 +133,7 @@ def sizes(rank: int, dim: int) -> list[tuple[Any, Any]]:
     found = []
     for shape in [(length, 3) if dim == 0 else (3, length) for length in range(1, 14)]:
         tensor: Any = spread(torch.zeros(shape), {"mesh": (4,), "placements": [Shard(dim)]})
-        found.append((shards_of(shape, *cuts(tensor))[rank], tuple(tensor.to_local().shape)))
+        found.append((shards_of(shape, *shard_specs(tensor))[rank], tuple(tensor.to_local().shape)))
     return found
 
 

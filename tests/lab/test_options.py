@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -66,7 +66,7 @@ def remembered(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 @pytest.fixture(scope="module")
-def base(corpus: File, tmp_path_factory: pytest.TempPathFactory, stdlib: None) -> Iterator[dict[str, list[str]]]:  # noqa: ARG001
+def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory, stdlib: None) -> Iterator[dict[str, list[str]]]:  # noqa: ARG001
     """By command: arguments with which it would begin."""
     folder = tmp_path_factory.mktemp("options")
     open_corpus("stdlib")
@@ -115,7 +115,7 @@ def test_nonsense_is_a_sentence_for_every_option(
     base: dict[str, list[str]],
     command: str,
     kinds: list[str],
-    tmp_path: File,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -138,11 +138,11 @@ def test_nonsense_is_a_sentence_for_every_option(
             assert said.err.startswith(f"quacklr {command}: {option} is empty"), (option, value)
 
 
-def files_in(folder: File) -> list[File]:
+def files_in(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
 
 
-def empty(folder: File) -> File:
+def empty(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
@@ -165,12 +165,12 @@ def test_the_help_lists_what_the_fuzz_is_to_try(base: dict[str, list[str]], caps
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_arguments_that_the_fuzz_starts_from_are_right(
-    base: dict[str, list[str]], command: str, tmp_path: File, monkeypatch: pytest.MonkeyPatch
+    base: dict[str, list[str]], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would try nothing."""
     monkeypatch.chdir(tmp_path)
     if command == "report":
-        entry = made(small(File("nowhere"), Default(), ATTENTIONS["mha"]), 3.0)
+        entry = made(small(Path("nowhere"), Default(), ATTENTIONS["mha"]), 3.0)
         monkeypatch.setattr("quacklr.lab.report.command.Ledger", lambda _: Entries(entry))
         monkeypatch.setattr("quacklr.lab.report.command.Results", lambda *_: Entries(entry))
     assert outcome([command, *base[command]]) == "reached"
@@ -192,7 +192,7 @@ def test_what_is_no_text_is_a_sentence_wherever_it_stands(
     base: dict[str, list[str]],
     command: str,
     value: str,
-    tmp_path: File,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from quacklr.lab.config import Config
 from quacklr.lab.methods import Default, QKNorm, Quack
 from quacklr.lab.optim import AdamWRecipe
 from quacklr.lab.report.page import Figure, page, peculiarities, sentence
-from quacklr.lab.studies.finding import Comparison, Finding
+from quacklr.lab.studies.finding import ClaimResult, Comparison
 from quacklr.lab.studies.names import describe
 from quacklr.lab.sweep.ledger import Entry, entry_of
 from quacklr.lab.train.runner import run
@@ -33,8 +33,8 @@ EVIDENCE = (
     Comparison("once", 0.1, math.nan, math.nan, seeds=1, spread=math.nan),
 )
 FINDINGS = (
-    Finding("rivals", "Is soft-capping enough?", "own", "not run", "cpu", "Nobody has looked."),
-    Finding("A", "QuacK lowers the loss.", "paper", "holds", "cpu", "By 0.5.", EVIDENCE),
+    ClaimResult("rivals", "Is soft-capping enough?", "own", "not run", "cpu", "Nobody has looked."),
+    ClaimResult("A", "QuacK lowers the loss.", "paper", "holds", "cpu", "By 0.5.", EVIDENCE),
 )
 
 
@@ -78,7 +78,7 @@ class Study:
     """A page on the disk, and what it was made from."""
 
     browser: Browser
-    file: File
+    file: Path
     entries: list[Entry]
 
     @contextmanager
@@ -100,7 +100,7 @@ class Study:
         return describe(self.entries[number].config)
 
 
-def made(browser: Browser, folder: File, entries: list[Entry], *rest: Any) -> Study:
+def made(browser: Browser, folder: Path, entries: list[Entry], *rest: Any) -> Study:
     path = folder / "page.html"
     path.write_text(page(entries, *rest), encoding="utf-8")
     return Study(browser, path, entries)
@@ -236,11 +236,11 @@ def test_a_run_that_broke_off_shows_why_and_the_run_opened_before(study: Study) 
         assert [*zip(*before.values(), strict=True)] == [*study.entries[3].curve("val_loss")]
 
 
-def test_hostile_text_is_shown_as_text_and_runs_nothing(browser: Browser, entries: list[Entry], tmp_path: File) -> None:
+def test_hostile_text_is_shown_as_text_and_runs_nothing(browser: Browser, entries: list[Entry], tmp_path: Path) -> None:
     config = replace(entries[0].config, training=replace(entries[0].config.training, corpus=HOSTILE))
     history = [row | {"rate": {HOSTILE: row["norm"]["uq"]}} for row in entries[0].history if "norm" in row]
     bad = Entry(config, "crashed", HOSTILE, {}, history, environment={"system": HOSTILE})
-    finding = Finding(HOSTILE, HOSTILE, "paper", "holds", HOSTILE, HOSTILE, (replace(EVIDENCE[0], label=HOSTILE),))
+    finding = ClaimResult(HOSTILE, HOSTILE, "paper", "holds", HOSTILE, HOSTILE, (replace(EVIDENCE[0], label=HOSTILE),))
     study = made(browser, tmp_path, [bad], [finding], [Figure(HOSTILE, HOSTILE, HOSTILE, SVG)], HOSTILE)
     claim = (".name", "h4", ".claim .quiet", ".claim > p:nth-of-type(2)", ".evidence tbody th")
     run = ("#table .reason", "#run-facts", "#config", "#measure", ".plot .legendtext >> nth=-1")
@@ -284,7 +284,7 @@ def test_paper_gets_claims_figures_and_the_whole_table_but_no_controls(study: St
         assert tab.locator(".evidence").is_hidden()
 
 
-def test_an_empty_ledger_gives_a_page_that_says_so(browser: Browser, tmp_path: File) -> None:
+def test_an_empty_ledger_gives_a_page_that_says_so(browser: Browser, tmp_path: Path) -> None:
     with made(browser, tmp_path, [], [], [], "Nothing").open() as tab:
         tab.goto(f"{tab.url}#run=abc")
         for said in ("No run has ended yet", "No claim", "No figure", "The ledger is empty", "There is no run abc"):

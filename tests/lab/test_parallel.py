@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ STEPS = 6
 Rows = list[dict[str, Any]]
 
 
-def asked(corpus: File, method: str, attention: str, **machine: Any) -> Config:
+def asked(corpus: Path, method: str, attention: str, **machine: Any) -> Config:
     """Two forwards a step in two processes, and four in one; but for sigma-Reparam, which moves on with each, one."""
     micro_batch = 2 if method != "sigma-reparam" else 4 if "parallel" in machine else 8
     config = small(corpus, METHODS[method], ATTENTIONS[attention], steps=STEPS, micro_batch=micro_batch)
@@ -61,7 +61,7 @@ def assert_same_numbers(found: Any, wanted: Any, rtol: float, where: str = "") -
 @pytest.mark.parametrize(
     ("attention", "method", "kind"), [(*p, "fsdp") for p in PAIRS] + [(*p, "ddp") for p in PAIRS if p[0] == "mla"]
 )
-def test_two_processes_train_as_one_does(method: str, attention: str, kind: str, corpus: File, two: Crew) -> None:
+def test_two_processes_train_as_one_does(method: str, attention: str, kind: str, corpus: Path, two: Crew) -> None:
     """Losses, gradient norms, validation, logits of every head, norms and rates of every weight."""
     alone = trained(0, asked(corpus, method, attention))
     assert alone[-1]["loss"] < alone[1]["loss"] - 0.1
@@ -70,7 +70,7 @@ def test_two_processes_train_as_one_does(method: str, attention: str, kind: str,
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_what_is_recomputed_gives_the_same_gradients(kind: str, corpus: File, two: Crew) -> None:
+def test_what_is_recomputed_gives_the_same_gradients(kind: str, corpus: Path, two: Crew) -> None:
     for method in ("quack", "sigma-reparam"):
         alone = trained(0, asked(corpus, method, "mla"))
         assert_same_numbers(trained(0, asked(corpus, method, "mla", recompute=True)), alone, rtol=1e-4)
@@ -92,7 +92,7 @@ def kept(_: int, config: Config) -> int:
     return sum(numbers)
 
 
-def test_recomputing_keeps_less(corpus: File) -> None:
+def test_recomputing_keeps_less(corpus: Path) -> None:
     assert kept(0, asked(corpus, "quack", "mha", recompute=True)) < 0.6 * kept(0, asked(corpus, "quack", "mha"))
 
 
@@ -115,7 +115,7 @@ def gradients(_: int, config: Config) -> list[torch.Tensor | None]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_are_sent_once_a_step_after_its_last_micro_batch(kind: str, corpus: File, two: Crew) -> None:
+def test_gradients_are_sent_once_a_step_after_its_last_micro_batch(kind: str, corpus: Path, two: Crew) -> None:
     (early, last), (other, same) = two(gradients, asked(corpus, "default", "mha", parallel=kind))
     assert_equal(last, same)
     if kind == "ddp":
@@ -137,7 +137,7 @@ def precisions(_: int, config: Config) -> tuple[set[tuple[bool, torch.dtype, tor
 
 @pytest.mark.parametrize(("precision", "inside"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_under_fsdp_shards_and_gradients_are_in_full_precision(
-    precision: str, inside: torch.dtype, corpus: File, two: Crew
+    precision: str, inside: torch.dtype, corpus: Path, two: Crew
 ) -> None:
     for found in two(precisions, asked(corpus, "default", "mha", parallel="fsdp", precision=precision)):
         assert found == ({(True, torch.float32, torch.float32)}, inside)
@@ -147,20 +147,20 @@ def test_under_fsdp_shards_and_gradients_are_in_full_precision(
     ("kind", "method"),
     [("ddp", "quack"), *(("fsdp", name) for name in ("quack", "qk-norm", "qk-clip", "sigma-reparam"))],
 )
-def test_half_precision_learns_as_well(kind: str, method: str, corpus: File, two: Crew) -> None:
+def test_half_precision_learns_as_well(kind: str, method: str, corpus: Path, two: Crew) -> None:
     alone = trained(0, asked(corpus, method, "mla"))
     for rows in two(trained, asked(corpus, method, "mla", parallel=kind, precision="bf16")):
         assert rows[-1]["val_loss"] == pytest.approx(alone[-1]["val_loss"], rel=0.1)
 
 
-def refused(_: int, config: Config, out: File) -> str:
+def refused(_: int, config: Config, out: Path) -> str:
     with pytest.raises((UserError, SystemExit)) as refusal:
         run(config, out)
     return str(refusal.value)
 
 
 def test_a_batch_that_cannot_be_shared_out_is_told_by_one_process_before_anything_is_written(
-    corpus: File, tmp_path: File, four: Crew
+    corpus: Path, tmp_path: Path, four: Crew
 ) -> None:
     config = asked(corpus, "default", "mha")
     odd = replace(config, training=replace(config.training, batch_tokens=16 * 6, micro_batch=2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,14 +28,14 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return f"--corpus {corpus} {shape} {length}".split()
 
 
-def refused(folder: File) -> str:
+def refused(folder: Path) -> str:
     with pytest.raises(UserError) as error:
         draw_logits(folder)
     return str(error.value)
 
 
 def test_a_run_ends_with_a_picture_and_says_where_it_is(
-    options: list[str], tmp_path: File, capsys: pytest.CaptureFixture[str]
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*options, "--out", str(tmp_path / "run")]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -46,7 +46,7 @@ def test_a_run_ends_with_a_picture_and_says_where_it_is(
         assert image.width > 1000
 
 
-def test_its_numbers_are_those_of_the_rows(options: list[str], tmp_path: File) -> None:
+def test_its_numbers_are_those_of_the_rows(options: list[str], tmp_path: Path) -> None:
     main([*options, "--out", str(tmp_path / "run")])
     history = history_of(tmp_path / "run")
     assert history.steps == [0, 5, 10, 12]
@@ -60,7 +60,7 @@ def test_its_numbers_are_those_of_the_rows(options: list[str], tmp_path: File) -
 
 
 def test_a_run_that_diverged_has_one_too(
-    options: list[str], tmp_path: File, capsys: pytest.CaptureFixture[str]
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
         main([*options, "--lr", "1e30", "--rest-lr", "1e30", "--grad-clip", "0", "--out", str(tmp_path / "run")]) == 0
@@ -70,7 +70,7 @@ def test_a_run_that_diverged_has_one_too(
 
 
 def test_one_that_was_stopped_and_resumed_has_all_of_its_steps(
-    options: list[str], tmp_path: File, monkeypatch: pytest.MonkeyPatch
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = Session.rows
 
@@ -91,7 +91,7 @@ def test_one_that_was_stopped_and_resumed_has_all_of_its_steps(
 
 
 def test_without_matplotlib_a_run_ends_as_ever(
-    options: list[str], tmp_path: File, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(picture, "find_spec", lambda _: None)
     assert main([*options, "--out", str(tmp_path / "run")]) == 0
@@ -99,23 +99,23 @@ def test_without_matplotlib_a_run_ends_as_ever(
     assert not (tmp_path / "run/logits.png").exists()
 
 
-def write_rows(folder: File, *rows: dict[str, Any]) -> None:
+def write_rows(folder: Path, *rows: dict[str, Any]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_run_of_an_older_version_is_drawn_as_far_as_it_goes(tmp_path: File) -> None:
+def test_a_run_of_an_older_version_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
     write_rows(tmp_path, {"step": 0, "logits": {"max": [[1.0]], "entropy": [[2.0]], "change": [[None]]}}, {"step": 1})
     assert draw_logits(tmp_path) == tmp_path / "logits.png"
     assert history_of(tmp_path).steps == [0]
 
 
-def test_a_run_without_measurements_has_no_picture(tmp_path: File) -> None:
+def test_a_run_without_measurements_has_no_picture(tmp_path: Path) -> None:
     write_rows(tmp_path, {"step": 1, "loss": 2.0})
     assert draw_logits(tmp_path) is None
     assert not (tmp_path / "logits.png").exists()
 
 
-def test_a_picture_that_cannot_be_written_is_told(tmp_path: File) -> None:
+def test_a_picture_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     write_rows(tmp_path, {"step": 0, "logits": {"max": [[1.0]]}})
     (tmp_path / "logits.png").mkdir()
     assert refused(tmp_path) == f"cannot write {tmp_path / 'logits.png'}: Is a directory"

@@ -16,7 +16,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers
 
 from quacklr.lab.data import SPLITS, open_corpus
 from quacklr.lab.data.command import main
-from quacklr.lab.data.sources import Local, Place, documents
+from quacklr.lab.data.sources import Local, TextPosition, documents
 
 TEXTS = [f"text {number}: {'so on, and so on. ' * (number % 7 + 1)}" for number in range(120)]
 SHARES = ("--val", "0.1", "--probe", "0.1")
@@ -96,7 +96,7 @@ def test_reading_can_begin_at_any_place(tmp_path: Path) -> None:
     parquet(tmp_path / "c.parquet", [f"c{number}" if number % 5 else None for number in range(23)])
     (tmp_path / "d.txt").write_text("d")
     files = Local((tmp_path,)).files()
-    everything = list(documents(files, Place()))
+    everything = list(documents(files, TextPosition()))
     assert len(everything) == 1 + 3 + 23 + 1
     assert everything[-1][1].read == pytest.approx(sum(file.size for file in files))
     for number, (_, place) in enumerate(everything, 1):
@@ -107,7 +107,7 @@ def test_reading_can_begin_in_the_middle_of_a_large_row_group(tmp_path: Path) ->
     parquet(tmp_path / "a.parquet", [f"{number}" for number in range(2500)], group=2500)
     files = Local((tmp_path,)).files()
     for skip in (999, 1000, 1001, 2400):
-        assert [text for text, _ in documents(files, Place(0, skip))] == [b"%d" % n for n in range(skip, 2500)]
+        assert [text for text, _ in documents(files, TextPosition(0, skip))] == [b"%d" % n for n in range(skip, 2500)]
 
 
 def test_documents_keep_their_order_and_nuls_and_half_characters_are_mended(tmp_path: Path) -> None:

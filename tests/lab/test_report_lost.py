@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +49,7 @@ LOSSES: dict[str, Callable[[Entry], Entry]] = {
 }
 
 
-def reported(folder: File, entries: list[Entry], monkeypatch: pytest.MonkeyPatch) -> int:
+def reported(folder: Path, entries: list[Entry], monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(command, "drawn", lambda figure, _: figure.draw_without_rendering() or b"<svg/>")
     monkeypatch.setattr(command, "FORMATS", ("svg",))
     monkeypatch.setattr("quacklr.lab.report.page.get_plotlyjs", lambda: "")
@@ -59,7 +59,7 @@ def reported(folder: File, entries: list[Entry], monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("how", LOSSES)
 def test_runs_that_were_all_lost_have_a_report(
-    tmp_path: File, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entries = [LOSSES[how](run) for run in runs()]
     assert reported(tmp_path, entries, monkeypatch) == 0
@@ -73,7 +73,7 @@ def test_runs_that_were_all_lost_have_a_report(
 
 
 def test_how_many_of_a_methods_runs_were_lost_stands_beside_their_loss(
-    tmp_path: File, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "FIGURES", {})
     entries = [lost(run, run.history[:1]) if run.config.training.seed else run for run in runs(3)]
@@ -84,14 +84,14 @@ def test_how_many_of_a_methods_runs_were_lost_stands_beside_their_loss(
     )
 
 
-def test_a_single_run_has_a_report(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_run_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, change in LOSSES.items():
         if "half" in name or "nothing" in name:
             assert reported(tmp_path, [change(run) for run in runs()[:1]], monkeypatch) == 0
 
 
 def test_runs_that_all_crashed_are_told(
-    tmp_path: File, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entries = [Entry(run.config, "crashed", "out of memory") for run in runs()]
     assert reported(tmp_path, entries, monkeypatch) == 2
@@ -103,7 +103,7 @@ def test_runs_that_all_crashed_are_told(
 
 @pytest.mark.parametrize("how", [how for how in LOSSES if "never, but" not in how])
 def test_a_demo_whose_runs_were_all_lost_ends_with_its_table(
-    tmp_path: File, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "draw", lambda figures, results, _: [figure(results) for figure in figures.values()][:0])
     monkeypatch.setattr("quacklr.lab.report.page.get_plotlyjs", lambda: "")

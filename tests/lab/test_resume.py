@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,20 +13,20 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lab_runs import PAIRS, environment, make_corpus, quacklr, read_rows
-from paused import go_on, pause, wait_until_paused
+from paused import decode_step, pause, wait_until_paused
 from quacklr.lab.train.checkpoint import checkpoints
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> File:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs")
-    script = [sys.executable, str(File(__file__).parents[1] / "kit/forked_runs.py"), str(make_corpus(out)), str(out)]
+    script = [sys.executable, str(Path(__file__).parents[1] / "kit/forked_runs.py"), str(make_corpus(out)), str(out)]
     done = subprocess.run(script, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr
     return out
 
 
-def state_in(checkpoint: File, out: File) -> list[Any]:
+def state_in(checkpoint: Path, out: Path) -> list[Any]:
     """All that is in a checkpoint, read by torch's own converter."""
     dcp_to_torch_save(checkpoint, out)
     return [torch.load(out, weights_only=True), torch.load(checkpoint / "rest.pt", weights_only=True)["state"]]
@@ -41,7 +41,7 @@ def tensors(state: Any) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("attention", "method"), PAIRS)
-def test_killed_and_resumed_is_bitwise_the_whole_run(runs: File, attention: str, method: str, tmp_path: File) -> None:
+def test_killed_and_resumed_is_bitwise_the_whole_run(runs: Path, attention: str, method: str, tmp_path: Path) -> None:
     whole, killed = (runs / way / f"{attention}-{method}" for way in ("whole", "killed"))
     assert [row["step"] for row in read_rows(killed)] == list(range(37))
     assert read_rows(killed) == read_rows(whole)
@@ -53,7 +53,7 @@ def test_killed_and_resumed_is_bitwise_the_whole_run(runs: File, attention: str,
     assert all(torch.equal(one, other) for one, other in compared)
 
 
-def test_the_command_killed_and_resumed_ends_as_the_command_left_alone(tmp_path: File) -> None:
+def test_the_command_killed_and_resumed_ends_as_the_command_left_alone(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
     options = (
         f"--corpus {corpus} --d-model 16 --layers 1 --d-ff 24 --context 16 --batch-tokens 128 --heads 2 --head-dim 8"
@@ -64,7 +64,7 @@ def test_the_command_killed_and_resumed_ends_as_the_command_left_alone(tmp_path:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_until_paused(tmp_path / "killed", process.poll)
         process.kill()
-    go_on(tmp_path / "killed")
+    decode_step(tmp_path / "killed")
     resumed = quacklr("train", "--resume", tmp_path / "killed", env=environment())
     assert resumed.returncode == 0, resumed.stderr
     assert "from step 10 on" in resumed.stdout

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,14 +26,14 @@ Lines = list[str]
 
 
 @pytest.fixture(scope="module")
-def finished(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> File:
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
     run(small(corpus, Quack(), ATTENTIONS["mha"], steps=12), out)
     return out
 
 
 @pytest.fixture
-def half(finished: File, tmp_path: File) -> File:
+def half(finished: Path, tmp_path: Path) -> Path:
     """A run as a kill leaves it: checkpoints after steps 6 and 12, no result."""
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run/result.json").unlink()
@@ -72,7 +72,7 @@ EDITS: dict[str, Callable[[Lines], Lines]] = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("ended", [False, True], ids=["killed", "ended"])
 def test_rows_that_are_not_those_of_every_step_up_to_the_checkpoint_are_refused(
-    half: File, finished: File, edit: str, ended: bool, capsys: pytest.CaptureFixture[str]
+    half: Path, finished: Path, edit: str, ended: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = half / "metrics.jsonl"
     path.write_text("".join(EDITS[edit](path.read_text().splitlines(keepends=True))))
@@ -87,7 +87,7 @@ def test_rows_that_are_not_those_of_every_step_up_to_the_checkpoint_are_refused(
 
 @pytest.mark.parametrize("ended", [False, True], ids=["killed", "ended"])
 def test_rows_that_were_removed_are_refused(
-    half: File, finished: File, ended: bool, capsys: pytest.CaptureFixture[str]
+    half: Path, finished: Path, ended: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (half / "metrics.jsonl").unlink()
     if ended:
@@ -99,7 +99,7 @@ def test_rows_that_were_removed_are_refused(
     assert files(half) == before
 
 
-def test_rows_after_the_end_are_refused(half: File, finished: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_after_the_end_are_refused(half: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(finished / "result.json", half)
     path = half / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -108,7 +108,7 @@ def test_rows_after_the_end_are_refused(half: File, finished: File, capsys: pyte
 
 
 @pytest.mark.parametrize("after", ['{"step": 7, "lo', "\0" * 3000, "\xff\xfe{]\n\0\0\n", '{"step": 8}\n{"step": 8}\n'])
-def test_whatever_follows_the_checkpoint_is_dropped_and_made_again(half: File, finished: File, after: str) -> None:
+def test_whatever_follows_the_checkpoint_is_dropped_and_made_again(half: Path, finished: Path, after: str) -> None:
     """A killed process leaves a part of a line there, and a power cut may leave anything."""
     shutil.rmtree(half / "checkpoints/step-0000012")
     path = half / "metrics.jsonl"
@@ -121,18 +121,18 @@ def test_whatever_follows_the_checkpoint_is_dropped_and_made_again(half: File, f
 
 @pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
 def test_all_rows_are_on_the_disk_before_a_checkpoint_has_its_name(
-    corpus: File, tmp_path: File, monkeypatch: pytest.MonkeyPatch, later: bool
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: bool
 ) -> None:
     """Judged by what was flushed: a power cut leaves of a file what it had at its last flush, or no file at all."""
     flushed: dict[str, Any] = {}
     found: list[tuple[int, list[int]]] = []
-    rename = File.rename
+    rename = Path.rename
 
     def flush(descriptor: int) -> None:
-        path = File(f"/proc/self/fd/{descriptor}").resolve()
+        path = Path(f"/proc/self/fd/{descriptor}").resolve()
         flushed[str(path)] = [each.name for each in path.iterdir()] if path.is_dir() else path.read_bytes()
 
-    def naming(path: File, target: File) -> File:
+    def naming(path: Path, target: Path) -> Path:
         if path.name.endswith(".saving"):
             rows = flushed[str(out / "metrics.jsonl")].decode().splitlines()
             found.append((int(target.name.removeprefix("step-")), [json.loads(row)["step"] for row in rows]))
@@ -143,7 +143,7 @@ def test_all_rows_are_on_the_disk_before_a_checkpoint_has_its_name(
 
     out = tmp_path / "runs/run"
     monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(File, "rename", naming)
+    monkeypatch.setattr(Path, "rename", naming)
     config = small(corpus, Quack(), ATTENTIONS["mha"], steps=13)
     run(replace(config, watch=replace(config.watch, async_save=later)), out)
     assert [step for step, _ in found] == [6, 12, 13]
@@ -174,7 +174,7 @@ STRANGERS = [
 ]
 
 
-def test_only_what_a_save_has_named_is_a_checkpoint_and_nothing_else_is_removed(half: File) -> None:
+def test_only_what_a_save_has_named_is_a_checkpoint_and_nothing_else_is_removed(half: Path) -> None:
     folder = half / "checkpoints"
     for name in STRANGERS:
         shutil.copytree(folder / "step-0000006", folder / name)
@@ -189,7 +189,7 @@ def test_only_what_a_save_has_named_is_a_checkpoint_and_nothing_else_is_removed(
     assert [row["step"] for row in read_rows(half)] == list(range(21))
 
 
-def test_checkpoints_are_ordered_by_number_where_names_become_longer(tmp_path: File) -> None:
+def test_checkpoints_are_ordered_by_number_where_names_become_longer(tmp_path: Path) -> None:
     model = trained(seed=0, steps=0)
     saves = Checkpoints(tmp_path, NAME, keep=2)
     for step in (9_999_998, 9_999_999, 10_000_000, 10_000_001, 123_456_789_012):
@@ -198,7 +198,7 @@ def test_checkpoints_are_ordered_by_number_where_names_become_longer(tmp_path: F
     assert steps_in(tmp_path) == ["step-10000001", "step-123456789012"]
 
 
-def test_a_file_where_a_checkpoint_goes_is_not_removed(tmp_path: File) -> None:
+def test_a_file_where_a_checkpoint_goes_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "step-0000001").write_text("of the user's")
     saves = Checkpoints(tmp_path, NAME, keep=2)
     with pytest.raises(Exception, match=f"cannot write {tmp_path / 'step-0000001'}: Not a directory"):
@@ -206,7 +206,7 @@ def test_a_file_where_a_checkpoint_goes_is_not_removed(tmp_path: File) -> None:
     assert (tmp_path / "step-0000001").read_text() == "of the user's"
 
 
-def test_a_checkpoint_that_is_a_link_is_used_and_what_it_points_to_is_never_removed(half: File) -> None:
+def test_a_checkpoint_that_is_a_link_is_used_and_what_it_points_to_is_never_removed(half: Path) -> None:
     """As of a user who has moved it to another disk."""
     moved = half.parent / "elsewhere"
     (half / "checkpoints/step-0000012").rename(moved)
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_is_a_link_is_used_and_what_it_points_to_is_never_remo
     assert files(moved) == before
 
 
-def test_what_a_killed_save_has_left_is_removed(half: File) -> None:
+def test_what_a_killed_save_has_left_is_removed(half: Path) -> None:
     folder = half / "checkpoints"
     for name in (".step-0000013.saving", ".step-0000001.removed", ".step-12345678.saving"):
         shutil.copytree(folder / "step-0000006", folder / name)
@@ -226,7 +226,7 @@ def test_what_a_killed_save_has_left_is_removed(half: File) -> None:
 
 
 def test_a_run_whose_checkpoints_were_renamed_does_not_begin_again(
-    half: File, capsys: pytest.CaptureFixture[str]
+    half: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its rows show that it has had some, and they would be dropped."""
     config = json.loads((half / "config.json").read_text())
@@ -250,7 +250,7 @@ FORGED: dict[str, Any] = {
 
 @pytest.mark.parametrize("key", FORGED)
 def test_a_forged_checkpoint_is_told_before_a_row_is_dropped(
-    half: File, key: str, capsys: pytest.CaptureFixture[str]
+    half: Path, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = half / "checkpoints/step-0000012"
     whole = (path / "rest.pt").read_bytes()
@@ -271,7 +271,7 @@ def test_a_forged_checkpoint_is_told_before_a_row_is_dropped(
 
 
 def test_a_tracker_that_refuses_does_so_before_anything_is_touched(
-    half: File, finished: File, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    half: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quacklr.lab.train.trackers.find_spec", lambda _: None)
     shutil.copy(finished / "result.json", half)
@@ -282,7 +282,7 @@ def test_a_tracker_that_refuses_does_so_before_anything_is_touched(
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(
-    corpus: File, tmp_path: File, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Failing:
         def __init__(self, *_: object) -> None:
@@ -302,6 +302,6 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     assert "Failing fails (ConnectionResetError: the server is gone)" in capsys.readouterr().err
 
 
-def test_rows_read_again_are_those_that_were_written(finished: File) -> None:
+def test_rows_read_again_are_those_that_were_written(finished: Path) -> None:
     rows = Folder(finished).rows()
     assert [comparable(row) for row in rows] == read_rows(finished)

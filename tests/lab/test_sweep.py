@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lab_runs import ATTENTIONS, environment, heed_ctrl_c, read_rows, small
-from paused import go_on, is_at_pause, pause, wait_for, wait_until_paused
+from paused import decode_step, is_at_pause, pause, wait_for, wait_until_paused
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.errors import UserError
 from quacklr.lab.methods import Default, Quack
@@ -34,12 +34,12 @@ def numbers(entry: Entry) -> dict[str, object]:
     return {name: value for name, value in saved.items() if name not in ("step_seconds", "environment")}
 
 
-def done(configs: list[Config], out: File, jobs: int = 2, retry: bool = False) -> State:
+def done(configs: list[Config], out: Path, jobs: int = 2, retry: bool = False) -> State:
     ledger = Ledger(out / "ledger.jsonl")
     return sweep(missing(configs, ledger.entries(), retry), ledger, Local(jobs, threads=1), out / "runs")
 
 
-def test_every_run_is_done_once_and_is_what_training_it_alone_gives(corpus: File, tmp_path: File) -> None:
+def test_every_run_is_done_once_and_is_what_training_it_alone_gives(corpus: Path, tmp_path: Path) -> None:
     configs = three(corpus)
     done([*configs, configs[0]], tmp_path)
     before = (tmp_path / "ledger.jsonl").read_bytes()
@@ -56,7 +56,7 @@ def test_every_run_is_done_once_and_is_what_training_it_alone_gives(corpus: File
         assert [step for step, _ in alone.curve("val_loss")] == [0, 12, 24, 36]
 
 
-def test_only_what_is_missing_is_run(corpus: File, tmp_path: File) -> None:
+def test_only_what_is_missing_is_run(corpus: Path, tmp_path: Path) -> None:
     configs = three(corpus)
     assert len(done(configs[:1], tmp_path).ended) == 1
     assert {entry.key for entry in done(configs, tmp_path).ended} == {fingerprint(config) for config in configs[1:]}
@@ -81,14 +81,14 @@ def test_a_run_gets_the_gpu_with_the_fewest_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     place: Any = Local(threads=1)
-    config = small(File("nowhere"), Default(), ATTENTIONS["mha"])
-    first, second = place.start(config, File("a")), place.start(config, File("b"))
+    config = small(Path("nowhere"), Default(), ATTENTIONS["mha"])
+    first, second = place.start(config, Path("a")), place.start(config, Path("b"))
     assert (place.slots, first.gpu, second.gpu) == (2, "2", "3")
     second.alive = False
-    assert place.start(config, File("c")).gpu == "3"
+    assert place.start(config, Path("c")).gpu == "3"
 
 
-def test_a_run_that_diverges_is_a_line_with_its_reason(corpus: File, tmp_path: File) -> None:
+def test_a_run_that_diverges_is_a_line_with_its_reason(corpus: Path, tmp_path: Path) -> None:
     config = small(corpus, Default(), ATTENTIONS["mha"])
     wild = replace(config, optimizer=replace(config.optimizer, lr=1e9))
     (entry,) = done([wild], tmp_path).ended
@@ -97,7 +97,7 @@ def test_a_run_that_diverges_is_a_line_with_its_reason(corpus: File, tmp_path: F
     assert not done([wild], tmp_path, retry=True).ended, "to run it again would end the same way"
 
 
-def test_a_run_that_crashes_is_a_line_with_its_reason_and_is_run_again_when_asked(corpus: File, tmp_path: File) -> None:
+def test_a_run_that_crashes_is_a_line_with_its_reason_and_is_run_again_when_asked(corpus: Path, tmp_path: Path) -> None:
     config = small(corpus, Default(), ATTENTIONS["mha"])
     folder = tmp_path / "runs" / fingerprint(config)
     folder.mkdir(parents=True)
@@ -112,19 +112,19 @@ def test_a_run_that_crashes_is_a_line_with_its_reason_and_is_run_again_when_aske
     assert Ledger(tmp_path / "ledger.jsonl").entries()[entry.key].status == "finished"
 
 
-def holder(folder: File) -> int | None:
+def holder(folder: Path) -> int | None:
     """The process that has the lock of a run's folder: the one that trains it."""
     if not (folder / ".lock").exists():
         return None
     inode = str((folder / ".lock").stat().st_ino)
-    for line in File("/proc/locks").read_text().splitlines():
+    for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()
         if fields[1] == "FLOCK" and fields[5].split(":")[-1] == inode:
             return int(fields[4])
     return None
 
 
-def test_a_run_whose_process_is_killed_goes_on_from_its_checkpoint(corpus: File, tmp_path: File) -> None:
+def test_a_run_whose_process_is_killed_goes_on_from_its_checkpoint(corpus: Path, tmp_path: Path) -> None:
     config = small(corpus, Quack(), ATTENTIONS["mla"])
     folder = tmp_path / "killed" / fingerprint(config)
     pause(folder, 20)
@@ -134,7 +134,7 @@ def test_a_run_whose_process_is_killed_goes_on_from_its_checkpoint(corpus: File,
         if not killed and is_at_pause(folder) and (process := holder(folder)):
             killed.append(process)
             os.kill(process, signal.SIGKILL)
-            go_on(folder)
+            decode_step(folder)
 
     ledger = Ledger(tmp_path / "ledger.jsonl")
     state = sweep([config], ledger, Local(1, 1), tmp_path / "killed", kill_once)
@@ -144,7 +144,7 @@ def test_a_run_whose_process_is_killed_goes_on_from_its_checkpoint(corpus: File,
     assert numbers(state.ended[0]) == numbers(entry_of(config, tmp_path / "whole"))
 
 
-def test_a_run_whose_process_is_killed_every_time_is_given_up(corpus: File, tmp_path: File) -> None:
+def test_a_run_whose_process_is_killed_every_time_is_given_up(corpus: Path, tmp_path: Path) -> None:
     config = small(corpus, Quack(), ATTENTIONS["mla"])
     folder = tmp_path / fingerprint(config)
     pause(folder, 0)
@@ -162,8 +162,8 @@ def test_a_run_whose_process_is_killed_every_time_is_given_up(corpus: File, tmp_
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT], ids=lambda signum: signum.name)
-def test_a_sweep_that_is_killed_or_stopped_resumes_its_runs(corpus: File, tmp_path: File, signum: int) -> None:
-    script = [sys.executable, str(File(__file__).parents[1] / "kit/swept_runs.py"), str(corpus), str(tmp_path)]
+def test_a_sweep_that_is_killed_or_stopped_resumes_its_runs(corpus: Path, tmp_path: Path, signum: int) -> None:
+    script = [sys.executable, str(Path(__file__).parents[1] / "kit/swept_runs.py"), str(corpus), str(tmp_path)]
     folders = [tmp_path / "runs" / fingerprint(config) for config in three(corpus)[:2]]
     for folder in folders:
         pause(folder, 20)
@@ -178,7 +178,7 @@ def test_a_sweep_that_is_killed_or_stopped_resumes_its_runs(corpus: File, tmp_pa
         wait_until_free(folder)
         assert read_rows(folder)[-1]["step"] == 20
         assert checkpoints(folder / "checkpoints")[-1].name == "step-0000020", "it was saved where it stopped"
-        go_on(folder)
+        decode_step(folder)
     again = subprocess.run(script, env=environment(), capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     entries = Ledger(tmp_path / "ledger.jsonl").entries()
@@ -190,11 +190,11 @@ def test_a_sweep_that_is_killed_or_stopped_resumes_its_runs(corpus: File, tmp_pa
     assert len(entries) == 3
 
 
-def wait_until_free(folder: File) -> None:
+def wait_until_free(folder: Path) -> None:
     wait_for(lambda: holder(folder) is None, f"somebody still trains in {folder}")
 
 
-def test_a_line_that_a_killed_process_left_unfinished_is_not_read_and_makes_room(corpus: File, tmp_path: File) -> None:
+def test_a_line_that_a_killed_process_left_unfinished_is_not_read_and_makes_room(corpus: Path, tmp_path: Path) -> None:
     one, two = (made(config, 2.0) for config in three(corpus)[:2])
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.append(one)
@@ -208,7 +208,7 @@ def test_a_line_that_a_killed_process_left_unfinished_is_not_read_and_makes_room
     }
 
 
-def test_a_ledger_that_is_damaged_says_where(corpus: File, tmp_path: File) -> None:
+def test_a_ledger_that_is_damaged_says_where(corpus: Path, tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.append(made(three(corpus)[0], 2.0))
     with ledger.path.open("a") as file:
@@ -217,7 +217,7 @@ def test_a_ledger_that_is_damaged_says_where(corpus: File, tmp_path: File) -> No
         ledger.entries()
 
 
-def test_a_run_is_known_again_when_configurations_have_got_a_new_field(corpus: File, tmp_path: File) -> None:
+def test_a_run_is_known_again_when_configurations_have_got_a_new_field(corpus: Path, tmp_path: Path) -> None:
     entry = made(three(corpus)[1], 2.0)
     line = entry.to_json()
     del line["config"]["method"]["literal"]

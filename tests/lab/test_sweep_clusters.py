@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import ray
 import submitit
 
 from lab_runs import ATTENTIONS, METHODS, read_rows, small
-from paused import go_on, is_at_pause, pause
+from paused import decode_step, is_at_pause, pause
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.errors import UserError
 from quacklr.lab.sweep import on_ray, on_slurm
@@ -25,7 +25,7 @@ from quacklr.lab.sweep.ledger import Entry, Ledger, entry_of
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.on_ray import Ray
 from quacklr.lab.sweep.on_slurm import Slurm
-from quacklr.lab.sweep.place import Halted, Job, Lost, Outcome, Place, cores
+from quacklr.lab.sweep.place import Executor, Halted, Job, Lost, Outcome, cores
 from quacklr.lab.sweep.sweep import State, Task, sweep
 from quacklr.lab.train.runner import run
 
@@ -42,7 +42,7 @@ def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What `run` alone makes of it."""
     config, path = configuration(corpus), tmp_path_factory.mktemp("alone") / "run"
     run(config, path)
@@ -61,7 +61,7 @@ def started_ray() -> Iterator[Ray]:
 
 
 @pytest.fixture
-def slurm(tmp_path: File) -> Slurm:
+def slurm(tmp_path: Path) -> Slurm:
     """Submitit's jobs as processes of this machine."""
     return Slurm(tmp_path / "slurm", 2, 1, submitit.AutoExecutor(tmp_path / "slurm", cluster="local"))
 
@@ -71,7 +71,7 @@ def place(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
 
-def configuration(corpus: File, checkpoint_every: int = 6) -> Config:
+def configuration(corpus: Path, checkpoint_every: int = 6) -> Config:
     config = small(corpus, METHODS["quack"], ATTENTIONS["mha"], steps=STEPS)
     return replace(config, watch=replace(config.watch, checkpoint_every=checkpoint_every))
 
@@ -83,20 +83,20 @@ def comparable(entry: Entry) -> dict[str, Any]:
     return saved | {"environment": {**saved["environment"], "threads": None}}
 
 
-def starts(path: File) -> list[int]:
+def starts(path: Path) -> list[int]:
     """At which steps the run was begun or resumed, from its log."""
     found = re.findall(r"in all, from (?:step (\d+) on|the beginning);", (path / "log.txt").read_text())
     return [int(step or 0) for step in found]
 
 
-def process_in(path: File) -> int:
+def process_in(path: Path) -> int:
     """The process that holds the lock of a run's folder."""
     number = (path / ".lock").stat().st_ino
-    (held,) = (line.split() for line in File("/proc/locks").read_text().splitlines() if f":{number} " in line)
+    (held,) = (line.split() for line in Path("/proc/locks").read_text().splitlines() if f":{number} " in line)
     return int(held[4])
 
 
-def in_the_middle(run: File, act: Callable[[], None]) -> tuple[list[Task], Callable[[State], None]]:
+def in_the_middle(run: Path, act: Callable[[], None]) -> tuple[list[Task], Callable[[State], None]]:
     """A display for a sweep of one run that waits in its middle: there something is done to it, once."""
     pause(run, MIDDLE)
     done: list[Task] = []
@@ -109,10 +109,10 @@ def in_the_middle(run: File, act: Callable[[], None]) -> tuple[list[Task], Calla
     return done, show
 
 
-def send(run: File, signum: signal.Signals) -> None:
+def send(run: Path, signum: signal.Signals) -> None:
     """Send a signal to the process of a run that waits, and let those that follow it not wait."""
     os.kill(process_in(run), signum)
-    go_on(run)
+    decode_step(run)
 
 
 def waited_for(job: Job) -> Outcome:
@@ -126,10 +126,10 @@ def entries(ledger: Ledger) -> dict[str, dict[str, Any]]:
 
 
 def test_entries_are_the_same_wherever_they_were_made(
-    corpus: File, undisturbed: dict[str, dict[str, Any]], started_ray: Ray, slurm: Slurm, tmp_path: File
+    corpus: Path, undisturbed: dict[str, dict[str, Any]], started_ray: Ray, slurm: Slurm, tmp_path: Path
 ) -> None:
     config = configuration(corpus)
-    places: dict[str, Place] = {"here": Local(1, 1), "ray": started_ray, "slurm": slurm}
+    places: dict[str, Executor] = {"here": Local(1, 1), "ray": started_ray, "slurm": slurm}
     for name, each in places.items():
         ledger = Ledger(tmp_path / name / "ledger.jsonl")
         sweep([config], ledger, each, tmp_path / name)
@@ -147,9 +147,9 @@ def test_entries_are_the_same_wherever_they_were_made(
     ],
 )
 def test_a_run_that_is_disturbed_goes_on_and_gives_the_same_entry(
-    corpus: File,
+    corpus: Path,
     undisturbed: dict[str, dict[str, Any]],
-    tmp_path: File,
+    tmp_path: Path,
     request: pytest.FixtureRequest,
     on: str,
     signum: signal.Signals,
@@ -167,7 +167,7 @@ def test_a_run_that_is_disturbed_goes_on_and_gives_the_same_entry(
 
 @pytest.mark.usefixtures("started_ray")
 def test_a_worker_that_ray_gives_up_on_is_lost_and_started_again(
-    corpus: File, undisturbed: dict[str, dict[str, Any]], tmp_path: File
+    corpus: Path, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     config, ledger = configuration(corpus), Ledger(tmp_path / "ledger.jsonl")
     path = tmp_path / fingerprint(config)
@@ -181,7 +181,7 @@ def test_a_worker_that_ray_gives_up_on_is_lost_and_started_again(
 
 
 def test_a_stopped_sweep_leaves_a_checkpoint_and_goes_on_from_it(
-    corpus: File, undisturbed: dict[str, dict[str, Any]], place: Place, tmp_path: File
+    corpus: Path, undisturbed: dict[str, dict[str, Any]], place: Executor, tmp_path: Path
 ) -> None:
     config = configuration(corpus, checkpoint_every=NEVER if isinstance(place, Ray) else 6)
     ledger, path = Ledger(tmp_path / "ledger.jsonl"), tmp_path / fingerprint(config)
@@ -189,14 +189,16 @@ def test_a_stopped_sweep_leaves_a_checkpoint_and_goes_on_from_it(
     state = sweep([config], ledger, place, tmp_path, show)
     assert (state.stopped, len(state.waiting), ledger.entries()) == (signal.SIGINT, 1, {})
     assert not (path / "result.json").exists()
-    go_on(path)
+    decode_step(path)
     sweep([config], ledger, place, tmp_path)
     assert entries(ledger) == {fingerprint(config): undisturbed[fingerprint(config)]}
     assert starts(path) == [0, MIDDLE]
     assert stopped[0].attempts == 1
 
 
-def test_an_error_of_the_program_is_a_crashed_line_with_its_reason(corpus: File, place: Place, tmp_path: File) -> None:
+def test_an_error_of_the_program_is_a_crashed_line_with_its_reason(
+    corpus: Path, place: Executor, tmp_path: Path
+) -> None:
     config, ledger = configuration(corpus), Ledger(tmp_path / "ledger.jsonl")
     (tmp_path / fingerprint(config)).mkdir()
     (tmp_path / fingerprint(config) / "result.json").write_text("[]")
@@ -210,7 +212,7 @@ def test_an_error_of_the_program_is_a_crashed_line_with_its_reason(corpus: File,
 
 @pytest.mark.usefixtures("started_ray")
 def test_a_run_that_waits_for_room_is_stopped_too_and_so_is_one_that_does_not_listen(
-    corpus: File, tmp_path: File, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one has all the CPUs, and does not go on to its first step; it is given no time."""
     monkeypatch.setattr(on_ray, "PATIENCE", 0.0)
@@ -263,14 +265,14 @@ def test_more_threads_than_any_node_has_are_refused() -> None:
         Ray(2, cores() + 1)
 
 
-def test_without_slurm_a_sentence_says_where_to_go(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_a_sentence_says_where_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="no Slurm here .* start the sweep on a login node of the cluster"):
         place_of(Sweep(("interventions",), runs=tmp_path, on="slurm"), 1)
 
 
 @pytest.fixture
-def sbatch(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> File:
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Slurm's commands, of which sbatch only takes what it gets, and jobs wait until they are cancelled."""
     programs = {
         "srun": "",
@@ -286,7 +288,7 @@ def sbatch(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> File:
     return tmp_path / "submitted"
 
 
-def test_a_job_asks_slurm_for_what_the_run_needs(corpus: File, sbatch: File, tmp_path: File) -> None:
+def test_a_job_asks_slurm_for_what_the_run_needs(corpus: Path, sbatch: Path, tmp_path: Path) -> None:
     given = Sweep(("interventions",), runs=tmp_path, on="slurm", threads=3, slurm=("partition=gpu", "time=600"))
     place, config = place_of(given, 1), configuration(corpus)
     place.start(config, tmp_path / "run")
@@ -297,7 +299,7 @@ def test_a_job_asks_slurm_for_what_the_run_needs(corpus: File, sbatch: File, tmp
     assert "#SBATCH --gpus-per-node=1\n" in sbatch.read_text()
 
 
-def test_a_job_that_waits_is_cancelled_and_one_that_is_gone_is_lost(corpus: File, sbatch: File, tmp_path: File) -> None:
+def test_a_job_that_waits_is_cancelled_and_one_that_is_gone_is_lost(corpus: Path, sbatch: Path, tmp_path: Path) -> None:
     place = Slurm(tmp_path, 1, 1)
     waiting, gone = (place.start(configuration(corpus), tmp_path / "run") for _ in range(2))
     assert waiting.outcome() is None
@@ -318,7 +320,7 @@ def test_a_job_that_waits_is_cancelled_and_one_that_is_gone_is_lost(corpus: File
     ],
 )
 @pytest.mark.usefixtures("sbatch")
-def test_what_slurm_cannot_do_is_refused(corpus: File, tmp_path: File, options: dict[str, Any], sentence: str) -> None:
+def test_what_slurm_cannot_do_is_refused(corpus: Path, tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
     given = replace(Sweep(("interventions",), runs=tmp_path, on="slurm"), **options)
     with pytest.raises(UserError, match=sentence):
         place_of(given, 1).start(configuration(corpus), tmp_path / "run")

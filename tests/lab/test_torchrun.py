@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore
 
 from crew import Crew
 from lab_runs import ATTENTIONS, quacklr, read_rows, small
-from paused import MINUTES, go_on, pause, wait_until_paused
+from paused import MINUTES, decode_step, pause, wait_until_paused
 from quacklr.lab.methods import Quack
 from quacklr.lab.train import runner, storage, world
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
@@ -34,7 +34,7 @@ KILL_AFTER = 25  # the last checkpoint is that of step 20
 
 
 @pytest.fixture(scope="module")
-def whole(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The rows of the run in one process that nobody disturbs."""
     out = tmp_path_factory.mktemp("whole") / "run"
     done = quacklr("train", "--corpus", corpus, *RUN.split(), "--out", out)
@@ -42,7 +42,7 @@ def whole(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     return read_rows(out)
 
 
-def torchrun(options: str, out: File, *more: str | File) -> subprocess.Popen[str]:
+def torchrun(options: str, out: Path, *more: str | Path) -> subprocess.Popen[str]:
     """`quacklr train` in two processes, the words of which come out together; it waits in the middle."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options.split(), "-m"]
     command += ["quacklr", "train", "--out", str(out), *map(str, more)]
@@ -65,19 +65,19 @@ def rank_of(pid: int) -> int | None:
     """Which rank of a run a process is."""
     try:
         said = dict(
-            part.partition("=")[::2] for part in File(f"/proc/{pid}/environ").read_text().split("\0") if "=" in part
+            part.partition("=")[::2] for part in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in part
         )
     except OSError:
         return None
     return int(said["RANK"]) if "RANK" in said else None
 
 
-def kill_in_the_middle(job: subprocess.Popen[str], out: File, rank: int) -> None:
+def kill_in_the_middle(job: subprocess.Popen[str], out: Path, rank: int) -> None:
     wait_until_paused(out, job.poll)
-    children = File(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     (victim,) = [int(child) for child in children if rank_of(int(child)) == rank]
     os.kill(victim, signal.SIGKILL)
-    go_on(out)
+    decode_step(out)
 
 
 def assert_same_curve(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -90,7 +90,7 @@ def assert_same_curve(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) 
 
 
 def test_a_killed_rank_ends_the_run_with_a_sentence_and_one_process_goes_on(
-    corpus: File, whole: list[dict[str, Any]], tmp_path: File
+    corpus: Path, whole: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     job = torchrun("--standalone", out, "--corpus", corpus, *RUN.split(), "--parallel", "fsdp")
@@ -111,7 +111,7 @@ def test_a_killed_rank_ends_the_run_with_a_sentence_and_one_process_goes_on(
 
 
 def test_torchrun_starts_a_run_again_from_its_checkpoint(
-    corpus: File, whole: list[dict[str, Any]], tmp_path: File
+    corpus: Path, whole: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """Also the leading process may die. Here torchrun's own store lives on, with the addresses of those that died."""
     out = tmp_path / "run"
@@ -128,14 +128,14 @@ def test_torchrun_starts_a_run_again_from_its_checkpoint(
 
 
 def test_all_ranks_stop_at_the_same_step_and_one_process_goes_on(
-    corpus: File, whole: list[dict[str, Any]], tmp_path: File
+    corpus: Path, whole: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     out, options = tmp_path / "run", RUN.replace("--checkpoint-every 10", "--checkpoint-every 1000 --async-save")
     job = torchrun("--standalone", out, "--corpus", corpus, *options.split())
     wait_until_paused(out, job.poll)
     job.send_signal(signal.SIGTERM)
     said = words_of(job)
-    go_on(out)
+    decode_step(out)
     (step,) = re.findall(r"Stopped at step (\d+); go on with: torchrun --nproc-per-node 2 -m quacklr train", said)
     assert int(step) == KILL_AFTER
     assert [path.name for path in checkpoints(out / "checkpoints")] == [f"step-{int(step):07}"]
@@ -145,7 +145,7 @@ def test_all_ranks_stop_at_the_same_step_and_one_process_goes_on(
 
 
 def test_a_folder_of_another_job_is_refused_also_when_torchrun_tries_again(
-    corpus: File, tmp_path: File, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     options = ["--corpus", str(corpus), *RUN.replace("--steps 60", "--steps 5").split(), "--out", str(out)]
@@ -161,7 +161,7 @@ def test_a_folder_of_another_job_is_refused_also_when_torchrun_tries_again(
     assert {path: path.read_bytes() for path in before} == before
 
 
-def saved_and_killed(rank: int, folder: File, step: int, dies: bool) -> None:
+def saved_and_killed(rank: int, folder: Path, step: int, dies: bool) -> None:
     """A save of all ranks, in which the second dies when it has written its part, before the others know."""
     write = storage.Writer.write_data
 
@@ -177,7 +177,7 @@ def saved_and_killed(rank: int, folder: File, step: int, dies: bool) -> None:
         saves.save(step, {f"model.{name}": value for name, value in model.state_dict().items()}, {"step": step})
 
 
-def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path: File) -> None:
+def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     crew = Crew(2)
     crew(saved_and_killed, tmp_path, 1, False)
     with pytest.raises((AssertionError, EOFError)):
@@ -193,7 +193,7 @@ def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path: Fi
 
 
 def test_what_was_trained_is_gone_before_the_processes_part(
-    corpus: File, tmp_path: File, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DDP holds the process group too. When it was the last to hold it, one run in ten never ended."""
     made: list[Any] = []

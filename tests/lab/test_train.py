@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +39,7 @@ def config(corpus: Corpus) -> Config:
     return small(corpus.where, Quack(tau=0.5), ATTENTIONS["mla"])
 
 
-def test_the_loop_is_a_generator_of_rows_and_writes_no_file(config: Config, corpus: Corpus, tmp_path: File) -> None:
+def test_the_loop_is_a_generator_of_rows_and_writes_no_file(config: Config, corpus: Corpus, tmp_path: Path) -> None:
     rows = list(islice(Session(config, corpus).rows(), 3))
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0].keys() >= {"val_loss", "val_bpb", "logits", "norm", "rate"}
@@ -163,7 +163,7 @@ def diverging(corpus: Corpus) -> Config:
     return replace(config, optimizer=MuonRecipe(lr=1e30, rest_lr=1e30))
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_is_recorded(corpus: Corpus, tmp_path: File) -> None:
+def test_a_loss_that_is_no_number_ends_the_run_and_is_recorded(corpus: Corpus, tmp_path: Path) -> None:
     result = run(diverging(corpus), tmp_path / "run")
     assert result["status"] == "diverged"
     assert result["reason"].startswith("the loss is nan at step")
@@ -195,7 +195,7 @@ def test_a_loss_above_its_start_is_a_divergence_too(corpus: Corpus) -> None:
     assert rows[-1]["step"] == 12
 
 
-def test_a_run_folder_says_all_about_the_run(config: Config, tmp_path: File) -> None:
+def test_a_run_folder_says_all_about_the_run(config: Config, tmp_path: Path) -> None:
     result = run(config, tmp_path / "run")
     folder = Folder(tmp_path / "run")
     assert replace(folder.config(), shape=replace(folder.config().shape, vocab=None)) == config
@@ -210,7 +210,7 @@ def test_a_run_folder_says_all_about_the_run(config: Config, tmp_path: File) -> 
     assert kept == ["step-0000030", "step-0000036"]
 
 
-def test_a_run_leaves_torch_the_threads_that_it_had(config: Config, tmp_path: File) -> None:
+def test_a_run_leaves_torch_the_threads_that_it_had(config: Config, tmp_path: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -221,7 +221,7 @@ def test_a_run_leaves_torch_the_threads_that_it_had(config: Config, tmp_path: Fi
         torch.set_num_threads(before)
 
 
-def test_tensorboard_shows_the_numbers_of_the_rows(config: Config, tmp_path: File) -> None:
+def test_tensorboard_shows_the_numbers_of_the_rows(config: Config, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
         EventAccumulator,
     )
@@ -242,7 +242,7 @@ def test_tensorboard_shows_the_numbers_of_the_rows(config: Config, tmp_path: Fil
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
 def test_a_stopped_run_saves_its_last_step_and_says_how_to_go_on(
-    corpus: Corpus, tmp_path: File, signum: signal.Signals, code: int
+    corpus: Corpus, tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:
     options = f"--corpus {corpus.where} --d-model 16 --layers 1 --d-ff 24 --context 16 --batch-tokens 128 --threads 1"
     options += f" --steps 20 --warmup 4 --heads 2 --kv-heads 2 --head-dim 8 --out {tmp_path / 'run'}"
@@ -261,7 +261,7 @@ def test_a_stopped_run_saves_its_last_step_and_says_how_to_go_on(
     assert "Traceback" not in err
 
 
-def test_wandb_gets_the_run_when_asked(corpus: Corpus, tmp_path: File) -> None:
+def test_wandb_gets_the_run_when_asked(corpus: Corpus, tmp_path: Path) -> None:
     """In its offline mode: the real client, which writes what it would upload."""
     options = f"--corpus {corpus.where} --d-model 16 --layers 1 --d-ff 24 --context 16 --batch-tokens 128 --steps 3"
     options += " --warmup 1 --heads 2 --kv-heads 2 --head-dim 8 --threads 1 --wandb ducks"
@@ -291,7 +291,7 @@ def test_a_compiled_run_is_the_same_run(config: Config, corpus: Corpus, monkeypa
     assert compiled.forward is not compiled.model
 
 
-def test_a_tokenizer_with_more_tokens_makes_a_larger_model(tmp_path: File) -> None:
+def test_a_tokenizer_with_more_tokens_makes_a_larger_model(tmp_path: Path) -> None:
     from quacklr.lab.data.command import main as prepare
 
     make_corpus(tmp_path)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import resource
 import shutil
-from pathlib import Path as File
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from quacklr.lab.train.runner import run
 
 
 @pytest.fixture(scope="module")
-def finished(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> File:
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
     run(small(corpus, Quack(), ATTENTIONS["mha"], steps=12), out)
     draw_logits(out)
@@ -28,14 +28,14 @@ def finished(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> File:
 
 
 @pytest.fixture
-def half(finished: File, tmp_path: File) -> File:
+def half(finished: Path, tmp_path: Path) -> Path:
     """A run as a kill would leave it: two checkpoints, no result."""
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run/result.json").unlink()
     return tmp_path / "run"
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(finished: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_holds_a_run_is_not_overwritten(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(finished)
     said = complaint(capsys, "--out", str(finished))
     assert f"{finished} already holds a run; go on with it by `quacklr train --resume {finished}`" in said
@@ -43,7 +43,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished: File, capsys: py
 
 
 def test_a_finished_run_is_not_trained_again_but_can_go_on_for_longer(
-    finished: File, tmp_path: File, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
     before = read_rows(tmp_path / "run")
@@ -57,7 +57,7 @@ def test_a_finished_run_is_not_trained_again_but_can_go_on_for_longer(
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_named(
-    half: File, capsys: pytest.CaptureFixture[str]
+    half: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = half / "checkpoints/step-0000012"
     content = bytearray((path / "__0_0.distcp").read_bytes())
@@ -73,14 +73,14 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_named(
     assert [row["step"] for row in read_rows(half)] == list(range(13))
 
 
-def test_a_checkpoint_of_another_run_is_told(half: File, corpus: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_another_run_is_told(half: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(small(corpus, Quack(tau=0.1), ATTENTIONS["mha"], steps=12), half.parent / "other")
     shutil.rmtree(half / "checkpoints/step-0000012")
     shutil.copytree(half.parent / "other/checkpoints/step-0000012", half / "checkpoints/step-0000012")
     assert "is of another run" in complaint(capsys, "--resume", str(half))
 
 
-def test_a_checkpoint_of_an_older_version_is_told(half: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_an_older_version_is_told(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(half / "checkpoints")
     (half / "checkpoints").mkdir()
     torch.save({"format": 1}, half / "checkpoints/step-0000012.pt")
@@ -88,13 +88,13 @@ def test_a_checkpoint_of_an_older_version_is_told(half: File, capsys: pytest.Cap
     assert "step-0000012.pt was made by an older quacklr; start the run anew in another --out" in said
 
 
-def test_other_options_than_the_runs_own_are_told(half: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_options_than_the_runs_own_are_told(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (half / "result.json").write_text(json.dumps({"status": "finished", "step": 12}))  # even if there is nothing to do
     said = complaint(capsys, "--resume", str(half), "--lr", "0.07")
     assert f"{half} holds another run: it differs in --lr (0.05 there, 0.07 here)" in said
 
 
-def test_a_missing_shard_is_told(corpus: File, tmp_path: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_shard_is_told(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(corpus, tmp_path / "corpus")
     (tmp_path / "corpus/train-00000.bin").unlink()
     said = complaint(capsys, *OPTIONS, "--corpus", str(tmp_path / "corpus"), "--out", str(tmp_path / "new"))
@@ -102,9 +102,9 @@ def test_a_missing_shard_is_told(corpus: File, tmp_path: File, capsys: pytest.Ca
     assert not (tmp_path / "new").exists()
 
 
-def test_another_text_than_the_runs_own_is_told(half: File, tmp_path: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_text_than_the_runs_own_is_told(half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The folder has the same name, but its content has changed since the checkpoint."""
-    corpus = File(json.loads((half / "config.json").read_text())["training"]["corpus"])
+    corpus = Path(json.loads((half / "config.json").read_text())["training"]["corpus"])
     shutil.copytree(corpus, tmp_path / "corpus")
     manifest = json.loads((tmp_path / "corpus/manifest.json").read_text())
     shard = manifest["splits"]["train"]["shards"][0]
@@ -118,15 +118,15 @@ def test_another_text_than_the_runs_own_is_told(half: File, tmp_path: File, caps
     assert "was trained on other text" in complaint(capsys, "--resume", str(half))
 
 
-def test_a_corpus_that_was_moved_is_the_same_corpus(half: File, tmp_path: File) -> None:
-    corpus = File(json.loads((half / "config.json").read_text())["training"]["corpus"])
+def test_a_corpus_that_was_moved_is_the_same_corpus(half: Path, tmp_path: Path) -> None:
+    corpus = Path(json.loads((half / "config.json").read_text())["training"]["corpus"])
     shutil.copytree(corpus, tmp_path / "moved")
     assert main(["--resume", str(half), "--corpus", str(tmp_path / "moved"), "--steps", "14"]) == 0
     assert [row["step"] for row in read_rows(half)] == list(range(15))
 
 
 def test_a_finished_run_without_checkpoints_keeps_its_rows(
-    finished: File, tmp_path: File, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints")
@@ -137,7 +137,7 @@ def test_a_finished_run_without_checkpoints_keeps_its_rows(
 
 
 def test_what_the_library_refuses_is_a_sentence_too(
-    corpus: File, tmp_path: File, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [*OPTIONS, "--corpus", str(corpus), "--out", str(tmp_path / "run"), "--method", "quack"]
     assert "is all zeros, so its rate has no bound" in complaint(capsys, *options, "--init-std", "1e-30")
@@ -146,13 +146,13 @@ def test_what_the_library_refuses_is_a_sentence_too(
     )
 
 
-def test_a_damaged_config_is_told(half: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_config_is_told(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (half / "config.json").write_text("{")
     assert f"{half / 'config.json'} is damaged" in complaint(capsys, "--resume", str(half))
 
 
 def test_a_damaged_row_is_told_and_an_unfinished_last_one_is_not_a_row(
-    half: File, capsys: pytest.CaptureFixture[str]
+    half: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = (half / "metrics.jsonl").read_text().splitlines(keepends=True)
     (half / "metrics.jsonl").write_text("".join([*lines[:3], "{oops\n", *lines[4:]]))
@@ -162,7 +162,7 @@ def test_a_damaged_row_is_told_and_an_unfinished_last_one_is_not_a_row(
     assert [row["step"] for row in read_rows(half)] == list(range(15))
 
 
-def test_a_diverged_run_stays_diverged(half: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_diverged_run_stays_diverged(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Resuming it says so, and trains no further."""
     (half / "result.json").write_text(json.dumps({"status": "diverged", "reason": "the loss is nan", "step": 12}))
     before = files(half)
@@ -171,13 +171,13 @@ def test_a_diverged_run_stays_diverged(half: File, capsys: pytest.CaptureFixture
     assert files(half) == before
 
 
-def test_two_processes_do_not_train_in_one_folder(half: File, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_do_not_train_in_one_folder(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with locked(half):
         assert f"another quacklr is at work in {half}" in complaint(capsys, "--resume", str(half))
 
 
 def test_a_folder_that_cannot_be_written_is_told(
-    corpus: File, tmp_path: File, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     said = complaint(capsys, *OPTIONS, "--corpus", str(corpus), "--out", str(tmp_path / "file/run"))
@@ -189,7 +189,7 @@ def small_files_only() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
 
-def test_a_full_disk_ends_the_run_with_a_sentence_and_all_that_was_whole_stays(corpus: File, tmp_path: File) -> None:
+def test_a_full_disk_ends_the_run_with_a_sentence_and_all_that_was_whole_stays(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = [*OPTIONS, "--corpus", str(corpus), "--steps", "40", "--checkpoint-every", "5", "--out", str(out)]
     full = quacklr("train", *options, env=environment(), preexec_fn=small_files_only)

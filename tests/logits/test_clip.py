@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lab_runs import block
 from models import assert_equal
-from quacklr import Path, QKClip, logit_paths, mha, packed
+from quacklr import LogitPath, QKClip, logit_paths, mha, packed
 from quacklr.find.discover import by_module
 from quacklr.lab.model import MHA, MLA, Decoder, Shape, build
 from quacklr.logits.clip import factors
@@ -193,7 +193,7 @@ def test_a_clip_that_sees_no_logits_says_so_instead_of_doing_nothing() -> None:
             weight = (self.q(x) @ self.k(x).mT).exp()
             return (weight / weight.sum(-1, keepdim=True)) @ x
 
-        def logit_paths(self) -> list[Path]:
+        def logit_paths(self) -> list[LogitPath]:
             return mha(*packed(self.q, ("q", 1, 16)), *packed(self.k, ("k", 1, 16)))
 
     attention = Attention()

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from lab_runs import block
 from models import assert_equal
-from quacklr import Path, QKClip, QuacK, Weight, mha, packed
+from quacklr import LogitPath, QKClip, QuacK, Weight, mha, packed
 from quacklr.lab.model import MHA, Decoder, Shape, build
 
 SHAPE = Shape(d_model=32, layers=2, d_ff=48, context=12, vocab=50, init_std=0.4)
@@ -40,12 +40,12 @@ class Attention(nn.Module):
     def largest(self) -> Tensor:
         return self.logits(X).amax((0, 2, 3)).detach()
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         (q,), (k,) = packed(self.q, ("q", 2, 4)), packed(self.k, ("k", 2, 4))
         if self.a is None or self.b is None:
             return mha(q, k)
         (b,), (a,) = packed(self.b, ("b", 2, 4)), packed(self.a, ("a", 1, self.a.out_features))
-        return [*mha(q, k), Path((a, b, k), heads=2)]
+        return [*mha(q, k), LogitPath((a, b, k), heads=2)]
 
 
 def clipped(model: nn.Module, threshold: float = 0.05) -> QKClip:
@@ -189,7 +189,7 @@ def test_a_weight_that_is_the_models_own_has_its_place() -> None:
     torch.manual_seed(0)
     model = Attention()
     heads = torch.arange(2).repeat_interleave(4)
-    path = Path((Weight("q", model.q.weight, heads), Weight("k", model.k.weight, heads)), heads=2)
+    path = LogitPath((Weight("q", model.q.weight, heads), Weight("k", model.k.weight, heads)), heads=2)
     optimizer = SGD(model.parameters(), lr=1e-12)
     QKClip(model, optimizer, 0.05, paths=[path])
     model(X).square().mean().backward()

@@ -13,9 +13,9 @@ from torch.nn.attention import flex_attention as flex
 import quacklr.logits.flex
 import quacklr.logits.logits
 from models import assert_equal
-from quacklr import LogitMonitor, Path, QKClip, mha, packed
+from quacklr import LogitMonitor, LogitPath, QKClip, mha, packed
 from quacklr.logits.flex import holders
-from quacklr.util.modules import as_written
+from quacklr.util.modules import run_uncompiled
 
 BIAS = torch.randn(4, generator=torch.Generator().manual_seed(3))
 attend: Any = flex.flex_attention  # by the name that the model's code calls
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         output: Tensor = attend(*self.parts(x_BTD), score_mod=capped_and_biased, block_mask=mask, enable_gqa=True)
         return output
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         return mha(*packed(self.q, ("q", 4, 4)), *packed(self.kv, ("k", 2, 4), (None, 2, 4)))
 
 
@@ -90,7 +90,7 @@ def test_what_a_watched_model_puts_out_is_what_it_put_out_before(monkeypatch: py
     torch.manual_seed(0)
     seen: list[Tensor] = []
     attention = Attention()
-    with as_written():
+    with run_uncompiled():
         plain = attention(inputs())
     attention.register_forward_hook(lambda *given: seen.append(given[2]))
     monkeypatch.setattr(quacklr.logits.logits, "CHUNK", 4 * 12 * 5)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import quacklr.logits.accumulator
 import quacklr.logits.logits
 from quacklr import LogitMonitor
-from quacklr.logits.accumulator import Tally
-from quacklr.logits.logits import Logits, Made, Written, arranged
+from quacklr.logits.accumulator import StatsAccumulator
+from quacklr.logits.logits import EagerLogits, Logits, QKLogits, arranged
 
 B, H, Q, K = 2, 4, 5, 6  # sequences, heads, queries, keys
 
@@ -51,7 +51,7 @@ def statistics(logits: list[Tensor], extra: int = 0) -> dict[str, list[float]]:
 
 def check(logits: Sequence[Logits], expected: dict[str, list[float]]) -> None:
     now, before = logits
-    tally = Tally(now, Tally(before, None).kept_BHIJ)
+    tally = StatsAccumulator(now, StatsAccumulator(before, None).kept_BHIJ)
     moved, compared, entropy, looking, sink, choosing = tally.sums()
     measured = {"max": tally.largest_H, "change": moved / compared, "entropy": entropy / looking}
     for name, of_heads in (measured | {"sink": sink / choosing}).items():
@@ -85,7 +85,7 @@ def test_what_a_model_wrote_is_counted_where_its_queries_may_look(case: dict[str
     told = {"all": hidden, "some": hidden & (torch.arange(Q) % 2 == 0)[:, None], "none": None}[known]
     logits = [(3 * random(B, H, Q, K, seed=case["seed"] + n)).to(case["dtype"]) for n in range(2)]
     expected = statistics([each.float().masked_fill(hidden, -torch.inf) for each in logits], case["extra"])
-    written = [Written(each.masked_fill(hidden, value), told, None, case["extra"]) for each in logits]
+    written = [EagerLogits(each.masked_fill(hidden, value), told, None, case["extra"]) for each in logits]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quacklr.logits.logits, "CHUNK", case["chunk"])
         check(written, expected)
@@ -123,7 +123,7 @@ def test_what_a_kernel_made_is_made_again(
         logits = [each.masked_fill(ahead, -torch.inf) for each in logits]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quacklr.logits.logits, "CHUNK", chunk)
-        made = [Made(q, k, 0.5, offset, given_mask) for q in queries]
+        made = [QKLogits(q, k, 0.5, offset, given_mask) for q in queries]
         check(made, statistics(logits))
         torch.testing.assert_close(made[0].rows(slice(None)), logits[0])
 
@@ -132,9 +132,9 @@ def test_a_sample_of_queries_and_keys_is_always_the_same_one(monkeypatch: pytest
     logits = [random(B, H, Q, K, seed=n) for n in range(2)]
     for kept, queries, keys in ((2 * B * H * K, [1, 4], slice(None)), (B * H * 2, [4], slice(None, None, 3))):
         monkeypatch.setattr(quacklr.logits.accumulator, "KEPT", kept)
-        first = Tally(Written(logits[0]), None)
+        first = StatsAccumulator(EagerLogits(logits[0]), None)
         assert first.kept_BHIJ.numel() <= kept
-        second = Tally(Written(logits[1]), first.kept_BHIJ)
+        second = StatsAccumulator(EagerLogits(logits[1]), first.kept_BHIJ)
         expected = (logits[1] - logits[0])[:, :, queries][..., keys].abs().mean((0, 2, 3))
         torch.testing.assert_close(second.sums()[0] / second.sums()[1], expected)
 

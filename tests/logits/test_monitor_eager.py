@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, scaled_dot_product_attention, softmax
 
 import by_hand
-from quacklr import LogitMonitor, Path, QKClip, check, mha, packed
+from quacklr import LogitMonitor, LogitPath, QKClip, check, mha, packed
 
 B, T, D, H = 3, 7, 16, 4
 MIN = torch.finfo(torch.float32).min
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 class Declared(Attention):
     """The same, and it says how many heads it has: what a softmax over (batch * heads, I, J) cannot say."""
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         return mha(*packed(self.q, ("q", H, D // H)), *packed(self.k, ("k", H, D // H)))
 
 
@@ -306,7 +306,7 @@ class Recurrent(nn.Module):
         q, k = self.in_mix(x_BTD).relu().chunk(2, -1)
         return self.out_mix(q @ (k.mT @ x_BTD))
 
-    def declared(self) -> list[Path]:
+    def declared(self) -> list[LogitPath]:
         return mha(*packed(self.in_mix, ("q", H, D // H), ("k", H, D // H)))
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import by_hand
-from quacklr import LogitMonitor, Path, QKClip, mha, packed
+from quacklr import LogitMonitor, LogitPath, QKClip, mha, packed
 from quacklr.inspect.tiny import tiny_config
 
 WIDTH, HEADS = 16, 2
@@ -39,7 +39,7 @@ class Attention(nn.Module):
             out = scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2).flatten(2)
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         q, k = (packed(each, (name, HEADS, WIDTH // HEADS))[0] for each, name in ((self.q, "q"), (self.k, "k")))
         return mha(q, k)
 
@@ -217,7 +217,7 @@ print(json.dumps(peak() - before))
 def raised(what: str, tokens: int) -> float:
     """MB by which the peak memory of a process rises with a forward of this many tokens, after one of 64."""
     code = LONG.format(
-        folders=[str(File(__file__).parent), str(File(by_hand.__file__).parent)], what=what, tokens=tokens
+        folders=[str(Path(__file__).parent), str(Path(by_hand.__file__).parent)], what=what, tokens=tokens
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 import kimi
 from models import assert_equal
-from quacklr import LogitMonitor, Path, QKClip, Weight, check, mha, packed
+from quacklr import LogitMonitor, LogitPath, QKClip, Weight, check, mha, packed
 
 T, D, H, K = 6, 8, 4, 2
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v, each (B, T, H, K), to (B, T, H, K)
@@ -100,7 +100,7 @@ class Undeclared(nn.Module):
 class Attention(Undeclared):
     """The same with paths, which say it."""
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         return mha(*packed(self.q, ("q", H, K)), *packed(self.k, ("k", H, K)))
 
 
@@ -199,7 +199,7 @@ def test_the_check_is_right_about_right_paths_and_about_wrong_ones(layout: str, 
     blocks = torch.arange(H * K) // K
     weights = [Weight(f"attention.{of}", getattr(model.attention, of).weight, blocks) for of in "qk"]
     swapped = torch.tensor([0, 2, 1, 3])
-    wrong = check(model, optimizer, x_BTD, steps=1, paths=[Path(tuple(weights), H, (None, swapped))])
+    wrong = check(model, optimizer, x_BTD, steps=1, paths=[LogitPath(tuple(weights), H, (None, swapped))])
     assert [layer.wrong.tolist() for layer in wrong.layers] == [[False, True, True, False]]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lab_runs import block
 from models import assert_equal
-from quacklr import Path, QKClip, Weight, logit_paths
+from quacklr import LogitPath, QKClip, Weight, logit_paths
 from quacklr.lab.model import MHA, Decoder, Shape, build
 
 SHAPE = Shape(d_model=32, layers=2, d_ff=48, context=12, vocab=50, init_std=0.4)
@@ -119,10 +119,10 @@ class Dotted(nn.Module):
         q, k = (proj(x).unflatten(-1, (2, 4)).transpose(1, 2) for proj in self.proj)
         return nn.functional.scaled_dot_product_attention(q, k, k)
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         heads = torch.arange(2).repeat_interleave(4)
         weights = [Weight(f"proj.{i}", self.proj[i].get_parameter("weight"), heads) for i in range(2)]
-        return [Path(tuple(weights), heads=2)]
+        return [LogitPath(tuple(weights), heads=2)]
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["found", "given"])

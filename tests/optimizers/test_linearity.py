@@ -6,7 +6,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -583,7 +583,7 @@ def test_it_works_without_gradients_in_inference_mode_and_with_another_default_d
 
 
 @pytest.fixture
-def one_process(tmp_path: File) -> Iterator[None]:
+def one_process(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +24,9 @@ REASONS = {"full": "No space left on device", "closed": "Bad file descriptor"}
 
 
 @pytest.fixture(scope="module")
-def runs(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> tuple[File, dict[str, Any]]:
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("terminal")
-    script = [sys.executable, str(File(__file__).parents[1] / "kit/terminal_runs.py"), str(corpus), str(out)]
+    script = [sys.executable, str(Path(__file__).parents[1] / "kit/terminal_runs.py"), str(corpus), str(out)]
     done = subprocess.run(script, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr
     return out, json.loads(done.stdout.splitlines()[-1])
@@ -35,7 +35,7 @@ def runs(corpus: File, tmp_path_factory: pytest.TempPathFactory) -> tuple[File, 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("command", DISPLAYS)
 def test_a_command_whose_product_are_files_is_not_ended_by_its_terminal(
-    runs: tuple[File, dict[str, Any]], command: str, way: str
+    runs: tuple[Path, dict[str, Any]], command: str, way: str
 ) -> None:
     out, found = runs
     assert found[f"{command}, {way}"] == [0, ""]
@@ -49,7 +49,7 @@ def test_a_command_whose_product_are_files_is_not_ended_by_its_terminal(
 @pytest.mark.parametrize("way", REASONS)
 @pytest.mark.parametrize("command", PRODUCTS)
 def test_a_command_whose_product_is_its_output_says_that_it_is_lost(
-    runs: tuple[File, dict[str, Any]], command: str, way: str
+    runs: tuple[Path, dict[str, Any]], command: str, way: str
 ) -> None:
     code, said = runs[1][f"{command}, {way}"]
     assert code == 2
@@ -60,12 +60,12 @@ def test_a_command_whose_product_is_its_output_says_that_it_is_lost(
 
 @pytest.mark.parametrize("command", PRODUCTS)
 def test_a_reader_who_has_read_enough_ends_a_command_without_a_word(
-    runs: tuple[File, dict[str, Any]], command: str
+    runs: tuple[Path, dict[str, Any]], command: str
 ) -> None:
     assert runs[1][f"{command}, unread"] == [1, ""]
 
 
-def test_a_run_goes_on_when_its_terminal_is_gone(runs: tuple[File, dict[str, Any]]) -> None:
+def test_a_run_goes_on_when_its_terminal_is_gone(runs: tuple[Path, dict[str, Any]]) -> None:
     out, found = runs
     assert found["hung up"] == 0
     assert [row["step"] for row in read_rows(out / "hung up")] == list(range(7))
@@ -117,7 +117,7 @@ def test_characters_that_the_terminal_does_not_have_are_escaped() -> None:
     assert raw.getvalue() == b"caf\\xe9 \\udcff\n"
 
 
-def test_a_process_without_descriptors_gets_those_that_nothing_can_be_written_to(tmp_path: File) -> None:
+def test_a_process_without_descriptors_gets_those_that_nothing_can_be_written_to(tmp_path: Path) -> None:
     script = (
         "import os, sys; from quacklr.util import terminal; terminal.open_missing();"
         f"file = open({str(tmp_path / 'file')!r}, 'w'); file.write(str(file.fileno())); file.close();"

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from quacklr.checking.prove import check
-from quacklr.checking.report import Wiring
+from quacklr.checking.report import CheckReport
 from quacklr.inspect.command import of_target, quiet, say
 from quacklr.inspect.target import BadTargetError, resolve, told
 from quacklr.util.arguments import Parser
@@ -76,7 +76,7 @@ def parser() -> Parser:
     return options
 
 
-def checked(asked: argparse.Namespace) -> Wiring:
+def checked(asked: argparse.Namespace) -> CheckReport:
     """The check that was asked for."""
     say(f"building {asked.target} ...")
     target = resolve(asked.target)
@@ -122,9 +122,9 @@ def count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"must be a positive whole number, at most {MOST:,}, not {text}")
 
 
-def picture(text: str) -> File:
+def picture(text: str) -> Path:
     """A file to draw into."""
-    file = File(text)
+    file = Path(text)
     if file.suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"must be a .png, .svg or .pdf, not {text}")
     try:

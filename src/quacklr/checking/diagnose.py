@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quacklr.checking.expected_rows import Claims, Layer
+from quacklr.checking.expected_rows import ExpectedLayer, ExpectedRows
 from quacklr.checking.faults import Fault, about, listed
-from quacklr.checking.perturb import Nudge, Nudges
-from quacklr.checking.sandbox import Twin
+from quacklr.checking.perturb import Perturbation, Perturbations
+from quacklr.checking.sandbox import Sandbox
 from quacklr.find.finding import MEASURED
 from quacklr.util.modules import named_parameters
 
@@ -19,14 +19,14 @@ LOST = "not comparable when its rows change"
 SCALE_FREE = 1e-3  # of a head's largest logit: what scaling still changes through the epsilon of a norm
 
 
-class Judge:
+class Diagnosis:
     """Judges every layer of a model by its claims; `silent` says of each why it cannot be judged, if it cannot."""
 
-    def __init__(self, twin: Twin) -> None:
-        self.claims: Claims = twin.claims()
+    def __init__(self, twin: Sandbox) -> None:
+        self.claims: ExpectedRows = twin.claims()
         self.layers = self.claims.layers
         self.names = {id(param): name for name, param in named_parameters(twin.model)}
-        self.nudges = Nudges(twin, self.claims)
+        self.nudges = Perturbations(twin, self.claims)
         self.measured = {name for name, of in getattr(twin.paths, "found", {}).items() if of.origin == MEASURED}
         self.silent = [self._silence(*each) for each in enumerate(self.nudges.hearing.change())]
         self.roles = range(max(len(layer.weights) for layer in self.layers))
@@ -87,7 +87,7 @@ class Judge:
                 if of_head:
                     yield number, self._stray(self.layers[number], role, of_head)
 
-    def _stray(self, layer: Layer, role: int, of_head: dict[int, list[int]]) -> Fault:
+    def _stray(self, layer: ExpectedLayer, role: int, of_head: dict[int, list[int]]) -> Fault:
         heads = torch.zeros(layer.heads, dtype=torch.bool)
         heads[list(of_head)] = True
         name = layer.role(layer.weights[min(role, len(layer.weights) - 1)])
@@ -95,7 +95,7 @@ class Judge:
         example = f"head {first} by {name}[{listed(of_head[first])}]"
         return about(heads, f"moved by rows of {name} claimed for others: {example}")
 
-    def _strays(self, nudges: Iterator[Nudge]) -> bool:
+    def _strays(self, nudges: Iterator[Perturbation]) -> bool:
         return any(bool(strays.any()) for nudge in nudges for strays in nudge.strays(self.layers))
 
     def _dead(self) -> Iterator[tuple[int, Fault]]:
@@ -108,9 +108,9 @@ class Judge:
                 if role < len(layer.weights):
                     yield from ((number, fault) for fault in self._deaths(layer, role, whole, part))
 
-    def _deaths(self, layer: Layer, role: int, whole: Tensor, part: Tensor) -> Iterator[Fault]:
+    def _deaths(self, layer: ExpectedLayer, role: int, whole: Tensor, part: Tensor) -> Iterator[Fault]:
         weight = layer.weights[role]
-        place, name = self.claims.rule.blocks.place[weight], layer.role(weight)
+        place, name = self.claims.rule.blocks.flat_index[weight], layer.role(weight)
         for dead, words in (
             (whole, "{} moves no logit of its heads"),
             (part, "some rows of {} move no logit of its heads"),

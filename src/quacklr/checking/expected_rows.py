@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
 from quacklr.find.discover import by_module
@@ -19,7 +19,7 @@ from quacklr.util.modules import named_modules
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Term:
+class PathBlocks:
     """One path: the block that each head reads of each weight, and the weights that read its two inputs."""
 
     reads_WH: Tensor
@@ -27,12 +27,12 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
+class ExpectedLayer:
     """The heads of one attention module, and the terms of their logit; `weights` are the roles, each once."""
 
     module: str
     heads: int
-    terms: tuple[Term, ...]
+    terms: tuple[PathBlocks, ...]
     weights: tuple[Weight, ...]
 
     def readers(self, touched: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class WeightRows:
     """The rows of a parameter that a weight, or its bias, claims: whose, and the how-manieth of its block each is.
 
     `layer` and `role` number the attention that claims them first and the weight in it; `place` are its flat blocks.
@@ -68,34 +68,34 @@ class Rows:
         return self.part.spread(of_row.to(self.part.param.device))
 
 
-class Claims:
+class ExpectedRows:
     """All that some paths say of a model."""
 
-    def __init__(self, paths: Iterable[Path], model: nn.Module) -> None:
+    def __init__(self, paths: Iterable[LogitPath], model: nn.Module) -> None:
         paths = paths if isinstance(paths, list) else list(paths)  # a list that knows its modules stays what it is
         self.rule = Rule(paths)
         self.layers = [self._layer(*group) for group in _grouped(by_module(paths).items(), model)]
         self.rows = list(self._rows())
         self.params: dict[int, Tensor] = {id(rows.part.param): rows.part.param for rows in self.rows}
 
-    def _layer(self, module: str, paths: Sequence[Path]) -> Layer:
-        place, stands_for = self.rule.blocks.place, self.rule.stands_for
+    def _layer(self, module: str, paths: Sequence[LogitPath]) -> ExpectedLayer:
+        place, canonical = self.rule.blocks.flat_index, self.rule.canonical
         terms = []
         for path in paths:
-            reads = [place[stands_for[w]][read] for w, read in zip(path.weights, path.reads, strict=True)]
-            terms.append(Term(torch.stack(reads), tuple(dict.fromkeys((path.weights[0], path.weights[-1])))))
-        weights = dict.fromkeys(stands_for[weight] for path in paths for weight in path.weights)
-        return Layer(module, paths[0].heads, tuple(terms), tuple(weights))
+            reads = [place[canonical[w]][read] for w, read in zip(path.weights, path.reads, strict=True)]
+            terms.append(PathBlocks(torch.stack(reads), tuple(dict.fromkeys((path.weights[0], path.weights[-1])))))
+        weights = dict.fromkeys(canonical[weight] for path in paths for weight in path.weights)
+        return ExpectedLayer(module, paths[0].heads, tuple(terms), tuple(weights))
 
-    def _rows(self) -> Iterator[Rows]:
+    def _rows(self) -> Iterator[WeightRows]:
         seen: set[Weight] = set()
         for number, layer in enumerate(self.layers):
             for role, weight in enumerate(layer.weights):
                 if weight not in seen:
                     seen.add(weight)
-                    place = self.rule.blocks.place[weight]
+                    place = self.rule.blocks.flat_index[weight]
                     for part in weight.parts:
-                        yield Rows(part, number, role, place, part.block_of_row, _rank(part))
+                        yield WeightRows(part, number, role, place, part.block_of_row, _rank(part))
 
     def unclaimed(self) -> Iterator[tuple[Weight, Tensor]]:
         """For each parameter with rows that nobody claims a weight of it, for its layout, and a mask of those rows."""
@@ -106,13 +106,13 @@ class Claims:
         yield from ((part, mask) for part, mask in free.values() if mask.any())
 
 
-def _grouped(found: Iterable[tuple[str, list[Path]]], model: nn.Module) -> Iterator[tuple[str, list[Path]]]:
+def _grouped(found: Iterable[tuple[str, list[LogitPath]]], model: nn.Module) -> Iterator[tuple[str, list[LogitPath]]]:
     """The paths of each module and number of heads; of a module with several inside, those as their weights are named.
 
     ValueError if a name is no module's: what it attends to would not be known.
     """
     modules = {name for name, _ in named_modules(model)}
-    groups: dict[tuple[str, int], list[Path]] = {}
+    groups: dict[tuple[str, int], list[LogitPath]] = {}
     for outer, paths in found:
         for path in paths:
             inner = path.weights[0].name.rpartition(".")[0]

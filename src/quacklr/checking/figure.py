@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from matplotlib import lines, rc_context, ticker
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from quacklr.checking.report import Checked, Wiring
+from quacklr.checking.report import CheckReport, LayerReport
 from quacklr.checking.show import verdict
 from quacklr.util.figures import RC, save
 from quacklr.util.layer_names import described, short
@@ -20,17 +20,17 @@ HOLLOW = {"markeredgewidth": 1}
 INCHES, COLUMN = (6.4, 17.0), 0.16  # least and most width; of a head's column
 
 
-def draw(wiring: Wiring, file: str | File) -> None:
+def draw(wiring: CheckReport, file: str | Path) -> None:
     """Write the picture; its kind is the file name's (png, svg, pdf)."""
     columns = sum(layer.heads for layer in wiring.layers) + len(wiring.layers)
     width = min(max(INCHES[0], 1.2 + COLUMN * columns), INCHES[1])
     with rc_context(RC):
         figure = Figure(figsize=(width, 4.2), layout="constrained")
         _fill(figure.subplots(), wiring, size=min(30.0, max(3.0, 2400 * width / 17 / columns)))
-    save(figure, File(file))
+    save(figure, Path(file))
 
 
-def _fill(axes: Any, wiring: Wiring, size: float) -> None:
+def _fill(axes: Any, wiring: CheckReport, size: float) -> None:
     at, ticks = 0.0, []
     for number, layer in enumerate(wiring.layers):
         _layer(axes, layer, at, size, shaded=number % 2 == 1)
@@ -47,7 +47,7 @@ def _fill(axes: Any, wiring: Wiring, size: float) -> None:
     _legend(axes, wiring)
 
 
-def _layer(axes: Any, layer: Checked, at: float, size: float, shaded: bool) -> None:
+def _layer(axes: Any, layer: LayerReport, at: float, size: float, shaded: bool) -> None:
     if shaded:
         axes.axvspan(at - 1, at + layer.heads, color="#f3f3f3", linewidth=0, zorder=0)
     place = torch.arange(layer.heads) + at
@@ -74,7 +74,7 @@ def _number(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
-def _legend(axes: Any, wiring: Wiring) -> None:
+def _legend(axes: Any, wiring: CheckReport) -> None:
     grown = f"weights grown {wiring.growth:g}x"
     dot: dict[str, Any] = {"linestyle": "", "markeredgewidth": 0, "markersize": 6}
     handles = [

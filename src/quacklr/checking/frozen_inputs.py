@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quacklr.checking.expected_rows import Layer
+from quacklr.checking.expected_rows import ExpectedLayer
 from quacklr.checking.inputs import Inputs
 from quacklr.logits.head_order import HeadOrders
-from quacklr.logits.interceptor import intercept
+from quacklr.logits.interceptor import intercepting
 from quacklr.logits.logits import Logits
 from quacklr.util.modules import named_modules, own_buffers, run, undisturbed
 from quacklr.util.torch_functions import copied
@@ -27,7 +27,7 @@ STILL = 1e-5  # of a head's largest logit: a change that is rounding
 KEPT = 2**20  # logits of an attention that are kept: of a long context, those of the last queries
 
 
-class Hearing:
+class FrozenInputs:
     """A forward of the batch, now; and how far logits are from it whenever it is asked again.
 
     Of each layer, `scales` has the largest factor between q.k and the logit, `sizes` (H,) the largest |logit|,
@@ -35,7 +35,7 @@ class Hearing:
     not its own, and `unread` why its logits cannot be read, if they cannot; `lengths` has those of the inputs.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], batch: Any, orders: HeadOrders) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[ExpectedLayer], batch: Any, orders: HeadOrders) -> None:
         self.model, self.layers, self.batch, self.orders = model, layers, batch, orders
         alone = Counter(layer.module for layer in layers)
         self._heads = {layer.module: layer.heads for layer in layers if alone[layer.module] == 1}
@@ -58,7 +58,7 @@ class Hearing:
         return self._between(self.first, self._heard(self._replay))
 
     def _between(self, one: list[list[Tensor]], other: list[list[Tensor]]) -> list[Tensor]:
-        return [largest(*each) for each in zip(self.layers, one, other, strict=True)]
+        return [largest_logits(*each) for each in zip(self.layers, one, other, strict=True)]
 
     def _heard(self, hook: Callable[[str, int, Any], Any]) -> list[list[Tensor]]:
         heard: list[list[Tensor]] = [[] for _ in self.layers]
@@ -77,7 +77,7 @@ class Hearing:
                     self.scales[number] = max(self.scales[number], abs(logits.scale))
 
         torch.clear_autocast_cache()  # it keeps casts of weights that have changed since
-        with self._prepared(hook), intercept(self.model, listen, self._heads, self.orders):
+        with self._prepared(hook), intercepting(self.model, listen, self._heads, self.orders):
             run(self.model, self.batch)
         return heard
 
@@ -104,7 +104,7 @@ class Hearing:
         return copied(given, recorded[call]) if call < len(recorded) else given
 
 
-def largest(layer: Layer, calls: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+def largest_logits(layer: ExpectedLayer, calls: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """(H,): the largest |difference|, over all calls, of logits that may be looked at."""
     if [call_BHIJ.shape for call_BHIJ in calls] != [call_BHIJ.shape for call_BHIJ in others]:
         return torch.full((layer.heads,), torch.nan)
@@ -123,7 +123,7 @@ def unreadable(calls: Sequence[Tensor]) -> str:
     return "some heads look at nothing" if calls and not torch.stack(seen_H).any(0).all() else ""
 
 
-def precision(layer: Layer) -> float:
+def precision(layer: ExpectedLayer) -> float:
     """The relative precision that the layer's weights are stored in."""
     return max(torch.finfo(weight.param.dtype).eps for weight in layer.weights)
 

@@ -20,27 +20,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quacklr.checking.expected_rows import Claims, Layer, Rows
-from quacklr.checking.frozen_inputs import Hearing
-from quacklr.checking.sandbox import Twin, aside
+from quacklr.checking.expected_rows import ExpectedLayer, ExpectedRows, WeightRows
+from quacklr.checking.frozen_inputs import FrozenInputs
+from quacklr.checking.sandbox import Sandbox, aside
 
-Pick = Callable[[Rows], Tensor | bool]
+Pick = Callable[[WeightRows], Tensor | bool]
 Half = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Nudge:
+class Perturbation:
     """What one did: the flat blocks that it touched, and for each layer (H,) the heads that it moved, and did not."""
 
     touched: Tensor
     moved: list[Tensor]
     still: list[Tensor]
 
-    def strays(self, layers: Iterable[Layer]) -> list[Tensor]:
+    def strays(self, layers: Iterable[ExpectedLayer]) -> list[Tensor]:
         """For each layer (H,): the heads that moved and read none of it."""
         return [of & ~layer.readers(self.touched) for layer, of in zip(layers, self.moved, strict=True)]
 
-    def dead(self, layers: Iterable[Layer]) -> Tensor:
+    def dead(self, layers: Iterable[ExpectedLayer]) -> Tensor:
         """The flat blocks that were touched and moved none of the heads that read them."""
         alive = torch.zeros_like(self.touched)
         for layer, still in zip(layers, self.still, strict=True):
@@ -49,23 +49,23 @@ class Nudge:
         return self.touched & ~alive
 
 
-class Nudges:
+class Perturbations:
     """Nudges of a model whose inputs to every attention are held fixed. Rows of zeros are filled first.
 
     `lost`: of each layer, whether its logits could not be compared after a nudge.
     """
 
-    def __init__(self, twin: Twin, claims: Claims) -> None:
+    def __init__(self, twin: Sandbox, claims: ExpectedRows) -> None:
         self.claims = claims
         generator = torch.Generator().manual_seed(0)
         self.noise = {id(param): _noise(param, generator) for param in claims.params.values()}
         with torch.no_grad():  # what is multiplied with zeros would move nothing
             for rows in claims.rows:
                 self._add(rows, rows.claimed & ~rows.part.rows_first().reshape(len(rows.block), -1).any(1).cpu())
-        self.hearing = Hearing(twin.model, claims.layers, twin.batch, twin.orders)
+        self.hearing = FrozenInputs(twin.model, claims.layers, twin.batch, twin.orders)
         self.lost = [False] * len(claims.layers)
 
-    def nudge(self, pick: Pick) -> Nudge:
+    def nudge(self, pick: Pick) -> Perturbation:
         """Nudge the claimed rows that are picked."""
         touched = torch.zeros(self.claims.rule.blocks.total, dtype=torch.bool)
         with aside(self.claims.params.values()):
@@ -75,14 +75,14 @@ class Nudges:
                 self._add(rows, picked)
             change = self._change()
         pairs = list(zip(change, self.hearing.rounding, strict=True))
-        return Nudge(touched, [of > still for of, still in pairs], [of <= still for of, still in pairs])
+        return Perturbation(touched, [of > still for of, still in pairs], [of <= still for of, still in pairs])
 
     def _change(self) -> list[Tensor]:
         change = self.hearing.change()
         self.lost = [lost or bool(of.isnan().any()) for lost, of in zip(self.lost, change, strict=True)]
         return change
 
-    def _add(self, rows: Rows, picked: Tensor) -> None:
+    def _add(self, rows: WeightRows, picked: Tensor) -> None:
         rows.part.param.add_(self.noise[id(rows.part.param)] * rows.spread(picked))
 
     def double_unclaimed(self) -> list[Tensor]:
@@ -96,30 +96,30 @@ class Nudges:
                 part.param.mul_(part.spread(1 + free.to(part.param)))
             return self._change()
 
-    def layers_in_halves(self) -> Iterator[Nudge]:
+    def layers_in_halves(self) -> Iterator[Perturbation]:
         """All rows of half of the layers, for each bit of a layer's number."""
         for half in _halves(len(self.claims.layers)):
             yield self.nudge(_of_layers(half))
 
-    def blocks_in_halves(self, role: int) -> Iterator[Nudge]:
+    def blocks_in_halves(self, role: int) -> Iterator[Perturbation]:
         """Half of the blocks of one weight of every layer, for each bit of a block's number."""
         for half in _halves(self.blocks(role)):
             yield self.nudge(_of_blocks(role, half))
 
-    def rows_in_halves(self, role: int) -> Iterator[Nudge]:
+    def rows_in_halves(self, role: int) -> Iterator[Perturbation]:
         """Half of the rows of every block of one weight of every layer, for each bit of a row's number in its block."""
         for half in _halves(1 + max((int(rows.rank[rows.claimed].max()) for rows in self.of_role(role)), default=0)):
             yield self.nudge(_of_ranks(role, half))
 
-    def layer(self, number: int) -> Nudge:
+    def layer(self, number: int) -> Perturbation:
         """All rows of one layer."""
         return self.nudge(lambda rows: rows.layer == number)
 
-    def role(self, role: int) -> Nudge:
+    def role(self, role: int) -> Perturbation:
         """One weight of every layer."""
         return self.nudge(lambda rows: rows.role == role)
 
-    def block(self, role: int, block: int) -> Nudge:
+    def block(self, role: int, block: int) -> Perturbation:
         """One block of one weight of every layer."""
         return self.nudge(lambda rows: (rows.block == block) & (rows.role == role))
 
@@ -127,7 +127,7 @@ class Nudges:
         """How many blocks a weight of that role has at most."""
         return max((int(rows.block.max()) + 1 for rows in self.of_role(role)), default=0)
 
-    def of_role(self, role: int) -> list[Rows]:
+    def of_role(self, role: int) -> list[WeightRows]:
         """The rows of the weights that are the so-manieth of their layer."""
         return [rows for rows in self.claims.rows if rows.role == role]
 

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from quacklr.checking.diagnose import Judge
-from quacklr.checking.report import Checked, Wiring
-from quacklr.checking.sandbox import Loss, Twin
+from quacklr.checking.diagnose import Diagnosis
+from quacklr.checking.report import CheckReport, LayerReport
+from quacklr.checking.sandbox import Loss, Sandbox
 from quacklr.checking.steps import Change, Stepper, changes
 from quacklr.core.norms import Norm, frobenius
-from quacklr.core.path import Path
-from quacklr.distributed.validate import refuse_sharded
+from quacklr.core.path import LogitPath
+from quacklr.distributed.validate import validate_not_sharded
 from quacklr.optimizers.attach import as_optimizers, is_idle
 from quacklr.quack import QuacK
-from quacklr.util.modules import as_written
+from quacklr.util.modules import run_uncompiled
 
 
 def check(
@@ -29,11 +29,11 @@ def check(
     tau: float = 1.0,
     norm: Norm = frobenius,
     floor: float = 0.0,
-    paths: Iterable[Path] | None = None,
+    paths: Iterable[LogitPath] | None = None,
     loss: Loss | None = None,
     steps: int = 3,
     growth: float = 4.0,
-) -> Wiring:
+) -> CheckReport:
     """Whether `QuacK(model, optimizer)` is wired right: every head's rows its own, and no logit moved out of bounds.
 
         print(check(model, optimizer, batch))
@@ -49,29 +49,29 @@ def check(
     """
     optimizers = as_optimizers(optimizer)
     _refuse(optimizers, steps, growth)
-    refuse_sharded(model, "check", "check it in one process, before it is sharded: the rows are the same")
+    validate_not_sharded(model, "check", "check it in one process, before it is sharded: the rows are the same")
     devices = {param.device for param in model.parameters() if param.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")
-    with torch.random.fork_rng(devices, device_type=kind), as_written():
-        twin = Twin.of(model, optimizers, paths, batch, loss)
+    with torch.random.fork_rng(devices, device_type=kind), run_uncompiled():
+        twin = Sandbox.of(model, optimizers, paths, batch, loss)
         settings: dict[str, Any] | None = {"tau": tau, "norm": norm, "floor": floor}
         if not twin.again().reaches_a_path():  # QuacK raises if it has nothing to do
             settings = None
         start = _run(twin.again(), steps, 1.0, settings)
         plain = _run(twin.again(), steps, growth, None)
         quack = _run(twin.again(), steps, growth, settings)
-        judge = Judge(twin)
+        judge = Diagnosis(twin)
         faults = judge.faults()
     trains = [any(weight.trains for weight in layer.weights) for layer in judge.layers]
     layers = [
-        Checked(layer.module, layer.heads, *each)
+        LayerReport(layer.module, layer.heads, *each)
         for layer, *each in zip(judge.layers, judge.silent, start, plain, quack, faults, trains, strict=True)
     ]
     left_alone = dict(getattr(twin.paths, "left_alone", {}))
-    return Wiring(tuple(layers), growth, steps, left_alone, twin.unmeasured, twin.contradiction)
+    return CheckReport(tuple(layers), growth, steps, left_alone, twin.unmeasured, twin.contradiction)
 
 
-def _run(twin: Twin, steps: int, growth: float, settings: dict[str, Any] | None) -> list[Change]:
+def _run(twin: Sandbox, steps: int, growth: float, settings: dict[str, Any] | None) -> list[Change]:
     """A few steps from weights that have grown since QuacK was attached; without it, if there are no settings."""
     torch.manual_seed(0)
     claims = twin.claims()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path as File
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ NO_STEP = "its rows took no step: no gradient, or lr is 0"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Checked:
+class LayerReport:
     """One attention: what steps do to its heads at the start, and grown, without QuacK and with it; and its faults.
 
     `silent` says why nothing is known of it, if that is so. `trains`: whether any of its rows do.
@@ -75,14 +75,14 @@ def _beyond(change: Change, when: str) -> list[Fault]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wiring:
+class CheckReport:
     """The proof of a model's wiring, or what is wrong with it: `ok`, a table when printed, a picture when saved.
 
     `unmeasured`: why the paths are those of the rules, if the batch did not show them. `contradiction`: how the batch
     shows other ones than the rules, if it does.
     """
 
-    layers: tuple[Checked, ...]
+    layers: tuple[LayerReport, ...]
     growth: float
     steps: int
     left_alone: Mapping[str, str]
@@ -95,7 +95,7 @@ class Wiring:
         shown = all(not layer.unshown and not layer.faults for layer in self.layers)
         return bool(self.layers) and shown and not self.contradiction
 
-    def save(self, file: str | File) -> None:
+    def save(self, file: str | Path) -> None:
         """Draw it: for each layer and head the changes and the bound. Needs matplotlib (quacklr[lab])."""
         try:
             from quacklr.checking.figure import draw

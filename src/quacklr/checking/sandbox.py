@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.checking.expected_rows import Claims
-from quacklr.core.path import Path
+from quacklr.checking.expected_rows import ExpectedRows
+from quacklr.core.path import LogitPath
 from quacklr.find import logit_paths
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.logits.head_order import HeadOrders
@@ -23,7 +23,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Twin:
+class Sandbox:
     """A model, its optimizers without hooks or schedulers, its paths, and a batch with a loss to step on.
 
     `unmeasured`: why paths are those of the rules, if they could not be measured. `contradiction`: how what was
@@ -32,7 +32,7 @@ class Twin:
 
     model: nn.Module
     optimizers: list[Optimizer]
-    paths: list[Path]
+    paths: list[LogitPath]
     batch: Any
     loss: Loss
     unmeasured: str = ""
@@ -41,8 +41,13 @@ class Twin:
 
     @classmethod
     def of(
-        cls, model: nn.Module, optimizers: list[Optimizer], paths: Iterable[Path] | None, batch: Any, loss: Loss | None
-    ) -> Twin:
+        cls,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        paths: Iterable[LogitPath] | None,
+        batch: Any,
+        loss: Loss | None,
+    ) -> Sandbox:
         """Copies that belong together; the paths are measured in the copy unless they are given.
 
         Runs the batch once: some models put other modules in place when they first see what they are given.
@@ -56,14 +61,14 @@ class Twin:
             found, unmeasured, contradiction = found_paths(twin, batch)
         return cls(twin, own, found, batch, loss or default_loss, unmeasured, contradiction)
 
-    def again(self) -> Twin:
+    def again(self) -> Sandbox:
         """A copy of the copy."""
         model, optimizers, paths = _copied((self.model, self.optimizers, self.paths))
         return replace(self, model=model, optimizers=optimizers, paths=paths)
 
-    def claims(self) -> Claims:
+    def claims(self) -> ExpectedRows:
         """What its paths say."""
-        return Claims(self.paths, self.model)
+        return ExpectedRows(self.paths, self.model)
 
     def reaches_a_path(self) -> bool:
         """Whether the loss of the batch has a gradient for any weight on a path."""
@@ -85,7 +90,7 @@ class Twin:
             optimizer.step()
 
 
-def found_paths(model: nn.Module, batch: Any) -> tuple[list[Path], str, str]:
+def found_paths(model: nn.Module, batch: Any) -> tuple[list[LogitPath], str, str]:
     """Measured paths; or those of the rules, with why they could not be measured, or how they were measured otherwise.
 
     ValueError if there are none.

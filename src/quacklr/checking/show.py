@@ -8,12 +8,12 @@ from itertools import chain
 from torch import Tensor
 
 from quacklr.checking.faults import folded, listed
-from quacklr.checking.report import NO_BOUND, Checked, Wiring
+from quacklr.checking.report import NO_BOUND, CheckReport, LayerReport
 
 MANY = 40  # layers, above which only the first, the last and the wrong ones are shown
 
 
-def show(wiring: Wiring) -> str:
+def show(wiring: CheckReport) -> str:
     """The table, the faults, what is left alone, and the verdict."""
     wrong = folded((layer.module, fault.text) for layer in wiring.layers for fault in layer.faults)
     alone = folded(wiring.left_alone.items())
@@ -29,20 +29,20 @@ def show(wiring: Wiring) -> str:
     return "\n".join(chain.from_iterable([*section, ""] for section in sections if section)).rstrip()
 
 
-def _table(wiring: Wiring) -> list[str]:
+def _table(wiring: CheckReport) -> list[str]:
     grown = f"grown {wiring.growth:g}x"
     titles = ("attention", "heads", "at the start", "bound", f"{grown}, plain", f"{grown}, QuacK", "its bound", "")
     return _columns([titles, *(_row(layer) for layer in _shown(wiring.layers))])
 
 
-def _shown(layers: Sequence[Checked]) -> Sequence[Checked]:
+def _shown(layers: Sequence[LayerReport]) -> Sequence[LayerReport]:
     if len(layers) <= MANY:
         return layers
     picked = [*range(MANY // 2), *range(len(layers) - MANY // 4, len(layers))]
     return [layer for number, layer in enumerate(layers) if number in picked or layer.faults]
 
 
-def _row(layer: Checked) -> tuple[str, ...]:
+def _row(layer: LayerReport) -> tuple[str, ...]:
     changes = (layer.start.measured, layer.start.bound, layer.plain.measured, layer.quack.measured, layer.quack.bound)
     numbers = [_range(of) for of in changes] if not layer.silent else ["-"] * 5
     return (layer.module or "(model)", str(layer.heads), *numbers, _word(layer))
@@ -55,7 +55,7 @@ def _range(of: Tensor) -> str:
     return low if low == high else f"{low}..{high}"
 
 
-def _word(layer: Checked) -> str:
+def _word(layer: LayerReport) -> str:
     if layer.faults:
         heads = layer.wrong.nonzero().flatten().tolist()
         return f"WRONG: head{'s' * (len(heads) > 1)} {listed(heads)}"
@@ -66,7 +66,7 @@ def _word(layer: Checked) -> str:
     return "ok" if layer.plain.measured.any() else "ok, but its steps are too small to see: raise lr"
 
 
-def verdict(wiring: Wiring) -> str:
+def verdict(wiring: CheckReport) -> str:
     """The last line."""
     known = [layer for layer in wiring.layers if not layer.unshown or layer.unshown == NO_BOUND]
     wrong = [layer for layer in wiring.layers if layer.faults]
@@ -90,7 +90,7 @@ def verdict(wiring: Wiring) -> str:
     )
 
 
-def _unknown(wiring: Wiring) -> str:
+def _unknown(wiring: CheckReport) -> str:
     """What the proof does not cover."""
     unbound = sum(1 for layer in wiring.layers if layer.unshown == NO_BOUND)
     silent = sum(1 for layer in wiring.layers if layer.unshown not in ("", NO_BOUND) and not layer.faults)

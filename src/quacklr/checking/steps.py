@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quacklr.checking.expected_rows import Claims, Layer
-from quacklr.checking.frozen_inputs import Hearing
-from quacklr.checking.sandbox import Twin, aside
+from quacklr.checking.expected_rows import ExpectedLayer, ExpectedRows
+from quacklr.checking.frozen_inputs import FrozenInputs
+from quacklr.checking.sandbox import Sandbox, aside
 from quacklr.optimizers.attach import first_after_step
 from quacklr.quack import QuacK
 
@@ -44,7 +44,7 @@ class Change:
 class Stepper:
     """Takes steps, knowing what the optimizers alone would have done: to be made after QuacK is attached."""
 
-    def __init__(self, twin: Twin, claims: Claims) -> None:
+    def __init__(self, twin: Sandbox, claims: ExpectedRows) -> None:
         self.twin, self.claims = twin, claims
         self._alone: dict[Tensor, Tensor] = {}
         for optimizer in twin.optimizers:
@@ -62,7 +62,7 @@ class Stepper:
         rate = torch.ones(self.claims.rule.blocks.total, dtype=torch.float64)
         for weight in self.claims.rule.weights:
             if weight.name in rates:
-                rate[self.claims.rule.blocks.place[weight]] = rates[weight.name].cpu().double()
+                rate[self.claims.rule.blocks.flat_index[weight]] = rates[weight.name].cpu().double()
         self._alone.clear()
         self.twin.step()
         after = self._blocks()
@@ -96,7 +96,7 @@ def changes(stepper: Stepper, steps: int, quack: QuacK | None) -> list[Change]:
 def _step(stepper: Stepper, rates: Mapping[str, Tensor]) -> list[Change]:
     """One step, and the change of every layer that its claimed rows alone make of it."""
     twin, claims = stepper.twin, stepper.claims
-    hearing = Hearing(twin.model, claims.layers, twin.batch, twin.orders)
+    hearing = FrozenInputs(twin.model, claims.layers, twin.batch, twin.orders)
     every = dict.fromkeys([*twin.model.parameters(), *claims.params.values()])
     old = [(param, param.detach().clone()) for param in every]
     taken = stepper.step(rates)
@@ -111,7 +111,7 @@ def _step(stepper: Stepper, rates: Mapping[str, Tensor]) -> list[Change]:
     return _beside(hearing, measured, taken)
 
 
-def _beside(hearing: Hearing, measured: Sequence[Tensor], taken: Steps) -> list[Change]:
+def _beside(hearing: FrozenInputs, measured: Sequence[Tensor], taken: Steps) -> list[Change]:
     found = []
     for number, layer in enumerate(hearing.layers):
         bound_H = hearing.scales[number] * _allowed(layer, hearing, taken)
@@ -121,7 +121,7 @@ def _beside(hearing: Hearing, measured: Sequence[Tensor], taken: Steps) -> list[
     return found
 
 
-def _allowed(layer: Layer, hearing: Hearing, taken: Steps) -> Tensor:
+def _allowed(layer: ExpectedLayer, hearing: FrozenInputs, taken: Steps) -> Tensor:
     """(H,): the bound but for the scale."""
     total_H = torch.zeros(layer.heads, dtype=torch.float64)
     for term in layer.terms:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quacklr.core.local import here, is_sharded
+from quacklr.core.local import is_sharded, local_tensor
 from quacklr.core.norms import Norm
 from quacklr.core.weight import Weight
 
@@ -24,7 +24,7 @@ Copies = list[Tensor | None]
 Memory = list[Tensor | None]
 
 
-class Rows:
+class BlockRows:
     """The rows of some blocks of a weight, all of one size: which row of the tensor is which.
 
     Where they are a regular grid, as in every layout in common use, they are read through a view of the tensor;
@@ -32,7 +32,7 @@ class Rows:
     """
 
     def __init__(self, weight: Weight, blocks: Tensor) -> None:
-        block_of_row = weight.blocks_here()
+        block_of_row = weight.local_blocks()
         index = torch.stack([(block_of_row == block).nonzero().squeeze(1) for block in blocks])
         self.weight, self.tensor = weight, weight.param
         self.sharded = is_sharded(weight.param)
@@ -54,7 +54,7 @@ class Rows:
 
         The view is kept for as long as the tensor has the same memory, dtype, shape and strides.
         """
-        data = here(self.tensor) if self.sharded else self.tensor
+        data = local_tensor(self.tensor) if self.sharded else self.tensor
         made_of = data.data_ptr(), data.dtype, data.shape, data.stride()
         if made_of != self._made_of:
             self._view, self._made_of = self._new_view(), made_of
@@ -101,7 +101,7 @@ class Piece:
 
     def __init__(self, weight: Weight, blocks: Tensor, parts: Sequence[Weight] | None = None) -> None:
         self.weight, self.blocks = weight, blocks
-        self.columns = [Rows(part, blocks) for part in parts or weight.parts]  # [W b]
+        self.columns = [BlockRows(part, blocks) for part in parts or weight.parts]  # [W b]
         self.widths = [rows.size[2] for rows in self.columns]
         on_cpu = weight.param.device.type == "cpu"
         self._keeps = on_cpu and (weight.rows_are_first or len(self.columns) == 1)
@@ -143,14 +143,14 @@ class Piece:
         self.take_back(old_BRC)
 
 
-class Run(NamedTuple):
+class BlockGroup(NamedTuple):
     """The blocks of one weight that have the same number of rows; almost always all of them."""
 
     weight: Weight
     blocks: Tensor
 
     @classmethod
-    def all_of(cls, weight: Weight) -> Iterator[Run]:
+    def all_of(cls, weight: Weight) -> Iterator[BlockGroup]:
         """The runs of a weight, smallest blocks first."""
         sizes = weight.rows_of_block
         for size in sorted(set(sizes.tolist())):
@@ -161,12 +161,12 @@ class Blocks:
     """All blocks of some weights, each with its place in one flat vector: run after run."""
 
     def __init__(self, weights: Iterable[Weight]) -> None:
-        self.runs = [run for weight in weights for run in Run.all_of(weight)]
+        self.runs = [run for weight in weights for run in BlockGroup.all_of(weight)]
         self.pieces = self._pieces()
-        self.place: dict[Weight, Tensor] = {}
+        self.flat_index: dict[Weight, Tensor] = {}
         self.total = 0
         for weight, blocks in self.runs:
-            place = self.place.setdefault(weight, torch.empty(weight.blocks, dtype=torch.long, device="cpu"))
+            place = self.flat_index.setdefault(weight, torch.empty(weight.blocks, dtype=torch.long, device="cpu"))
             place[blocks] = torch.arange(self.total, self.total + len(blocks), device="cpu")
             self.total += len(blocks)
         self.device = self.runs[0].weight.param.device

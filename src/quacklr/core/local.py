@@ -20,7 +20,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def here(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this process has of it, without gradients. To write there is to write to the tensor."""
     if not is_sharded(tensor):
         return tensor.detach()
@@ -30,7 +30,7 @@ def here(tensor: Tensor) -> Tensor:
         return local.detach()
 
 
-def indices(tensor: Tensor, dim: int) -> Tensor:
+def local_indices(tensor: Tensor, dim: int) -> Tensor:
     """Which entries along a dimension are here, in the order in which they are here. Asks no other process."""
     whole = torch.arange(tensor.shape[dim], device="cpu")
     if not is_sharded(tensor):
@@ -39,25 +39,25 @@ def indices(tensor: Tensor, dim: int) -> Tensor:
 
     sharded: Any = tensor
     along = [_along(placement, dim) for placement in sharded.placements]
-    return here(distribute_tensor(whole, sharded.device_mesh, along, src_data_rank=None)).cpu()
+    return local_tensor(distribute_tensor(whole, sharded.device_mesh, along, src_data_rank=None)).cpu()
 
 
 def _along(placement: Any, dim: int) -> Any:
     """The placement of a vector that is cut as a tensor is cut along a dimension."""
     from torch.distributed.tensor import Replicate
 
-    if not is_cut(placement) or placement.dim != dim:
+    if not is_shard(placement) or placement.dim != dim:
         return Replicate()
     strided = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
     return type(placement)(0, **strided)  # under TP and FSDP2 together it is torch's own _StridedShard
 
 
-def is_cut(placement: Any) -> bool:
+def is_shard(placement: Any) -> bool:
     """Whether each process along a dimension of the mesh has a part of its own."""
     return not placement.is_replicate() and not placement.is_partial()
 
 
-class Cut(NamedTuple):
+class ShardSpec(NamedTuple):
     """A process group, each of which has a part of a tensor along a dimension."""
 
     group: Any
@@ -65,25 +65,25 @@ class Cut(NamedTuple):
     factor: int  # torch's, of a shard that is strided
 
 
-def cuts(tensor: Tensor) -> tuple[Cut, ...]:
+def shard_specs(tensor: Tensor) -> tuple[ShardSpec, ...]:
     """How a tensor is cut, in the order of the mesh's dimensions. What each group has must be added up over it."""
     if not is_sharded(tensor):
         return ()
     sharded: Any = tensor
     mesh = sharded.device_mesh
     return tuple(
-        Cut(mesh.get_group(i), placement.dim, getattr(placement, "split_factor", 1))
+        ShardSpec(mesh.get_group(i), placement.dim, getattr(placement, "split_factor", 1))
         for i, placement in enumerate(sharded.placements)
-        if is_cut(placement) and mesh.size(i) > 1
+        if is_shard(placement) and mesh.size(i) > 1
     )
 
 
-def sizes_of_cuts(tensor: Tensor) -> list[int]:
+def shard_counts(tensor: Tensor) -> list[int]:
     """Between how many processes a tensor is cut, each time it is: 1 for a mesh dimension of one."""
     sharded: Any = tensor
     if not is_sharded(tensor):
         return []
-    return [sharded.device_mesh.size(i) for i, placement in enumerate(sharded.placements) if is_cut(placement)]
+    return [sharded.device_mesh.size(i) for i, placement in enumerate(sharded.placements) if is_shard(placement)]
 
 
 def is_partial(tensor: Tensor) -> bool:

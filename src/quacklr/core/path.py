@@ -19,7 +19,7 @@ from quacklr.core.weight import Weight, whole_numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Path:
+class LogitPath:
     """A chain of weights whose product makes one term of the logit of each of `heads` heads.
 
     In order from the query's input to the key's: the two ends read an input, those between them another's output.
@@ -43,7 +43,7 @@ class Path:
             if weight.bias is not None:
                 raise ValueError(
                     f"{weight.name}: its bias adds a term that the weights before it are not on; leave it out of the "
-                    "Weight, and begin a path of its own with it: Path((Weight(..., the bias, ...), ...), heads)"
+                    "Weight, and begin a path of its own with it: LogitPath((Weight(..., the bias, ...), ...), heads)"
                 )
         given = [None] * len(self.weights) if self.block_of_head is None else list(self.block_of_head)
         if len(given) != len(self.weights):
@@ -72,31 +72,31 @@ class Path:
         return torch.stack([read for read in self.block_of_head if read is not None])
 
     def __repr__(self) -> str:
-        return f"Path({self}: {self.heads} heads)"
+        return f"LogitPath({self}: {self.heads} heads)"
 
     def __str__(self) -> str:
         return " . ".join(weight.name for weight in self.weights)
 
 
-def as_paths(given: object, demand: str) -> list[Path]:
+def as_paths(given: object, demand: str) -> list[LogitPath]:
     """What somebody gave as paths, as a list; ValueError, beginning with the demand, if it is something else."""
     paths = []
     for path in given if isinstance(given, Iterable) else [given]:
-        if not isinstance(path, Path):
-            raise ValueError(f"{demand} a list of Path, not {type(path).__name__}")
+        if not isinstance(path, LogitPath):
+            raise ValueError(f"{demand} a list of LogitPath, not {type(path).__name__}")
         paths.append(path)
     return paths
 
 
-def mha(q: Weight, k: Weight) -> list[Path]:
+def mha(q: Weight, k: Weight) -> list[LogitPath]:
     """The logit of multi-head attention, q[h] . k[h]; grouped- and multi-query when k has fewer blocks than q."""
     _same_head_size(q, k)
-    return [Path((q, k), heads=q.blocks)]
+    return [LogitPath((q, k), heads=q.blocks)]
 
 
 def mla(
     uq: Weight, uk: Weight, qr: Weight, kr: Weight, dq: Weight | None = None, dkv: Weight | None = None
-) -> list[Path]:
+) -> list[LogitPath]:
     """The logit of multi-head latent attention, dq uq[h] . uk[h] dkv + dq qr[h] . kr, as in the paper's Algorithm 2.
 
     Leave out `dq` or `dkv` where the model has no such projection, or a norm on the latent that it makes: the logit
@@ -106,8 +106,8 @@ def mla(
     _same_head_size(qr, kr)
     down_q, down_kv = ([w] if w is not None else [] for w in (dq, dkv))
     return [
-        Path((*down_q, uq, uk, *down_kv), heads=uq.blocks),
-        Path((*down_q, qr, kr), heads=qr.blocks),
+        LogitPath((*down_q, uq, uk, *down_kv), heads=uq.blocks),
+        LogitPath((*down_q, qr, kr), heads=qr.blocks),
     ]
 
 

@@ -16,30 +16,30 @@ import torch
 from torch import Tensor
 
 from quacklr.core.blocks import Blocks
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight, distinct
 
 
 class Rule:
     """The rule for some paths, compiled to index vectors: a few tensor operations, however many layers and heads.
 
-    A term is one way in which a block enters a head's logit: `block` (terms,) says which block it is, and `beside`, a
-    list of (terms,), which others are on the path. Where a path is short, `beside` names one more block, of norm 1.
+    A term is one way in which a block enters a head's logit: `block` (terms,) says which block it is, and `partners`, a
+    list of (terms,), which others are on the path. Where a path is short, `partners` names one more block, of norm 1.
     `blocks_of` makes the blocks: `distributed.sharded_blocks.blocks_of` also of sharded weights.
     """
 
-    def __init__(self, paths: Iterable[Path], blocks_of: Callable[[list[Weight]], Blocks] = Blocks) -> None:
+    def __init__(self, paths: Iterable[LogitPath], blocks_of: Callable[[list[Weight]], Blocks] = Blocks) -> None:
         self.paths = list(paths)
         if not self.paths:
             raise ValueError("no paths given; without a path there is no weight to control")
-        self.stands_for = distinct(weight for path in self.paths for weight in path.weights)
-        self.weights = list(dict.fromkeys(self.stands_for.values()))
+        self.canonical = distinct(weight for path in self.paths for weight in path.weights)
+        self.weights = list(dict.fromkeys(self.canonical.values()))
         self.parts = [part for weight in self.weights for part in weight.parts]
         self.blocks = blocks_of(self.weights)
-        block, beside = self._terms()
+        block, partners = self._terms()
         self._refuse_unread(block)
         device = self.blocks.device
-        self.block, self.beside = block.to(device), [b.to(device) for b in beside]
+        self.block, self.partners = block.to(device), [b.to(device) for b in partners]
         self.once = len(block) == self.blocks.total
         self.one = torch.ones(1, device=device, dtype=torch.float32)
 
@@ -47,18 +47,18 @@ class Rule:
         most_beside = max(1, *(len(path.weights) - 1 for path in self.paths))
         terms = []
         for path in self.paths:
-            places = [self.blocks.place[self.stands_for[weight]] for weight in path.weights]
+            places = [self.blocks.flat_index[self.canonical[weight]] for weight in path.weights]
             read = [place[blocks] for place, blocks in zip(places, path.reads, strict=True)]
             nothing = torch.full((path.heads,), self.blocks.total, device="cpu")
             for i, block in enumerate(read):
                 others = read[:i] + read[i + 1 :]
                 terms.append(torch.stack([block, *others, *[nothing] * (most_beside - len(others))]))
-        block, *beside = torch.unique(torch.cat(terms, 1), dim=1)  # in the order of blocks
-        return block, beside
+        block, *partners = torch.unique(torch.cat(terms, 1), dim=1)  # in the order of blocks
+        return block, partners
 
     def _refuse_unread(self, block: Tensor) -> None:
         unread = torch.bincount(block, minlength=self.blocks.total) == 0
-        for weight, place in self.blocks.place.items():
+        for weight, place in self.blocks.flat_index.items():
             if unread[place].any():
                 raise ValueError(
                     f"{weight.name}: block {int(unread[place].nonzero()[0])} is read by no head of its path"
@@ -67,7 +67,7 @@ class Rule:
     def sensitivity(self, norms: list[Tensor]) -> Tensor:
         """(total,) sensitivities of all blocks from their norms. Nothing leaves the device."""
         norm = torch.cat([*norms, self.one])
-        of_term = reduce(torch.mul, [norm.take(beside) for beside in self.beside])
+        of_term = reduce(torch.mul, [norm.take(partners) for partners in self.partners])
         if self.once:
             return of_term
         return norm.new_zeros(self.blocks.total).scatter_reduce_(0, self.block, of_term, "amax")

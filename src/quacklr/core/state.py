@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quacklr.core.blocks import Memory, Run
+from quacklr.core.blocks import BlockGroup, Memory
 from quacklr.core.norms import Norm
 from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
@@ -48,9 +48,9 @@ def write_state(rule: Rule, norm: Norm, saved: Saved) -> dict[str, Any]:
     state: dict[str, Any] = {"version": VERSION, "norm": norm_name(norm)}
     state["shape"] = {weight.name: list(weight.param.shape) for weight in rule.weights}
     state["rows"] = {weight.name: _digest(weight) for weight in rule.weights}
-    state["sensitivity"] = {weight.name: saved.start[place] for weight, place in rule.blocks.place.items()}
+    state["sensitivity"] = {weight.name: saved.start[place] for weight, place in rule.blocks.flat_index.items()}
     if saved.rates is not None:
-        state["rates"] = {weight.name: saved.rates[place] for weight, place in rule.blocks.place.items()}
+        state["rates"] = {weight.name: saved.rates[place] for weight, place in rule.blocks.flat_index.items()}
         state["stepped"] = {part.name: id(part.param) in saved.stepped for part in rule.parts}
     runs = zip(rule.blocks.runs, saved.memory, strict=True)
     if memory := {_key(run): last.clone() for run, last in runs if last is not None}:
@@ -63,10 +63,10 @@ def read_state(rule: Rule, norm: Norm, state: Any, expected: Saved, adapt: bool)
 
     `expected` are values of the right shapes.
     """
-    _refuse_foreign(rule, norm, state)
+    _validate_same_weights(rule, norm, state)
     start = _flat(rule, state, "sensitivity")
     rates = _flat(rule, state, "rates") if "rates" in state else None
-    for weight, place in rule.blocks.place.items():
+    for weight, place in rule.blocks.flat_index.items():
         if weight.rated and adapt and not (start[place] > 0).all():
             raise ValueError(f"{weight.name}: the state holds a sensitivity of {float(start[place].min()):g}")
         if rates is not None and not (rates[place] >= 0).all():
@@ -75,7 +75,7 @@ def read_state(rule: Rule, norm: Norm, state: Any, expected: Saved, adapt: bool)
     for run, known in zip(rule.blocks.runs, expected.memory, strict=True):
         last = state.get("memory", {}).get(_key(run))
         if last is not None and known is not None:
-            _refuse_odd(run.weight.name, last, known.shape)
+            _validate_values(run.weight.name, last, known.shape)
         memory.append(None if last is None else last.to(run.weight.param.device))
     stepped = state.get("stepped", {})
     return Saved(start, rates, {id(part.param) for part in rule.parts if stepped.get(part.name, False)}, memory)
@@ -84,14 +84,14 @@ def read_state(rule: Rule, norm: Norm, state: Any, expected: Saved, adapt: bool)
 def _flat(rule: Rule, state: Mapping[str, Any], key: str) -> Tensor:
     """One number a block, from vectors by weight name."""
     flat = torch.empty(rule.blocks.total, device=rule.blocks.device, dtype=torch.float32)
-    for weight, place in rule.blocks.place.items():
+    for weight, place in rule.blocks.flat_index.items():
         of_weight = state[key].get(weight.name)
-        _refuse_odd(weight.name, of_weight, (weight.blocks,))
+        _validate_values(weight.name, of_weight, (weight.blocks,))
         flat[place] = of_weight.to(flat)
     return flat
 
 
-def _refuse_odd(name: str, found: object, shape: Collection[int]) -> None:
+def _validate_values(name: str, found: object, shape: Collection[int]) -> None:
     if not isinstance(found, Tensor):
         raise ValueError(f"{name}: the state holds a {type(found).__name__} where a tensor should be")
     if found.shape != tuple(shape):
@@ -107,13 +107,13 @@ def _digest(weight: Weight) -> str:
     return hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
 
 
-def _key(run: Run) -> str:
+def _key(run: BlockGroup) -> str:
     """A weight's name; with a number of rows if not all of its blocks have the same."""
     sizes = run.weight.rows_of_block
     return run.weight.name if len(run.blocks) == len(sizes) else f"{run.weight.name}[{sizes[run.blocks[0]]} rows]"
 
 
-def _refuse_foreign(rule: Rule, norm: Norm, state: Any) -> None:
+def _validate_same_weights(rule: Rule, norm: Norm, state: Any) -> None:
     if not isinstance(state, Mapping):
         raise ValueError(f"this is not the state of a QuacK: it is a {type(state).__name__}")
     if missing := {"norm", "shape", "sensitivity"} - set(state):

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quacklr.core.local import here, is_sharded
+from quacklr.core.local import is_sharded, local_tensor
 from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
 
 FLOAT32 = torch.finfo(torch.float32)
 
 
-def refuse_settings(tau: object, norm: object, floor: object) -> None:
+def validate_settings(tau: object, norm: object, floor: object) -> None:
     """Numbers in range, and a norm that can be called."""
     if isinstance(tau, Optimizer):
         raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
@@ -35,7 +35,7 @@ def refuse_settings(tau: object, norm: object, floor: object) -> None:
         raise ValueError(f"norm={norm!r}: a norm is a function, quacklr.frobenius or quacklr.spectral")
 
 
-def refuse_unstepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> None:
+def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> None:
     """A parameter that trains must be in one of the optimizers; a frozen one counts in norms and needs none."""
     if not any(weight.trains for weight in weights):
         raise ValueError(f"{weights[0].name} and all others on a path are frozen, so there is nothing to control")
@@ -54,14 +54,14 @@ def refuse_unstepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer])
                 )
 
 
-def refuse_meta(weights: Iterable[Weight]) -> None:
+def validate_not_meta(weights: Iterable[Weight]) -> None:
     """A weight without numbers has no norm."""
     for part in (part for weight in weights for part in weight.parts):
         if part.param.device.type == "meta":
             raise ValueError(f"{part.name}: its parameter is on the meta device; attach after materialising the model")
 
 
-def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight], who: str = "QuacK") -> None:
+def validate_not_attached_twice(weights: Iterable[Weight], taken: Iterable[Weight], who: str = "QuacK") -> None:
     """Two that scale the same optimizer's step of one parameter would do it twice."""
     others: dict[int, str] = {}
     for other in taken:
@@ -76,18 +76,18 @@ def refuse_taken(weights: Iterable[Weight], taken: Iterable[Weight], who: str = 
                 )
 
 
-def refuse_unusable(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) -> None:
+def validate_norms(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) -> None:
     """Norms must be finite, and sensitivities positive: Lemma 1 needs a lower bound on every norm."""
-    owner = {int(b): weight for weight, place in rule.blocks.place.items() for b in place}
+    owner = {int(b): weight for weight, place in rule.blocks.flat_index.items() for b in place}
     for broken in (~norms.isfinite()).nonzero().flatten().tolist()[:1]:
-        _refuse_infinite(owner[broken], bool(norms[broken].isnan()))
+        _raise_not_finite(owner[broken], bool(norms[broken].isnan()))
     rated = torch.tensor([owner[b].rated for b in range(len(norms))], device=norms.device)
     useless = (rated & ~((sensitivity > 0) & sensitivity.isfinite())).nonzero().flatten().tolist()
     if not adapt or not useless:
         return
     name = owner[useless[0]].name
-    beside = {b for others in rule.beside for b in others[rule.block == useless[0]].tolist()}
-    zeros = sorted({owner[b].name for b in beside if b in owner and norms[b] == 0})
+    partners = {b for others in rule.partners for b in others[rule.block == useless[0]].tolist()}
+    zeros = sorted({owner[b].name for b in partners if b in owner and norms[b] == 0})
     if not zeros:
         where = "below" if sensitivity[useless[0]] == 0 else "above"
         raise ValueError(
@@ -101,12 +101,12 @@ def refuse_unusable(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool)
     )
 
 
-def _refuse_infinite(weight: Weight, is_nan: bool) -> None:
+def _raise_not_finite(weight: Weight, is_nan: bool) -> None:
     """A norm is not finite: because its entries are not, or because they are too large.
 
     Of a sharded weight only the norm is known to all processes, and all must say the same.
     """
-    entries = [here(part.param) for part in weight.parts]
+    entries = [local_tensor(part.param) for part in weight.parts]
     sharded = any(is_sharded(part.param) for part in weight.parts)
     if is_nan or sharded or not all(bool(each.isfinite().all()) for each in entries):
         raise ValueError(f"{weight.name}: holds NaN or inf; attach QuacK to a model whose weights are finite")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from quacklr.core.local import here, indices, is_sharded
+from quacklr.core.local import is_sharded, local_indices, local_tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -99,21 +99,21 @@ class Weight:
 
     def rows_first(self) -> Tensor:
         """What is here of the parameter, without gradients: a view of it with its rows along the first dimension."""
-        param = here(self.param)
+        param = local_tensor(self.param)
         if not isinstance(self.dim, tuple):
             return param.movedim(self.dim, 0)
         self._refuse_strided(param)
         return param.flatten(0, len(self.dim) - 1)
 
-    def rows_here(self) -> Tensor:
+    def local_rows(self) -> Tensor:
         """Which of its rows these are; all of them, unless the parameter is sharded."""
         return _grid(self.param, self.dims)
 
-    def blocks_here(self) -> Tensor:
+    def local_blocks(self) -> Tensor:
         """The block that each of them belongs to."""
-        return self.block_of_row[self.rows_here()] if is_sharded(self.param) else self.block_of_row
+        return self.block_of_row[self.local_rows()] if is_sharded(self.param) else self.block_of_row
 
-    def columns_here(self) -> Tensor:
+    def local_columns(self) -> Tensor:
         """Which entries of a row they have."""
         return _grid(self.param, tuple(d for d in range(self.param.ndim) if d not in self.dims))
 
@@ -179,7 +179,7 @@ def _grid(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The entries along some dimensions that are here, numbered as if these dimensions were flattened."""
     number = torch.zeros(1, dtype=torch.long, device="cpu")
     for dim in dims:
-        number = (number.unsqueeze(1) * tensor.shape[dim] + indices(tensor, dim)).flatten()
+        number = (number.unsqueeze(1) * tensor.shape[dim] + local_indices(tensor, dim)).flatten()
     return number
 
 
@@ -242,14 +242,14 @@ def distinct(weights: Iterable[Weight]) -> dict[Weight, Weight]:
 
     Refuses two weights that share a name, and two that claim the same row with different blocks: a row has one rate.
     """
-    stands_for: dict[Weight, Weight] = {}
+    canonical: dict[Weight, Weight] = {}
     by_rows: dict[object, Weight] = {}
     by_name: dict[str, Weight] = {}
     owners: dict[int, list[Weight]] = {}
     for weight in dict.fromkeys(weights):
         key = tuple((id(part.param), part.dim, tuple(part.block_of_row.tolist())) for part in weight.parts)
-        stands_for[weight] = by_rows.setdefault(key, weight)
-        if stands_for[weight] is not weight:
+        canonical[weight] = by_rows.setdefault(key, weight)
+        if canonical[weight] is not weight:
             continue
         if by_name.setdefault(weight.name, weight) is not weight:
             raise ValueError(f"{weight.name}: two different weights have this name; name each after its module")
@@ -258,4 +258,4 @@ def distinct(weights: Iterable[Weight]) -> dict[Weight, Weight]:
                 if other.dim != part.dim or ((other.block_of_row >= 0) & (part.block_of_row >= 0)).any():
                     raise ValueError(f"{part.name} and {other.name} claim the same rows; declare them as one Weight")
             owners[id(part.param)].append(part)
-    return stands_for
+    return canonical

@@ -18,14 +18,14 @@ from quacklr.util.modules import wrappers
 Groups = Sequence[Any]
 
 
-def ranks_beside() -> bool:
+def is_distributed() -> bool:
     """Whether this process is one of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def groups_of(model: nn.Module) -> Groups:
     """The process groups over which a model is replicated or sharded: DistributedDataParallel's, or FSDP2's mesh."""
-    if not ranks_beside():
+    if not is_distributed():
         return []
     for wrapper in wrappers(model):
         if isinstance(wrapper, DistributedDataParallel):
@@ -34,22 +34,22 @@ def groups_of(model: nn.Module) -> Groups:
     return [] if sharded is None else list(sharded.device_mesh.get_all_groups())
 
 
-def largest(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+def all_reduce_max(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     """The largest over all ranks, entry by entry."""
     return _reduced(tensors, groups, dist.ReduceOp.MAX) if groups else list(tensors)
 
 
-def total(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+def all_reduce_sum(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     """The sum over all ranks, entry by entry."""
     return _reduced(tensors, groups, dist.ReduceOp.SUM) if groups else list(tensors)
 
 
-def added(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
+def all_reduce_sums(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
     """Each added up over its groups: one collective for each group, however many tensors there are."""
     found = list(tensors)
     for group in union(groups):
         which = [i for i, each in enumerate(groups) if group in each]
-        for i, tensor in zip(which, total([found[i] for i in which], [group]), strict=True):
+        for i, tensor in zip(which, all_reduce_sum([found[i] for i in which], [group]), strict=True):
             found[i] = tensor
     return found
 
@@ -59,10 +59,10 @@ def union(groups: Iterable[Groups]) -> Groups:
     return list(dict.fromkeys(group for each in groups for group in each))
 
 
-def agree(words: Sequence[object], groups: Groups, device: torch.device) -> bool:
+def all_ranks_agree(words: Sequence[object], groups: Groups, device: torch.device) -> bool:
     """Whether all ranks say the same. Ask before reducing what may differ in size."""
     said = zlib.crc32(repr(words).encode())
-    most, least = largest([torch.tensor([said, -said], device=device)], groups)[0].tolist()
+    most, least = all_reduce_max([torch.tensor([said, -said], device=device)], groups)[0].tolist()
     return bool(most == said == -least)
 
 
@@ -77,7 +77,7 @@ def _reduced(tensors: Sequence[Tensor], groups: Groups, how: Any) -> list[Tensor
 
 def fully_sharded(model: nn.Module) -> list[Any]:
     """The modules that FSDP2 shards by themselves."""
-    if not ranks_beside():
+    if not is_distributed():
         return []
     from torch.distributed.fsdp import FSDPModule
 

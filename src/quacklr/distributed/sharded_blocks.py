@@ -18,22 +18,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quacklr.core.blocks import Blocks, Copies, Memory, Piece, Run
-from quacklr.core.local import cuts, is_partial, is_sharded
+from quacklr.core.blocks import BlockGroup, Blocks, Copies, Memory, Piece
+from quacklr.core.local import is_partial, is_sharded, shard_specs
 from quacklr.core.norms import Norm, frobenius, spectral
+from quacklr.core.path import LogitPath
+from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
-from quacklr.distributed.collectives import Groups, added, union
-from quacklr.distributed.sharded_spectral import Seat, Seats, spectral_norms
+from quacklr.distributed.collectives import Groups, all_reduce_sums, union
+from quacklr.distributed.sharded_spectral import Placement, Placements, spectral_norms
 
 
 def blocks_of(weights: Sequence[Weight]) -> Blocks:
     """The blocks of some weights, whether all of them is here or not."""
     if any(is_sharded(part.param) for weight in weights for part in weight.parts):
-        return Sharded(weights)
+        return ShardedBlocks(weights)
     return Blocks(weights)
 
 
-class Share(NamedTuple):
+def sensitivity(paths: Iterable[LogitPath], norm: Norm = frobenius) -> dict[Weight, Tensor]:
+    """How far a unit change of each block can move a logit through one path: (blocks,) for each weight on the paths."""
+    rule = Rule(paths, blocks_of)
+    _, norms, _ = rule.blocks.measure(norm, rule.blocks.nothing())
+    flat = rule.sensitivity(norms)
+    return {weight: flat[rule.blocks.flat_index[first]] for weight, first in rule.canonical.items()}
+
+
+class RunShard(NamedTuple):
     """Parts of a run that are cut alike: the weight and its bias, or one of the two."""
 
     run: int
@@ -42,15 +52,15 @@ class Share(NamedTuple):
     columns: Tensor  # which entries of [W b] are here
 
 
-class Sharded(Blocks):
+class ShardedBlocks(Blocks):
     """All blocks of some weights, of which this process may have some rows and columns only."""
 
     def __init__(self, weights: Iterable[Weight]) -> None:
         weights = list(weights)
-        _refuse_partial(weights)
+        _validate_not_partial(weights)
         super().__init__(weights)
         sizes = [len(self.runs[share.run].blocks) for share in self.shares]
-        places = [self.place[run.weight][run.blocks] for run in (self.runs[share.run] for share in self.shares)]
+        places = [self.flat_index[run.weight][run.blocks] for run in (self.runs[share.run] for share in self.shares)]
         slots = torch.arange(sum(sizes), device="cpu").split(sizes)
         of_piece = [
             slots[share][seat.blocks_B.cpu()] for share, seat in zip(self._share_of_piece, self._seats, strict=True)
@@ -62,7 +72,7 @@ class Sharded(Blocks):
     def _pieces(self) -> list[Piece]:
         self.shares = [share for number, run in enumerate(self.runs) for share in shares_of(number, run)]
         groups = [union(share.groups for share in self.shares if share.run == run) for run in range(len(self.runs))]
-        self._seats = Seats(self.runs, groups, [groups_of_columns(run.weight) for run in self.runs])
+        self._seats = Placements(self.runs, groups, [groups_of_columns(run.weight) for run in self.runs])
         self._share_of_piece: list[int] = []
         pieces = []
         for number, (run, parts, mine, columns) in enumerate(self.shares):
@@ -73,7 +83,7 @@ class Sharded(Blocks):
                 pieces.append(piece)
                 self._share_of_piece.append(number)
                 to, where = weight.param.device, torch.searchsorted(blocks, alike)
-                self._seats.append(Seat(run, where.to(to), rows_of(piece).to(to), columns.to(to), counts))
+                self._seats.append(Placement(run, where.to(to), rows_of(piece).to(to), columns.to(to), counts))
         return pieces
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
@@ -99,28 +109,28 @@ class Sharded(Blocks):
         zeros = torch.zeros(len(self._place_of_slot), device=self.device, dtype=torch.float32)
         here = torch.cat([zeros[:0], *(frobenius(copy_BRC)[0].to(zeros) for copy_BRC in copies)])
         squares = zeros.index_add(0, self._slot_of_norm, here.square_())
-        whole = torch.cat(added(squares.split(self._sizes), [share.groups for share in self.shares]))
+        whole = torch.cat(all_reduce_sums(squares.split(self._sizes), [share.groups for share in self.shares]))
         return zeros[: self.total].index_add(0, self._place_of_slot, whole).sqrt_()
 
 
-def shares_of(number: int, run: Run) -> Iterator[Share]:
+def shares_of(number: int, run: BlockGroup) -> Iterator[RunShard]:
     """The weight and its bias together if they are cut alike, otherwise one by one."""
     parts = run.weight.parts
     starts = [sum(part.columns for part in parts[:i]) for i in range(len(parts))]
-    columns = [start + part.columns_here() for start, part in zip(starts, parts, strict=True)]
-    groups = [tuple(cut.group for cut in cuts(part.param)) for part in parts]
+    columns = [start + part.local_columns() for start, part in zip(starts, parts, strict=True)]
+    groups = [tuple(cut.group for cut in shard_specs(part.param)) for part in parts]
     if are_alike(parts):
-        yield Share(number, parts, groups[0], torch.cat(columns))
+        yield RunShard(number, parts, groups[0], torch.cat(columns))
     else:
-        yield from (Share(number, (part,), g, c) for part, g, c in zip(parts, groups, columns, strict=True))
+        yield from (RunShard(number, (part,), g, c) for part, g, c in zip(parts, groups, columns, strict=True))
 
 
 def are_alike(parts: Sequence[Weight]) -> bool:
     """Whether every process has the same rows of all of them; by how they are cut, so that all say the same."""
-    if not any(cuts(part.param) for part in parts) or len(parts) == 1:
+    if not any(shard_specs(part.param) for part in parts) or len(parts) == 1:
         return True
     first, rest = parts[0], parts[1:]
-    lie = [[(cut.group, part.dims == (cut.dim,), cut.factor) for cut in cuts(part.param)] for part in parts]
+    lie = [[(cut.group, part.dims == (cut.dim,), cut.factor) for cut in shard_specs(part.param)] for part in parts]
     same_rows = all(torch.equal(part.block_of_row, first.block_of_row) for part in rest)
     return same_rows and all(each == lie[0] for each in lie) and all(by_row for _, by_row, _ in lie[0])
 
@@ -129,13 +139,13 @@ def groups_of_columns(weight: Weight) -> Groups:
     """The groups that have parts of rows, or rows and their biases apart; none if every process has whole rows."""
     apart = not are_alike(weight.parts)
     return union(
-        [[cut.group] for part in weight.parts for cut in cuts(part.param) if apart or cut.dim not in part.dims]
+        [[cut.group] for part in weight.parts for cut in shard_specs(part.param) if apart or cut.dim not in part.dims]
     )
 
 
 def alike_here(part: Weight, blocks: Tensor) -> Iterator[Tensor]:
     """Of these blocks those that have a row here, by how many they have."""
-    block_of_row = part.blocks_here()
+    block_of_row = part.local_blocks()
     sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=part.blocks)[blocks]
     for size in sorted(set(sizes.tolist()) - {0}):
         yield blocks[sizes == size]
@@ -148,10 +158,10 @@ def rows_of(piece: Piece) -> Tensor:
     for block in range(part.blocks):
         rows = (part.block_of_row == block).nonzero().squeeze(1)
         row_of_block[rows] = torch.arange(len(rows), device="cpu")
-    return row_of_block[part.rows_here()][piece.columns[0].index.cpu()]
+    return row_of_block[part.local_rows()][piece.columns[0].index.cpu()]
 
 
-def _refuse_partial(weights: Iterable[Weight]) -> None:
+def _validate_not_partial(weights: Iterable[Weight]) -> None:
     for weight in weights:
         for part in weight.parts:
             if is_partial(part.param):

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quacklr.core.blocks import Run
+from quacklr.core.blocks import BlockGroup
 from quacklr.core.norms import FIRST_ITERATIONS, largest_singular_value, orthonormal, precision, random_basis
-from quacklr.distributed.collectives import Groups, added
+from quacklr.distributed.collectives import Groups, all_reduce_sums
 
 
-class Seat(NamedTuple):
+class Placement(NamedTuple):
     """Where the rows of a piece stand in the whole of their run."""
 
     run: int
@@ -30,15 +30,15 @@ class Seat(NamedTuple):
     counts: bool  # of what several processes have, only one adds it to a sum over all of them
 
 
-class Seats(list[Seat]):
+class Placements(list[Placement]):
     """Of every piece where it stands; and of every run over which groups it is cut, and over which its rows are."""
 
-    def __init__(self, runs: Sequence[Run], groups: Sequence[Groups], of_columns: Sequence[Groups]) -> None:
+    def __init__(self, runs: Sequence[BlockGroup], groups: Sequence[Groups], of_columns: Sequence[Groups]) -> None:
         super().__init__()
         self.runs, self.groups, self.of_columns = runs, groups, of_columns
 
 
-def spectral_norms(seats: Seats, pieces: list[Tensor], bases: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def spectral_norms(seats: Placements, pieces: list[Tensor], bases: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The norms of each run's blocks, and the bases for the next step; without bases it starts as spectral does."""
     pieces = [piece_BRC.to(precision(piece_BRC)) for piece_BRC in pieces]
     bases = [basis_BCV.to(precision(run.weight.param)) for run, basis_BCV in zip(seats.runs, bases, strict=False)]
@@ -51,42 +51,42 @@ def spectral_norms(seats: Seats, pieces: list[Tensor], bases: list[Tensor]) -> t
     return [largest_singular_value(gram_BVV) for gram_BVV in grams], [orthonormal(each) for each in applied]
 
 
-def _random_basis(run: Run) -> Tensor:
+def _random_basis(run: BlockGroup) -> Tensor:
     param = run.weight.param
     columns = sum(part.columns for part in run.weight.parts)
     return random_basis(*_size(run), columns).to(param.device, precision(param))
 
 
-def _applied(seats: Seats, pieces: list[Tensor], bases: list[Tensor]) -> list[Tensor]:
+def _applied(seats: Placements, pieces: list[Tensor], bases: list[Tensor]) -> list[Tensor]:
     """W'W V of each run."""
     images = [
         piece_BRC @ bases[seat.run][seat.blocks_B][:, seat.columns_C]
         for seat, piece_BRC in zip(seats, pieces, strict=True)
     ]
     if any(seats.of_columns):
-        images = _mended(seats, images, bases)
+        images = _reduce_columns(seats, images, bases)
     applied = [torch.zeros_like(basis_BCV) for basis_BCV in bases]
     for seat, piece_BRC, image_BRV in zip(seats, pieces, images, strict=True):
         at = seat.blocks_B[:, None], seat.columns_C[None, :]
         if seat.counts:
             applied[seat.run].index_put_(at, piece_BRC.mT @ image_BRV, accumulate=True)
-    return added(applied, seats.groups)
+    return all_reduce_sums(applied, seats.groups)
 
 
-def _mended(seats: Seats, images: list[Tensor], bases: list[Tensor]) -> list[Tensor]:
+def _reduce_columns(seats: Placements, images: list[Tensor], bases: list[Tensor]) -> list[Tensor]:
     """W V of the rows that are here, with what others have of them."""
     torn = [run for run, groups in enumerate(seats.of_columns) if groups]
     whole = {run: bases[run].new_zeros(*_size(seats.runs[run]), bases[run].shape[2]) for run in torn}
     for seat, image_BRV in zip(seats, images, strict=True):
         if seat.run in whole and seat.counts:
             whole[seat.run].index_put_((seat.blocks_B[:, None], seat.rows_BR), image_BRV, accumulate=True)
-    whole = dict(zip(torn, added(list(whole.values()), [seats.of_columns[run] for run in torn]), strict=True))
+    whole = dict(zip(torn, all_reduce_sums(list(whole.values()), [seats.of_columns[run] for run in torn]), strict=True))
     return [
         whole[seat.run][seat.blocks_B[:, None], seat.rows_BR] if seat.run in whole else image_BRV
         for seat, image_BRV in zip(seats, images, strict=True)
     ]
 
 
-def _size(run: Run) -> tuple[int, int]:
+def _size(run: BlockGroup) -> tuple[int, int]:
     """Blocks, and rows of each."""
     return len(run.blocks), int(run.weight.rows_of_block[run.blocks[0]])

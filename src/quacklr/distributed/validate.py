@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from quacklr.core.local import is_sharded, sizes_of_cuts
+from quacklr.core.local import is_sharded, shard_counts
 from quacklr.distributed.collectives import fully_sharded
 
 
-def refuse_flattened(model: nn.Module) -> None:
+def validate_not_fsdp1(model: nn.Module) -> None:
     """FSDP1 flattens parameters, so that nobody can say whose rows they are."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
@@ -17,18 +17,18 @@ def refuse_flattened(model: nn.Module) -> None:
         )
 
 
-def refuse_tensor_parallel(model: nn.Module, who: str) -> None:
+def validate_no_tensor_parallel(model: nn.Module, who: str) -> None:
     """Each process of a tensor-parallel model attends with other heads; those of FSDP2 all with all of them."""
     by_data = {id(param) for module in fully_sharded(model) for param in module.parameters()}
     for name, param in model.named_parameters():
-        if any(size > 1 for size in sizes_of_cuts(param)[id(param) in by_data :]):  # FSDP2's is the first of its cuts
+        if any(size > 1 for size in shard_counts(param)[id(param) in by_data :]):  # FSDP2's is the first of its cuts
             raise ValueError(
                 f"{name}: its parameter is cut by tensor parallelism, so no process has all heads, and {who} needs "
                 "them; use DistributedDataParallel or FSDP2"
             )
 
 
-def refuse_sharded(model: nn.Module, who: str, instead: str) -> None:
+def validate_not_sharded(model: nn.Module, who: str, instead: str) -> None:
     """For what needs a whole model in one process."""
     for name, param in model.named_parameters():
         if is_sharded(param):

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
 from quacklr.util.modules import named_parameters
 
-Rows = tuple[str, object, tuple[int, ...]]  # parameter, dimension, rows
+NamedRows = tuple[str, object, tuple[int, ...]]  # parameter, dimension, rows
 
 
-def differences(ruled: Sequence[Path], measured: Sequence[Path], model: nn.Module) -> str:
+def differences(ruled: Sequence[LogitPath], measured: Sequence[LogitPath], model: nn.Module) -> str:
     """What two descriptions say, if they do not say the same; otherwise nothing."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     one, other = (chains(paths, names) for paths in (ruled, measured))
@@ -22,7 +22,7 @@ def differences(ruled: Sequence[Path], measured: Sequence[Path], model: nn.Modul
     return f"it says {_told(one - other or one)}, but measured is {_told(other - one or other)}"
 
 
-def chains(paths: Iterable[Path], names: dict[int, str]) -> set[frozenset[Rows]]:
+def chains(paths: Iterable[LogitPath], names: dict[int, str]) -> set[frozenset[NamedRows]]:
     """What every head of every path reads; equal for equal descriptions, whatever weights and heads are called."""
     return {
         frozenset(rows for weight, b in zip(path.weights, read, strict=True) for rows in _rows(weight, b, names))
@@ -31,14 +31,14 @@ def chains(paths: Iterable[Path], names: dict[int, str]) -> set[frozenset[Rows]]
     }
 
 
-def _rows(weight: Weight, block: int, names: dict[int, str]) -> list[Rows]:
+def _rows(weight: Weight, block: int, names: dict[int, str]) -> list[NamedRows]:
     return [
         (names[id(part.param)], part.dim, tuple((part.block_of_row == block).nonzero().flatten().tolist()))
         for part in weight.parts
     ]
 
 
-def _told(chains: set[frozenset[Rows]]) -> str:
+def _told(chains: set[frozenset[NamedRows]]) -> str:
     """The first chain, as a person would say it."""
     if not chains:
         return "that it is on no path"

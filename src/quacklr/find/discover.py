@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from quacklr.core.path import Path, as_paths
+from quacklr.core.path import LogitPath, as_paths
 from quacklr.find.compare import differences
 from quacklr.find.finding import DECLARED, MEASURED, VERIFIED, Finding
 from quacklr.find.measure.assemble import measured_paths
@@ -29,7 +29,7 @@ NOT_SEEN = "not recognised, and not seen to attend in a forward of the sample"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
 
 
-class Paths(list[Path]):
+class LogitPaths(list[LogitPath]):
     """Paths, those of each attention module under its name; and what has none and why.
 
     `found` is what is known of each attention, by module name.
@@ -41,17 +41,17 @@ class Paths(list[Path]):
         self.left_alone, self.found = _left_alone(found), dict(found)
 
 
-def by_module(paths: Iterable[Path]) -> dict[str, list[Path]]:
+def by_module(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
     """The paths of each attention module: as they were found, or else as their weights are named, `<module>.<role>`."""
-    if isinstance(paths, Paths):
+    if isinstance(paths, LogitPaths):
         return paths.by_module
-    found: dict[str, list[Path]] = {}
+    found: dict[str, list[LogitPath]] = {}
     for path in paths:
         found.setdefault(path.weights[0].name.rpartition(".")[0], []).append(path)
     return found
 
 
-def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> Paths:
+def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> LogitPaths:
     """The paths of every attention of the model, their weights named `<module>.<role>`.
 
     A module with a method `logit_paths()` is believed, and not searched further; others are read by rules. With a
@@ -69,7 +69,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
         found = {name: finding for name, finding in found.items() if finding.declared}
     if sample is not None:
         found = _measured(model, sample, found)
-    paths = Paths(found)
+    paths = LogitPaths(found)
     if not paths:
         raise ValueError(f"{type(model).__name__} has {_nothing(found, sample is None)}")
     if unknown := [name for name, finding in found.items() if finding.unknown]:
@@ -168,7 +168,7 @@ def _reasons(left_alone: dict[str, str]) -> str:
     return "".join(f" ({name or 'the model'}: {reason})" for reason, name in first.items())
 
 
-def _named(paths: Iterable[Path], module: str) -> list[Path]:
+def _named(paths: Iterable[LogitPath], module: str) -> list[LogitPath]:
     """The same paths, each weight's name prefixed with its module's."""
     paths = list(paths)
     if not module:

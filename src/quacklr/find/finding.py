@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 
 QK_NORM = "QK norm: its logit does not depend on the scale of its queries and keys"
 SCALE_FREE = "parametrised so that its logit does not depend on the scale of its weights"
@@ -28,7 +28,7 @@ class Finding:
     `undecided`: unknown because of the sample, so that it contradicts no other finding. `origin`: how it was found.
     """
 
-    paths: Sequence[Path] = ()
+    paths: Sequence[LogitPath] = ()
     reason: str = ""
     cut: Mapping[str, str] = field(default_factory=dict)
     unknown: bool = False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from quacklr.util.modules import Call, compiled_modules, named_modules
+from quacklr.util.modules import Arguments, compiled_modules, named_modules
 
 EXAMPLES, TOKENS = 2, 8
 LONGEST = 512  # tokens of an example that is run whole, where a model does not run on a few of them
@@ -26,7 +26,7 @@ class FirstBatch:
 
     def __init__(self, model: nn.Module, attentions: Iterable[str]) -> None:
         around = {part for name in attentions for part in _outer(name)}
-        self.calls: dict[str, tuple[Callable[[], nn.Module | None], Call]] = {}
+        self.calls: dict[str, tuple[Callable[[], nn.Module | None], Arguments]] = {}
         self._hooks: dict[str, list[RemovableHandle]] = {}
         for name, module in [*compiled_modules(model), *named_modules(model)]:
             if name in around and not isinstance(module, torch.jit.ScriptModule):
@@ -37,7 +37,7 @@ class FirstBatch:
         """Keep the first examples of a call, and ask no more of what is inside the module."""
         if name not in self._hooks:
             return
-        self.calls[name] = ref(module), _examples(Call(args, dict(kwargs)))
+        self.calls[name] = ref(module), _examples(Arguments(args, dict(kwargs)))
         for inside in [other for other in self._hooks if is_inside(other, name)]:
             self._remove(inside)
 
@@ -89,7 +89,7 @@ def _outer(name: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(len(parts) + 1)]
 
 
-def slices(call: Call) -> Iterator[Call]:
+def slices(call: Arguments) -> Iterator[Arguments]:
     """The call with a few tokens of each example; then with all of them, if they are not too many."""
     batch, lengths = _sizes(call)
     if any(length > TOKENS for length in lengths):
@@ -98,14 +98,14 @@ def slices(call: Call) -> Iterator[Call]:
         yield call
 
 
-def _examples(call: Call) -> Call:
+def _examples(call: Arguments) -> Arguments:
     """The first examples, as copies that training does not change."""
     batch, _ = _sizes(call)
     with torch.no_grad():
         return call.map(lambda tensor: _cut_batch(tensor, batch).detach().clone())
 
 
-def _sizes(call: Call) -> tuple[int, set[int]]:
+def _sizes(call: Arguments) -> tuple[int, set[int]]:
     """The batch size, and the lengths of sequences: second dimensions of token ids, or of a batch of vectors."""
     tensors = call.tensors()
     ids = [tensor for tensor in tensors if tensor.ndim == 2 and not tensor.is_floating_point()]

@@ -13,7 +13,7 @@ from quacklr.find.finding import BY_RULE, VERIFIED, Finding
 from quacklr.find.first_batch import FirstBatch, is_inside, slices
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.rules.evidence import is_trusted
-from quacklr.util.modules import Call, named_modules, unwrapped, wrappers
+from quacklr.util.modules import Arguments, named_modules, unwrapped, wrappers
 
 TAKE_MEASURED = (
     "to use what was measured, pass the paths that logit_paths(model, batch, rules=False) returns; to use the rule all "
@@ -95,7 +95,7 @@ class Verification:
             self._batch.remove()
             self._batch = None
 
-    def _measured(self, outer: str, module: nn.Module, call: Call) -> dict[str, str]:
+    def _measured(self, outer: str, module: nn.Module, call: Arguments) -> dict[str, str]:
         """For each attention in a module that was called, VERIFIED or why it could not be verified."""
         why = "its inputs are too long to be measured"
         for part in slices(call):

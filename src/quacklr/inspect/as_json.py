@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
-from quacklr.inspect.layers import Layer
-from quacklr.inspect.report import Report, summary
+from quacklr.inspect.layers import AttentionLayer
+from quacklr.inspect.report import ModelReport, summary
 from quacklr.util.modules import named_parameters
 
 Json = dict[str, Any]
 
 
-def as_json(report: Report, target: str) -> Json:
+def as_json(report: ModelReport, target: str) -> Json:
     """All that the text says, with rows of parameters and without collapsing; `small` if another model was measured."""
     count, total = report.numbers
     return {
@@ -31,13 +31,13 @@ def as_json(report: Report, target: str) -> Json:
     }
 
 
-def _layers(layers: list[Layer], report: Report) -> list[Json]:
+def _layers(layers: list[AttentionLayer], report: ModelReport) -> list[Json]:
     model = report.model if layers is report.layers else report.running
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     return [_layer(layer, names) for layer in layers]
 
 
-def _layer(layer: Layer, names: dict[int, str]) -> Json:
+def _layer(layer: AttentionLayer, names: dict[int, str]) -> Json:
     return {
         "module": layer.module,
         "class": layer.kind,
@@ -54,7 +54,7 @@ def _layer(layer: Layer, names: dict[int, str]) -> Json:
     }
 
 
-def _path(path: Path, names: dict[int, str]) -> Json:
+def _path(path: LogitPath, names: dict[int, str]) -> Json:
     return {
         "heads": path.heads,
         "weights": [

@@ -17,7 +17,7 @@ from quacklr.util.modules import named_parameters
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Comparison:
     """Whether a measurement agrees with the rule; None if there is nothing to compare. If not, how they differ."""
 
     agrees: bool | None
@@ -26,19 +26,19 @@ class Check:
     measured: Finding | None = None
 
 
-UNMEASURED = Check(None, "")
-AGREES = Check(True, "agrees")
-NOT_SEEN = Check(None, "not seen")  # did not run on the batch, or makes no attention
-UNREADABLE = Check(None, "not readable")
-ONLY_MEASURED = Check(None, "only measured")  # known to no rule
-NOT_COMPARED = Check(None, "not compared")  # declared with tensors that are no parameters of the model
+UNMEASURED = Comparison(None, "")
+AGREES = Comparison(True, "agrees")
+NOT_SEEN = Comparison(None, "not seen")  # did not run on the batch, or makes no attention
+UNREADABLE = Comparison(None, "not readable")
+ONLY_MEASURED = Comparison(None, "only measured")  # known to no rule
+NOT_COMPARED = Comparison(None, "not compared")  # declared with tensors that are no parameters of the model
 
 
 class NoMeasurementError(ValueError):
     """A batch that does not run, or shows no attention."""
 
 
-def checked(model: nn.Module, sample: Any) -> tuple[dict[str, Finding], dict[str, Check]]:
+def checked(model: nn.Module, sample: Any) -> tuple[dict[str, Finding], dict[str, Comparison]]:
     """What is found by rule, or else by measuring; and how the two compare."""
     ruled = found_by_rule(model)
     seen = _within_declared(ruled, _seen(model, sample))
@@ -71,7 +71,7 @@ def _within_declared(ruled: Mapping[str, Finding], seen: Mapping[str, Finding]) 
     return together
 
 
-def _compared(model: nn.Module, ruled: Finding, seen: Finding | None) -> Check:
+def _compared(model: nn.Module, ruled: Finding, seen: Finding | None) -> Comparison:
     if seen is None:
         return NOT_SEEN
     if seen.unknown:
@@ -80,4 +80,4 @@ def _compared(model: nn.Module, ruled: Finding, seen: Finding | None) -> Check:
     if any(id(part.param) not in known for path in ruled.paths for weight in path.weights for part in weight.parts):
         return NOT_COMPARED
     wrong = differences(ruled.paths, seen.paths, model)
-    return Check(False, "differs", wrong, seen) if wrong else AGREES
+    return Comparison(False, "differs", wrong, seen) if wrong else AGREES

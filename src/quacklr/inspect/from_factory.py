@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from operator import attrgetter
-from pathlib import Path as File
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,10 +32,10 @@ def target(name: str) -> Target:
 
 def _imported(place: str) -> ModuleType:
     """The module, with the current directory on sys.path as for `python -m`."""
-    if "" not in sys.path and str(File.cwd()) not in sys.path:
-        sys.path.insert(0, str(File.cwd()))
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
     try:
-        return _from_file(File(place)) if place.endswith(".py") else importlib.import_module(place)
+        return _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except ModuleNotFoundError as missing:
         raise BadTargetError(f"{place} cannot be imported: there is no module {missing.name}") from missing
     except FileNotFoundError as missing:
@@ -44,7 +44,7 @@ def _imported(place: str) -> ModuleType:
         raise BadTargetError(f"{place} cannot be imported: {told(error)}") from error
 
 
-def _from_file(file: File) -> ModuleType:
+def _from_file(file: Path) -> ModuleType:
     """Run as a module of its own name, its folder on sys.path as for `python file.py`."""
     spec = importlib.util.spec_from_file_location(file.stem, file.resolve(strict=True))
     assert spec is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def of_type(name: str) -> Target:
 
 def of_file(name: str) -> Target:
     """The model of a config.json, or of the one in a folder."""
-    file = File(name) / "config.json" if File(name).is_dir() else File(name)
+    file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if file.suffix != ".json":
         raise BadTargetError(f"{name}: a file is a config.json, or Python with a factory: file.py:factory")
     try:

@@ -8,28 +8,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
 from quacklr.describe import FROZEN, UNRATED
 from quacklr.find.finding import Finding
-from quacklr.inspect.check import Check
+from quacklr.inspect.check import Comparison
 from quacklr.inspect.layout import is_latent, layout, meeting
 from quacklr.util.modules import named_modules, named_parameters
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class AttentionLayer:
     """An attention module of a model, what was found of it, and whether a measurement agrees."""
 
     module: str
     kind: str
     finding: Finding
     layout: str
-    check: Check
+    check: Comparison
     measured_layout: str = ""
 
     @property
-    def terms(self) -> list[Path]:
+    def terms(self) -> list[LogitPath]:
         """Its paths, those with most keys first."""
         return sorted(self.finding.paths, key=lambda path: -meeting(path)[1].blocks)
 
@@ -72,7 +72,7 @@ class Layer:
         return {w.name: follows(w, self.finding.paths) for w in self.weights if w.trains}
 
 
-def layers_of(model: nn.Module, found: Mapping[str, Finding], checks: Mapping[str, Check]) -> list[Layer]:
+def layers_of(model: nn.Module, found: Mapping[str, Finding], checks: Mapping[str, Comparison]) -> list[AttentionLayer]:
     """A layer for each finding, in the model's order."""
     kinds = {name: type(module).__name__ for name, module in named_modules(model)}
     parameters = {id(parameter): name for name, parameter in named_parameters(model)}
@@ -85,7 +85,7 @@ def layers_of(model: nn.Module, found: Mapping[str, Finding], checks: Mapping[st
         within = {key: parameter.removeprefix(f"{name}.") for key, parameter in parameters.items()}
         words = _words(finding, within) + _shared(finding.paths, name, first)
         measured = _words(check.measured, within) if check.measured else ""
-        layers.append(Layer(name, kinds[name], finding, words, check, measured))
+        layers.append(AttentionLayer(name, kinds[name], finding, words, check, measured))
     return layers
 
 
@@ -93,7 +93,7 @@ def _words(finding: Finding, parameters: dict[int, str]) -> str:
     return layout(finding.paths, parameters) if finding.paths else ""
 
 
-def _shared(paths: Sequence[Path], name: str, first: Mapping[int, str]) -> str:
+def _shared(paths: Sequence[LogitPath], name: str, first: Mapping[int, str]) -> str:
     """Which layer it has its weights from, if it is another one."""
     weights = list(dict.fromkeys(weight for path in paths for weight in path.weights))
     elsewhere = [weight for weight in weights if first[id(weight.param)] != name]
@@ -108,7 +108,7 @@ def full_name(module: str, role: str) -> str:
     return role if not module or role.startswith(f"{module}.") else f"{module}.{role}"
 
 
-def named_paths(layers: Sequence[Layer]) -> list[Path]:
+def named_paths(layers: Sequence[AttentionLayer]) -> list[LogitPath]:
     """The paths of all layers, each weight named after its module."""
     paths = []
     for layer in layers:
@@ -117,7 +117,7 @@ def named_paths(layers: Sequence[Layer]) -> list[Path]:
     return paths
 
 
-def follows(weight: Weight, paths: Sequence[Path]) -> str:
+def follows(weight: Weight, paths: Sequence[LogitPath]) -> str:
     """1/|k|; 1/max|k| where one block meets several; 1/max(|k|, |b|) on several paths."""
     through = [path for path in paths if weight in path.weights]
     terms = ["".join(f"|{other.name}|" for other in path.weights if other is not weight) or "1" for path in through]
@@ -137,7 +137,7 @@ def block_norms(weight: Weight) -> Tensor:
     return squares.sqrt()
 
 
-def controlled(layers: Sequence[Layer]) -> int:
+def controlled(layers: Sequence[AttentionLayer]) -> int:
     """How many numbers get a rate; those that layers share count once."""
     rows: dict[int, tuple[Tensor, Tensor]] = {}
     for part in (part for layer in layers for w in layer.weights if w.rated for part in w.parts):

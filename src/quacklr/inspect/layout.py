@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
 
 
-def layout(paths: Sequence[Path], parameters: dict[int, str]) -> str:
+def layout(paths: Sequence[LogitPath], parameters: dict[int, str]) -> str:
     """Words for the paths of one attention; the names of its parameters if there are none for it."""
     if is_latent(paths):
         return "MLA, full queries" if _queries_read_the_input(paths) else "MLA, low-rank queries"
@@ -27,13 +27,13 @@ def layout(paths: Sequence[Path], parameters: dict[int, str]) -> str:
     return _pair(*paths[0].weights) + lora + more
 
 
-def meeting(path: Path) -> tuple[Weight, Weight]:
+def meeting(path: LogitPath) -> tuple[Weight, Weight]:
     """The two weights whose product is the logit: the neighbours with equal rows a block, of most blocks."""
     pairs = [pair for pair in pairwise(path.weights) if _sizes(pair[0]) == _sizes(pair[1])]
     return max(pairs, key=lambda pair: pair[0].blocks + pair[1].blocks, default=(path.weights[0], path.weights[-1]))
 
 
-def is_latent(paths: Sequence[Path]) -> bool:
+def is_latent(paths: Sequence[LogitPath]) -> bool:
     """Whether it is MLA: two terms with queries in one parameter, and in one of them a key that serves all heads."""
     if len(paths) != 2:
         return False
@@ -41,7 +41,7 @@ def is_latent(paths: Sequence[Path]) -> bool:
     return q is not r and q.param is r.param and min(k.blocks, s.blocks) == 1 < max(k.blocks, s.blocks)
 
 
-def _queries_read_the_input(paths: Sequence[Path]) -> bool:
+def _queries_read_the_input(paths: Sequence[LogitPath]) -> bool:
     """Whether they are as wide as the key that serves all heads, which does; if not, they read a latent."""
     q, kr = min((meeting(path) for path in paths), key=lambda pair: pair[1].blocks)
     return q.rows_first()[0].numel() == kr.rows_first()[0].numel()

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from quacklr.core.sensitivity import Rule
-from quacklr.core.validate import refuse_unstepped
+from quacklr.core.validate import validate_stepped
 from quacklr.find.discover import found_by_rule, logit_paths
 from quacklr.find.finding import Finding
 from quacklr.inspect.check import NOT_SEEN, ONLY_MEASURED, UNMEASURED, NoMeasurementError, checked
-from quacklr.inspect.layers import Layer, controlled, layers_of, named_paths
+from quacklr.inspect.layers import AttentionLayer, controlled, layers_of, named_paths
 from quacklr.inspect.target import BadTargetError, Target, told
 from quacklr.quack import QuacK
 from quacklr.util.layer_names import shape
@@ -23,24 +23,24 @@ WITH_BATCH = "QuacK(logit_paths(model, batch), optimizer)"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ModelReport:
     """The layers of a model; those of a small one that ran in its place; what QuacK would raise."""
 
     model: nn.Module
-    layers: list[Layer]
+    layers: list[AttentionLayer]
     running: nn.Module
-    small: list[Layer]
+    small: list[AttentionLayer]
     measured_on: str
     failure: str
     refusal: str
 
     @property
-    def attached(self) -> list[Layer]:
+    def attached(self) -> list[AttentionLayer]:
         """Layers with a weight that gets a rate."""
         return [layer for layer in self.layers if any(weight.trains for weight in layer.weights)]
 
     @property
-    def unrecognised(self) -> list[Layer]:
+    def unrecognised(self) -> list[AttentionLayer]:
         """Layers that neither a rule nor a measurement could read; one that made no attention is none."""
         unknown = [layer for layer in self.layers if layer.finding.unknown]
         if self.measured_on == "":
@@ -49,12 +49,12 @@ class Report:
         return [layer for layer in unknown if layer.check != explained]
 
     @property
-    def different(self) -> list[Layer]:
+    def different(self) -> list[AttentionLayer]:
         """Layers that are not what a rule says, of the model or of the small one in its place."""
         return [layer for layer in self.small or self.layers if layer.check.agrees is False]
 
     @property
-    def only_measured(self) -> list[Layer]:
+    def only_measured(self) -> list[AttentionLayer]:
         """Layers whose paths are known from a measurement alone."""
         of_model = [layer for layer in self.layers if layer.check == ONLY_MEASURED]
         return of_model if self.small else [layer for layer in of_model if layer.finding.paths]
@@ -77,11 +77,11 @@ class Report:
         return int(bool(self.unrecognised or self.different or self.failure or raises))
 
 
-def report(target: Target, measure: bool) -> Report:
+def report(target: Target, measure: bool) -> ModelReport:
     """Look at a model by rule, and if asked to, measure it or a small one of the same kind."""
     found = _ruled(target.model)
     checks = dict.fromkeys(found, UNMEASURED)
-    running, small, failure = target.model, list[Layer](), ""
+    running, small, failure = target.model, list[AttentionLayer](), ""
     if measure:
         try:
             running, sample = target.runnable()
@@ -94,7 +94,7 @@ def report(target: Target, measure: bool) -> Report:
     layers = layers_of(target.model, found, checks)
     layers = [_checked_by(layer, small) for layer in layers] if small else layers
     measured_on = (target.measured_on or "the model") if measure and not failure else ""
-    return Report(target.model, layers, running, small, measured_on, failure, _refusal(target.model, layers))
+    return ModelReport(target.model, layers, running, small, measured_on, failure, _refusal(target.model, layers))
 
 
 def _ruled(model: nn.Module) -> dict[str, Finding]:
@@ -104,7 +104,7 @@ def _ruled(model: nn.Module) -> dict[str, Finding]:
         raise BadTargetError(f"{type(model).__name__}: its attention cannot be read: {told(error)}") from error
 
 
-def _checked_by(layer: Layer, small: Sequence[Layer]) -> Layer:
+def _checked_by(layer: AttentionLayer, small: Sequence[AttentionLayer]) -> AttentionLayer:
     """The layer with what was measured of those in the same place of the small model, the worst of it."""
     order = {False: 0, None: 1, True: 2}
     checks = [other.check for other in small if _same_to_rules(layer, other)]
@@ -112,13 +112,13 @@ def _checked_by(layer: Layer, small: Sequence[Layer]) -> Layer:
     return replace(layer, check=replace(worst, measured=None))  # its parameters are not this model's
 
 
-def _same_to_rules(layer: Layer, other: Layer) -> bool:
+def _same_to_rules(layer: AttentionLayer, other: AttentionLayer) -> bool:
     """Whether two layers have the same class and place, and both or neither are known to a rule."""
     unknown = [one.finding.unknown or one.check == ONLY_MEASURED for one in (layer, other)]
     return shape(layer.module) == shape(other.module) and layer.kind == other.kind and unknown[0] == unknown[1]
 
 
-def _refusal(model: nn.Module, layers: Sequence[Layer]) -> str:
+def _refusal(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
     """What attaching would raise; nothing if it would not."""
     paths = named_paths(layers)
     optimizer = torch.optim.SGD(list(model.parameters()) or [torch.zeros(1)], lr=1.0)
@@ -128,7 +128,7 @@ def _refusal(model: nn.Module, layers: Sequence[Layer]) -> str:
             if not paths:
                 logit_paths(model)
             elif any(parameter.is_meta for parameter in model.parameters()):
-                refuse_unstepped(Rule(paths).weights, [optimizer])
+                validate_stepped(Rule(paths).weights, [optimizer])
             else:
                 QuacK(paths, optimizer).remove()
     except ValueError as error:
@@ -136,7 +136,7 @@ def _refusal(model: nn.Module, layers: Sequence[Layer]) -> str:
     return ""
 
 
-def summary(report: Report) -> str:
+def summary(report: ModelReport) -> str:
     """The last line: what QuacK does with the model, in one sentence."""
     if report.refusal:
         return f"QuacK(model, optimizer) would raise: {_nothing(report) or report.refusal}"
@@ -147,14 +147,14 @@ def summary(report: Report) -> str:
     return sentence + "".join(f"; {more}" for more in _mores(report))
 
 
-def _nothing(report: Report) -> str:
+def _nothing(report: ModelReport) -> str:
     """Why there is nothing to control, if all of it is told above; the sentence that is raised tells it again."""
     if not report.layers or report.unrecognised or any(layer.finding.paths for layer in report.layers):
         return ""
     return f"it has nothing to control, since all of its {len(report.layers)} attention layers are left alone"
 
 
-def _mores(report: Report) -> list[str]:
+def _mores(report: ModelReport) -> list[str]:
     mores = []
     if report.different:
         mores.append(

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from quacklr.inspect.check import ONLY_MEASURED
-from quacklr.inspect.layers import Layer, block_norms
-from quacklr.inspect.report import Report, summary
+from quacklr.inspect.layers import AttentionLayer, block_norms
+from quacklr.inspect.report import ModelReport, summary
 from quacklr.util.layer_names import pattern, shape
 
 Cell = list[str]  # its lines
 WIDTH = 34  # of a cell before it is wrapped
 
 
-def show(report: Report, name: str) -> str:
+def show(report: ModelReport, name: str) -> str:
     """The whole text."""
     model = type(report.model).__name__
     made = "shapes only" if _on_meta(report) else "with its weights"
@@ -25,13 +25,13 @@ def show(report: Report, name: str) -> str:
     return "\n".join([*head, *body, summary(report)])
 
 
-def _on_meta(report: Report) -> bool:
+def _on_meta(report: ModelReport) -> bool:
     return any(parameter.is_meta for parameter in report.model.parameters())
 
 
-def _table(report: Report) -> list[str]:
+def _table(report: ModelReport) -> list[str]:
     """A row for all layers that are equal."""
-    alike: dict[object, list[Layer]] = {}
+    alike: dict[object, list[AttentionLayer]] = {}
     for layer in report.layers:
         if layer.finding.paths:
             key = shape(layer.module), layer.kind, layer.layout, _sizes(layer), layer.logit, str(layer.rates())
@@ -40,7 +40,7 @@ def _table(report: Report) -> list[str]:
     return _columns([[[title] for title in rows[0]], *(list(row.values()) for row in rows)]) if rows else []
 
 
-def _row(layers: Sequence[Layer], report: Report) -> dict[str, Cell]:
+def _row(layers: Sequence[AttentionLayer], report: ModelReport) -> dict[str, Cell]:
     """The cells of some equal layers by the titles of their columns."""
     one = layers[0]
     rates = one.rates()
@@ -68,18 +68,18 @@ def _names(names: Sequence[str]) -> str:
     return (written if len(written) < 80 else f"{names[0]}, ...") + count
 
 
-def _sizes(layer: Layer) -> str:
+def _sizes(layer: AttentionLayer) -> str:
     return f"{layer.heads}/{layer.groups}/{'+'.join(map(str, layer.sizes))}"
 
 
-def _norms(layers: Sequence[Layer], role: str) -> str:
+def _norms(layers: Sequence[AttentionLayer], role: str) -> str:
     """The range of the norms of all blocks of a weight, in all of the layers."""
     ranges = [block_norms(weight) for layer in layers for weight in layer.weights if weight.name == role]
     low, high = (f"{value:.3g}" for value in (min(float(r.min()) for r in ranges), max(float(r.max()) for r in ranges)))
     return f"|{role}| {low}" if low == high else f"|{role}| {low}..{high}"
 
 
-def _measured(report: Report) -> list[str]:
+def _measured(report: ModelReport) -> list[str]:
     """What was measured on, and what no rule knew."""
     if report.failure:
         return [f"not measured: {report.failure}"]
@@ -89,18 +89,18 @@ def _measured(report: Report) -> list[str]:
     return [f"measured on {report.measured_on}, {len(report.small or report.layers)} attention layers", *_lines(only)]
 
 
-def _found(layer: Layer) -> str:
+def _found(layer: AttentionLayer) -> str:
     return f"known to no rule, measured: {f'{layer.layout}, {layer.logit}' if layer.logit else layer.finding.reason}"
 
 
-def _different(report: Report) -> list[str]:
+def _different(report: ModelReport) -> list[str]:
     """Both sides, where rule and measurement differ."""
     told = {layer.module: _both(layer) for layer in report.different}
     where = " in the small model" if report.small else ""
     return [f"rule and measurement differ{where}:", *_lines(told)] if told else []
 
 
-def _both(layer: Layer) -> str:
+def _both(layer: AttentionLayer) -> str:
     """In words, if those differ, and in rows, with names within the module so that layers are told together."""
     measured = layer.measured_layout or (layer.check.measured.reason if layer.check.measured else "")
     ruled = layer.layout or layer.finding.reason
@@ -108,13 +108,13 @@ def _both(layer: Layer) -> str:
     return words + (layer.check.difference.replace(f"{layer.module}.", "") if layer.module else layer.check.difference)
 
 
-def _left_alone(report: Report) -> list[str]:
+def _left_alone(report: ModelReport) -> list[str]:
     kinds = {layer.module or "(model)": layer for layer in report.layers}
     told = {name: why + _seen(kinds.get(name)) for name, why in report.left_alone.items()}
     return ["left alone:", *_lines(told)] if told else []
 
 
-def _seen(layer: Layer | None) -> str:
+def _seen(layer: AttentionLayer | None) -> str:
     """The class of a layer, and what measuring it gave."""
     if layer is None:
         return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -42,8 +42,8 @@ def resolve(name: str) -> Target:
 
     if ":" in name:
         return from_factory.target(name)
-    folder = (File(name) / "config.json").is_file()
-    if File(name).is_file() or (folder and not from_transformers.is_type(name)):
+    folder = (Path(name) / "config.json").is_file()
+    if Path(name).is_file() or (folder and not from_transformers.is_type(name)):
         return from_transformers.of_file(name)
     if folder:
         raise BadTargetError(f"{name} is a type of transformers and a folder here; write ./{name} for the folder")
@@ -72,6 +72,6 @@ def told(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    where = "" if trace is None else f" ({File(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
+    where = "" if trace is None else f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message if len(message) < 300 else message[:300] + ' ...'}{where}"

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from quacklr.core.norms import Norm, frobenius
-from quacklr.core.path import Path
-from quacklr.core.validate import refuse_settings
+from quacklr.core.path import LogitPath
+from quacklr.core.validate import validate_settings
 from quacklr.quack import QuacK
 
 NO_STATE = (
@@ -38,9 +38,9 @@ class Attaching:
         adapt: bool = True,
         floor: float = 0.0,
         verify: bool = True,
-        paths: Callable[[nn.Module], Iterable[Path]] | None = None,
+        paths: Callable[[nn.Module], Iterable[LogitPath]] | None = None,
     ) -> None:
-        refuse_settings(tau, norm, floor)
+        validate_settings(tau, norm, floor)
         self._settings: dict[str, Any] = {"tau": tau, "norm": norm, "adapt": adapt, "floor": floor, "verify": verify}
         self._paths = paths
 

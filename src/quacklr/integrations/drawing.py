@@ -83,7 +83,7 @@ def panel_height(heads: Mapping[str, int]) -> float:
 def heatmap(axes: Axes, steps: Sequence[int], number_RC: Tensor, look: Look) -> None:
     """One statistic of all heads, with its colours explained beside it."""
     edges, shown_RC = columns(steps, number_RC, look.log)
-    scale = scale_of(shown_RC, look.log) if look.top is None else Scale(0.0, look.top, log=False)
+    scale = scale_of(shown_RC, look.log) if look.top is None else ColourScale(0.0, look.top, log=False)
     rows, clamped_RC = range(len(shown_RC) + 1), shown_RC.clamp(min=scale.low).numpy()
     image = axes.pcolormesh(edges, rows, clamped_RC, norm=scale.norm(), cmap=colours(look, scale), rasterized=True)
     ticks = MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]) if len(steps) > 1 else FixedLocator(steps)
@@ -103,7 +103,7 @@ def title(look: Look, number_RC: Tensor) -> str:
     return f"{look.title}: {above or 'none'} of {len(number_RC)} heads went above {look.threshold:g}"
 
 
-def colours(look: Look, scale: Scale) -> Colormap:
+def colours(look: Look, scale: ColourScale) -> Colormap:
     """The look's colours; with a threshold cold ones up to it, and above it warm ones, from red to yellow at ten times.
 
     The warm part is 0.3 to 0.95 of its map, without its darkest and palest colours.
@@ -134,7 +134,7 @@ def _largest(number_RC: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class ColourScale:
     """Which numbers have a colour of their own, and whether equal ratios are equal distances."""
 
     low: float
@@ -146,7 +146,7 @@ class Scale:
         return LogNorm(self.low, self.high) if self.log else Normalize(self.low, self.high)
 
 
-def scale_of(number_RC: Tensor, log: bool) -> Scale:
+def scale_of(number_RC: Tensor, log: bool) -> ColourScale:
     """A scale for these numbers. A linear one begins at 0, so that dark and bright mean the same in every picture."""
     seen = number_RC[number_RC.isfinite()]
     positive = seen[seen > 0]
@@ -154,12 +154,12 @@ def scale_of(number_RC: Tensor, log: bool) -> Scale:
         high = float(positive.max())
         low = max(float(positive.min()), high / 10**DECADES)
         middle = math.sqrt(low * high)
-        return Scale(min(low, middle / 2), max(high, middle * 2), log=True)
+        return ColourScale(min(low, middle / 2), max(high, middle * 2), log=True)
     low, high = min([0.0, *seen.tolist()]), max([0.0, *seen.tolist()])
-    return Scale(low, high if high > low else low + 1.0, log=False)
+    return ColourScale(low, high if high > low else low + 1.0, log=False)
 
 
-def explain(bar: Colorbar, scale: Scale, threshold: float | None) -> None:
+def explain(bar: Colorbar, scale: ColourScale, threshold: float | None) -> None:
     """Ticks at round numbers, and the threshold, if it is among the colours."""
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=2, labelsize=8)
@@ -172,7 +172,7 @@ def explain(bar: Colorbar, scale: Scale, threshold: float | None) -> None:
         bar.set_ticks(ticks, labels=[f"{each:g}" + (" QK clip" if each == threshold else "") for each in ticks])
 
 
-def round_numbers(scale: Scale) -> list[float]:
+def round_numbers(scale: ColourScale) -> list[float]:
     """Powers of ten within a logarithmic scale, and if these are few also what is between them."""
     powers = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
     found: list[float] = []

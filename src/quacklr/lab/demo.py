@@ -28,7 +28,7 @@ from quacklr.lab.report.style import colour, curve, panels, validation
 from quacklr.lab.studies.names import NAMES, plain
 from quacklr.lab.studies.questions import demo as grid
 from quacklr.lab.studies.results import Results, largest_logit, loss
-from quacklr.lab.studies.scale import Scale, Size, scale_of
+from quacklr.lab.studies.scale import Size, StudyScale, scale_of
 from quacklr.lab.studies.verdicts import MARGIN, STABLE
 from quacklr.lab.sweep.display import display
 from quacklr.lab.sweep.ledger import Entry, Ledger
@@ -62,7 +62,7 @@ class Demo:
     """Runs at once; one a core unless given."""
 
 
-def configs_of(given: Demo) -> tuple[Scale, list[Config]]:
+def configs_of(given: Demo) -> tuple[StudyScale, list[Config]]:
     """The demo's scale, and its runs."""
     refuse_unless_positive(steps=given.steps, jobs=1 if given.jobs is None else given.jobs)
     refuse_above(MOST_THREADS, jobs=given.jobs)

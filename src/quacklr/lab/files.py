@@ -14,13 +14,13 @@ from quacklr.util import atomic_files as files
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """A file that takes its name only when all of it is on the disk.
 
     What the system says about a full disk or a forbidden directory becomes a UserError.
     """
     try:
-        with files.whole(path) as file:
+        with files.atomic_write(path) as file:
             yield file
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
@@ -49,7 +49,7 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
 
 def write_json(path: Path, value: Any) -> None:
     """A small JSON file, indented for people, whole or not there."""
-    with whole(path) as file:
+    with atomic_write(path) as file:
         file.write((json.dumps(value, indent=2) + "\n").encode())
 
 

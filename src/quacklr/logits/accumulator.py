@@ -16,7 +16,7 @@ KEPT = 2**20  # logits of one attention that are kept for the next time: 4 MB
 LEAST = -1e4  # a logit so far below the largest has no share: its exponential is 0 in float32
 
 
-class Tally:
+class StatsAccumulator:
     """What the statistics of one rank, or of many, are made of; and logits to compare the next ones with.
 
     `before_BHIJ` are those of the last time; without them, or if they were of another shape, the change is NaN.

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.core.path import Path, as_paths
-from quacklr.core.validate import refuse_taken, refuse_unstepped
+from quacklr.core.path import LogitPath, as_paths
+from quacklr.core.validate import validate_not_attached_twice, validate_stepped
 from quacklr.core.weight import Weight, distinct
-from quacklr.distributed.collectives import groups_of, largest, ranks_beside, reshard
-from quacklr.distributed.validate import refuse_flattened, refuse_tensor_parallel
+from quacklr.distributed.collectives import all_reduce_max, groups_of, is_distributed, reshard
+from quacklr.distributed.validate import validate_no_tensor_parallel, validate_not_fsdp1
 from quacklr.find import logit_paths
 from quacklr.find.discover import by_module
 from quacklr.find.finding import Finding
 from quacklr.find.verify import Verification
 from quacklr.logits.interceptor import SEEN
-from quacklr.logits.recorder import Listener
+from quacklr.logits.recorder import MaxLogitRecorder
 from quacklr.optimizers.attach import as_optimizers, is_idle
 
 _attached: WeakSet[QKClip] = WeakSet()
@@ -75,7 +75,7 @@ class QKClip:
         threshold: float = 100.0,
         *,
         clip: bool = True,
-        paths: Iterable[Path] | None = None,
+        paths: Iterable[LogitPath] | None = None,
         verify: bool = True,
     ) -> None:
         if not 0 < float(threshold) < float("inf"):
@@ -84,21 +84,21 @@ class QKClip:
             raise ValueError("QK clip cannot listen to the replicas of DataParallel; use DistributedDataParallel")
         self.threshold, self.clip = threshold, clip
         self.optimizers = as_optimizers(optimizer)
-        refuse_flattened(model)
+        validate_not_fsdp1(model)
         reshard(model)
         found = logit_paths(model) if paths is None else paths
         weights = [weight for path in as_paths(found, "paths must be") for weight in path.weights]
-        refuse_tensor_parallel(model, "QK clip")
-        refuse_unstepped(weights, self.optimizers)
+        validate_no_tensor_parallel(model, "QK clip")
+        validate_stepped(weights, self.optimizers)
         here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
-        refuse_taken(weights, [weight for other in here for weight in other._stands_for], "QKClip")
+        validate_not_attached_twice(weights, [weight for other in here for weight in other._stands_for], "QKClip")
         self._stands_for: dict[Weight, Weight] = distinct(weights)
         self._paths, self._groups = by_module(found), groups_of(model)
         self._device = weights[0].param.device
         self._block_of_row = {
-            part: part.blocks_here().to(part.param.device) for weight in weights for part in weight.parts
+            part: part.local_blocks().to(part.param.device) for weight in weights for part in weight.parts
         }
-        if not self._groups and ranks_beside():
+        if not self._groups and is_distributed():
             warnings.warn(ALONE, stacklevel=2)
         if stuck := [name for name, paths in self._paths.items() if not all(map(own_of, paths))]:
             warnings.warn(STUCK.format(", ".join(name or "the model" for name in stuck)), stacklevel=2)
@@ -108,7 +108,9 @@ class QKClip:
         self._warned = False
         known: Mapping[str, Finding] = getattr(found, "found", {}) if paths is None else {}
         self._verification = Verification(model, known, verify)
-        self._listener = Listener(model, {name: paths[0].heads for name, paths in self._paths.items()}, self._hear)
+        self._listener = MaxLogitRecorder(
+            model, {name: paths[0].heads for name, paths in self._paths.items()}, self._hear
+        )
         eager: Any = torch.compiler.disable
         self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
         self._hooks += [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
@@ -168,7 +170,7 @@ class QKClip:
             return heard
         nothing = {n: torch.full((p[0].heads,), -torch.inf, device=self._device) for n, p in self._paths.items()}
         both = {name: of.nan_to_num(nan=-torch.inf, posinf=torch.inf) for name, of in (nothing | heard).items()}
-        found = dict(zip(both, largest(list(both.values()), self._groups), strict=True))
+        found = dict(zip(both, all_reduce_max(list(both.values()), self._groups), strict=True))
         return {name: of for name, of in found.items() if name in heard or bool((of > -torch.inf).any())}
 
     def _warn(self, heard: Mapping[str, Tensor]) -> None:
@@ -209,7 +211,7 @@ def gamma(largest_H: Tensor, threshold: float) -> Tensor:
     return torch.where((largest_H > threshold) & (largest_H < torch.inf), threshold / largest_H, 1.0)
 
 
-def factors(paths: list[Path], gamma_H: Tensor) -> dict[Weight, Tensor]:
+def factors(paths: list[LogitPath], gamma_H: Tensor) -> dict[Weight, Tensor]:
     """For each weight to scale, the (blocks,) factors: those along a path multiply to gamma for every head."""
     found: dict[Weight, Tensor] = {}
     for path in paths:
@@ -229,7 +231,7 @@ def factors(paths: list[Path], gamma_H: Tensor) -> dict[Weight, Tensor]:
     return found
 
 
-def own_of(path: Path) -> list[tuple[Weight, Tensor]]:
+def own_of(path: LogitPath) -> list[tuple[Weight, Tensor]]:
     """The weights of a path that are a head's own, or its group's, and train, with the blocks that heads read.
 
     Of a single head, those next to the product: the ends of a longer chain make values too. Those of a group first.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quacklr.logits.logits import Made
+from quacklr.logits.logits import QKLogits
 
 Pause = Callable[[], AbstractContextManager[Any]]
 LN2 = math.log(2)  # the operator counts in powers of two
@@ -37,7 +37,7 @@ def of_flex(
     _kernel_options: Any = None,
     score_buffers: tuple[Tensor, ...] = (),
     mask_buffers: tuple[Tensor, ...] = (),
-) -> Made:
+) -> QKLogits:
     """The logits of a call of the operator, with its signature."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv
@@ -56,7 +56,7 @@ def of_flex(
             return modified.masked_fill(~seen(*places, *mask_buffers), -torch.inf)
 
     k_BGJD = key.detach().expand(query.shape[0], *key.shape[1:])
-    return Made(query.detach(), k_BGJD, scale, modify=modify)
+    return QKLogits(query.detach(), k_BGJD, scale, modify=modify)
 
 
 def run_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:

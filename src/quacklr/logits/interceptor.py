@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from quacklr.logits.flex import is_flex, of_flex, run_flex
-from quacklr.logits.logits import Logits, Made, Order, Written, arranged, headless
-from quacklr.logits.provenance import Trail
-from quacklr.util.module_stack import running
-from quacklr.util.modules import as_written
+from quacklr.logits.logits import EagerLogits, Logits, Order, QKLogits, arranged, headless
+from quacklr.logits.provenance import Provenance
+from quacklr.util.module_stack import module_stack
+from quacklr.util.modules import run_uncompiled
 from quacklr.util.torch_functions import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened, tensors_in
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ SEEN = (
 )
 
 
-class Catch(TorchFunctionMode):
+class AttentionInterceptor(TorchFunctionMode):
     """While entered, hands the logits of every attention to a listener. The forward itself is untouched.
 
     `read(shape, heads)` is called once for each attention and says how many heads it has and where they are. `shape`
@@ -51,7 +51,7 @@ class Catch(TorchFunctionMode):
         read: Callable[[Sequence[int], int | None], Reading] = lambda _, heads: (heads, None),
     ) -> None:
         super().__init__()
-        self.listener, self.read, self.trail = listener, read, Trail()
+        self.listener, self.read, self.trail = listener, read, Provenance()
         self._heads: int | None = None  # of torch's own attention, while it runs
         self.told: Any = WeakTensorKeyDictionary()  # some take a softmax of the same logits in two ways
 
@@ -103,7 +103,7 @@ class Catch(TorchFunctionMode):
             logits = logits.transpose(1, 2)
         hidden, taken = (None if t is None else headless(t, logits.shape[:-2], heads, order) for t in (hidden, taken))
         extra = logits.shape[-1] - mark.keys
-        return Written(arranged(logits.detach(), heads, order), hidden, taken, extra, mark.factors)
+        return EagerLogits(arranged(logits.detach(), heads, order), hidden, taken, extra, mark.factors)
 
     def _tell(self, made: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:
         device = tensors_in([*args, *kwargs.values()])[0].device.type
@@ -114,7 +114,7 @@ class Catch(TorchFunctionMode):
 
 
 @contextmanager
-def intercept(
+def intercepting(
     model: nn.Module,
     listener: Callable[[str, Logits], None],
     heads: Mapping[str, int] | None = None,
@@ -136,7 +136,11 @@ def intercept(
             forward.attentions += 1
         return reading
 
-    with running(model) as now, as_written(), Catch(lambda caught: listener(now.modules[-1], caught), read):
+    with (
+        module_stack(model) as now,
+        run_uncompiled(),
+        AttentionInterceptor(lambda caught: listener(now.modules[-1], caught), read),
+    ):
         yield
 
 
@@ -171,4 +175,4 @@ def sdpa(
         attn_mask = headless(attn_mask, lead, heads, order)
     k = arranged(key, None) if enable_gqa else arranged(key.expand(*lead, *key.shape[-2:]), heads, order)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    return Made(arranged(query, heads, order).detach(), k.detach(), factor, offset, attn_mask)
+    return QKLogits(arranged(query, heads, order).detach(), k.detach(), factor, offset, attn_mask)

@@ -101,7 +101,7 @@ class Logits(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Made(Logits):
+class QKLogits(Logits):
     """From queries and keys, as a fused kernel makes them.
 
     `offset`: a query may look at the keys up to its own number plus this; None if at all. `mask` is what the kernel was
@@ -163,7 +163,7 @@ class Made(Logits):
 
 
 @dataclass(frozen=True, eq=False)
-class Written(Logits):
+class EagerLogits(Logits):
     """As the model wrote them.
 
     `hidden_BHIJ` is True where it is known to have masked one. `taken_BHIJ` is what it took off before the softmax.

@@ -13,12 +13,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from quacklr.distributed.collectives import Groups, agree, groups_of, largest, resharded, total
-from quacklr.distributed.validate import refuse_tensor_parallel
+from quacklr.distributed.collectives import (
+    Groups,
+    all_ranks_agree,
+    all_reduce_max,
+    all_reduce_sum,
+    groups_of,
+    resharded,
+)
+from quacklr.distributed.validate import validate_no_tensor_parallel
 from quacklr.find.discover import found_by_rule
-from quacklr.logits.accumulator import Tally
+from quacklr.logits.accumulator import StatsAccumulator
 from quacklr.logits.head_order import HeadOrders
-from quacklr.logits.interceptor import SEEN, intercept
+from quacklr.logits.interceptor import SEEN, intercepting
 from quacklr.logits.logits import Logits
 from quacklr.util.modules import named_modules, own_buffers, run, undisturbed, unwrapped
 
@@ -61,27 +68,27 @@ class LogitMonitor:
                 "a probe is a batch that the model is called with, a tensor, a tuple of arguments or a dict of named "
                 f"ones, not {type(probe).__name__}"
             )
-        refuse_tensor_parallel(model, "LogitMonitor")
+        validate_no_tensor_parallel(model, "LogitMonitor")
         self.model, self.probe = model, probe
         self._heads, self._orders = heads_of(model), HeadOrders()
         self._last: dict[str, Tensor] = {}
 
     def measure(self, keep: bool = True) -> dict[str, LogitStats]:
         """Run the probe. With `keep=False` the next call's change is still since the call before this one."""
-        tallies: dict[str, Tally] = {}
+        tallies: dict[str, StatsAccumulator] = {}
 
         def listen(name: str, logits: Logits) -> None:
             times = sum(seen.partition("#")[0] == name for seen in tallies)
             name = f"{name}#{times + 1}" if times else name
-            tallies[name] = Tally(logits, self._last.get(name))
+            tallies[name] = StatsAccumulator(logits, self._last.get(name))
 
         model = unwrapped(self.model)
-        watched = intercept(model, listen, self._heads, self._orders)
+        watched = intercepting(model, listen, self._heads, self._orders)
         with undisturbed(model), own_buffers(model), resharded(model), watched:
             run(model, self.probe)
         groups = groups_of(self.model)
         heard = [(name, len(tally.largest_H)) for name, tally in tallies.items()]
-        if groups and not agree(heard, groups, next(model.parameters()).device):
+        if groups and not all_ranks_agree(heard, groups, next(model.parameters()).device):
             raise ValueError(f"{DIFFERENT} This one heard {', '.join(tallies) or 'none'}")
         if not tallies:
             raise ValueError(f"no attention was seen in a forward of {type(model).__name__}: {SEEN}")
@@ -110,11 +117,11 @@ def heads_of(model: nn.Module) -> dict[str, int]:
     return said | {name: found.paths[0].heads for name, found in found_by_rule(model).items() if found.paths}
 
 
-def stats_of(tallies: Iterable[Tally], groups: Groups) -> list[LogitStats]:
+def stats_of(tallies: Iterable[StatsAccumulator], groups: Groups) -> list[LogitStats]:
     """The statistics of each attention, over all ranks."""
     tallies = list(tallies)
-    maxima = largest([tally.largest_H for tally in tallies], groups)
-    sums = total([tally.sums() for tally in tallies], groups)
+    maxima = all_reduce_max([tally.largest_H for tally in tallies], groups)
+    sums = all_reduce_sum([tally.sums() for tally in tallies], groups)
     found = []
     for largest_H, (moved_H, compared_H, entropy_H, looking_H, sink_H, choosing_H) in zip(maxima, sums, strict=True):
         found.append(LogitStats(largest_H, moved_H / compared_H, entropy_H / looking_H, sink_H / choosing_H))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quacklr.logits.interceptor import Catch, Reading
+from quacklr.logits.interceptor import AttentionInterceptor, Reading
 from quacklr.util.module_stack import ModuleCall
 from quacklr.util.modules import own_attributes, own_buffers, undisturbed
 from quacklr.util.torch_functions import ADDED_MATMUL, CONVOLUTION, MATMUL, bound, copied, tensors_in
@@ -124,7 +124,7 @@ class ReachedError(Exception):
     """Ends a run whose attention has been seen."""
 
 
-class Traced(Catch):
+class Traced(AttentionInterceptor):
     """While entered, sets a part of an input or output of a projection to NaN, and notes what of the logits is NaN.
 
     `attention`: how many others come before it. `projection`: the number of its input, each counted once. `output`:

@@ -91,7 +91,7 @@ class Call:
         return any(tensor is each for each in self.others)
 
 
-class Trail:
+class Provenance:
     """The marks of the tensors of a forward, as long as they live."""
 
     def __init__(self) -> None:

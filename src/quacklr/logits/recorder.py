@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from quacklr.logits.flex import holders, telling
 from quacklr.logits.head_order import HeadOrders
-from quacklr.logits.interceptor import Catch, Reading
+from quacklr.logits.interceptor import AttentionInterceptor, Reading
 from quacklr.logits.logits import Logits
 from quacklr.util.module_stack import ModuleCall
-from quacklr.util.modules import as_written, named_modules
+from quacklr.util.modules import named_modules, run_uncompiled
 
 eager: Any = torch.compiler.disable
 
 
-class Listener:
+class MaxLogitRecorder:
     """Tells the (heads,) largest logits of attention modules in every forward in training mode with gradients.
 
     `heads`: how many each has; an attention inside of one with another number is not the one that is meant. `tell` is
@@ -38,7 +38,7 @@ class Listener:
         self._running: list[ModuleCall] = []
         self._orders = HeadOrders()
         self._flex = holders(model)
-        self._heard = [Heard(self, name, module) for name, module in named_modules(model) if name in heads]
+        self._heard = [RecordedForward(self, name, module) for name, module in named_modules(model) if name in heads]
 
     @contextmanager
     def listening(self, call: ModuleCall) -> Iterator[None]:
@@ -52,7 +52,7 @@ class Listener:
 
     @contextmanager
     def _catching(self) -> Iterator[None]:
-        catch: Any = Catch(self._hear, self._read)
+        catch: Any = AttentionInterceptor(self._hear, self._read)
 
         @contextmanager
         def pause() -> Iterator[None]:
@@ -63,7 +63,7 @@ class Listener:
             finally:
                 catch.__enter__()
 
-        with as_written(), telling(self._flex, self._note, pause), catch:
+        with run_uncompiled(), telling(self._flex, self._note, pause), catch:
             yield
 
     def _read(self, shape: Sequence[int], said: int | None) -> Reading:
@@ -88,11 +88,11 @@ class Listener:
             heard.remove()
 
 
-class Heard:
+class RecordedForward:
     """The forward of a module that is listened to. A copy of the module, or one that was saved, has its own again."""
 
-    def __init__(self, listener: Listener, name: str, module: nn.Module) -> None:
-        self.listener: Listener | None = listener
+    def __init__(self, listener: MaxLogitRecorder, name: str, module: nn.Module) -> None:
+        self.listener: MaxLogitRecorder | None = listener
         self.name, self.module = name, module
         self.before = vars(module).get("forward")
         self.__wrapped__ = module.forward  # where inspect.signature looks
@@ -100,7 +100,7 @@ class Heard:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, listened to in training."""
-        return uncompiled(self, args, kwargs)
+        return recorded(self, args, kwargs)
 
     def remove(self) -> None:
         """Give the module its own back."""
@@ -123,7 +123,7 @@ def forward_of(module: nn.Module, before: Any) -> Any:
     return MethodType(type(module).forward, module) if before is None else before
 
 
-def _uncompiled(heard: Heard, args: Any, kwargs: Any) -> Any:
+def _recorded(heard: RecordedForward, args: Any, kwargs: Any) -> Any:
     """A forward that is listened to in training."""
     if heard.listener is None or not (heard.module.training and torch.is_grad_enabled()):
         return heard.__wrapped__(*args, **kwargs)
@@ -131,4 +131,4 @@ def _uncompiled(heard: Heard, args: Any, kwargs: Any) -> Any:
         return heard.__wrapped__(*args, **kwargs)
 
 
-uncompiled = eager(_uncompiled)
+recorded = eager(_recorded)

@@ -19,7 +19,7 @@ from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quacklr.optimizers.scratch import ProbeError, inner_optimizers
-from quacklr.util.modules import as_written
+from quacklr.util.modules import run_uncompiled
 
 COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
 
@@ -69,7 +69,7 @@ def isolated(given: Any) -> Iterator[None]:
                 stack.enter_context(_replaced(optimizer, name, OrderedDict()))
             if distributed_c10d.is_initialized():
                 stack.enter_context(_replaced(distributed_c10d, "_new_group_with_tag", _no_new_groups))
-            stack.enter_context(as_written())
+            stack.enter_context(run_uncompiled())
             stack.enter_context(torch.inference_mode(False))  # gradients are on, too
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))

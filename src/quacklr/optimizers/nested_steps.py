@@ -19,7 +19,7 @@ _HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # every cla
 
 
 @dataclass(slots=True)
-class Running:
+class RunningStep:
     """A step between its hooks: copies of the rows before it, and the ids of the tensors that it moves."""
 
     copies: Copies

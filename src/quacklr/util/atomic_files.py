@@ -10,7 +10,7 @@ from typing import IO
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """A file to write to that takes its name only when all of it is on the disk; on any error it is removed.
 
     A process killed in between leaves `.<name>.part`, which nothing reads and the next write replaces.

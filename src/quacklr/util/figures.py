@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from quacklr.util.atomic_files import whole
+from quacklr.util.atomic_files import atomic_write
 
 RC: Any = {
     "axes.spines.top": False,
@@ -42,5 +42,5 @@ def save(figure: Figure, path: Path) -> None:
     if kind not in FORMATS:
         raise ValueError(f"{path}: a figure is written as one of {', '.join('.' + each for each in FORMATS)}")
     content = drawn(figure, kind)
-    with whole(path) as out:
+    with atomic_write(path) as out:
         out.write(content)

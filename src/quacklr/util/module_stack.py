@@ -42,7 +42,7 @@ class ModuleCall:
 
 
 @dataclass(slots=True)
-class Running:
+class ModuleStack:
     """The modules whose forward has begun and not ended, outermost first, and a number for each such call."""
 
     modules: tuple[str, ...] = ("",)
@@ -61,9 +61,9 @@ class Running:
 
 
 @contextmanager
-def running(model: nn.Module) -> Iterator[Running]:
+def module_stack(model: nn.Module) -> Iterator[ModuleStack]:
     """While entered, tells which of the model's modules are running, but for a softmax that is a module."""
-    now = Running()
+    now = ModuleStack()
     hooks: list[Any] = []
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -72,12 +72,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def as_written() -> AbstractContextManager[Any]:
+def run_uncompiled() -> AbstractContextManager[Any]:
     """While entered, what was compiled runs as it was written."""
     return torch.compiler.set_stance("force_eager")
 
 
-class Call(NamedTuple):
+class Arguments(NamedTuple):
     """What a module is called with."""
 
     args: tuple[Any, ...]
@@ -94,9 +94,9 @@ class Call(NamedTuple):
         self.map(keep)
         return found
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Call:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
         """The same call with a function of every tensor in it."""
-        return Call(_mapped(function, self.args), _mapped(function, self.kwargs))
+        return Arguments(_mapped(function, self.args), _mapped(function, self.kwargs))
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -111,7 +111,7 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def run(model: nn.Module, probe: Any) -> Any:
     """One forward of a batch in the form the model takes it."""
-    if isinstance(probe, Call):
+    if isinstance(probe, Arguments):
         return model(*probe.args, **probe.kwargs)
     if isinstance(probe, Mapping):
         return model(**probe)

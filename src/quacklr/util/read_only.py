@@ -7,7 +7,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 T = TypeVar("T")
 
 
-class Fixed(Generic[T]):
+class ReadOnly(Generic[T]):
     """An attribute that is set when QuacK is attached and can only be read later: others were computed from it."""
 
     def __set_name__(self, owner: type, name: str) -> None:

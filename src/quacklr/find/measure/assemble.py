@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
 from quacklr.find.finding import NO_WEIGHTS, NOT_LINEAR, QK_NORM, Finding
 from quacklr.find.measure.projection_rows import Rowset
@@ -31,10 +31,12 @@ class Term:
     q: tuple[Reads, ...]
     k: tuple[Reads, ...]
 
-    def path(self, named: dict[Weight, Weight]) -> Path:
+    def path(self, named: dict[Weight, Weight]) -> LogitPath:
         """From the query's input to the key's."""
         reads = [*self.q[::-1], *self.k]
-        return Path(tuple(named[weight] for weight, _ in reads), len(reads[0][1]), [torch.tensor(r) for _, r in reads])
+        return LogitPath(
+            tuple(named[weight] for weight, _ in reads), len(reads[0][1]), [torch.tensor(r) for _, r in reads]
+        )
 
 
 def measured_paths(model: nn.Module, sample: Any) -> dict[str, Finding]:
@@ -63,7 +65,7 @@ def _assembled(measured: Measurement, parameters: dict[int, str]) -> dict[str, F
         names = [parameters[id(p.weight)] for p in (*seen.cut, *seen.bounded) if id(p.weight) in parameters]
         cut = {name.removeprefix(f"{seen.module}."): NOT_LINEAR for name in names if of_module}
         reason = "" if of_module else QK_NORM if seen.cut else BOUNDED if seen.bounded else NO_WEIGHTS
-        found[seen.module] = Finding(as_paths(of_module, seen.module), reason, cut)
+        found[seen.module] = Finding(paths_of(of_module, seen.module), reason, cut)
     return found
 
 
@@ -125,7 +127,7 @@ class Assembly:
         return self.weights.setdefault((weight, bias), replace(weight, bias=bias))
 
 
-def as_paths(terms: Iterable[Term], module: str) -> list[Path]:
+def paths_of(terms: Iterable[Term], module: str) -> list[LogitPath]:
     """The paths of one attention, its weights named by their roles."""
     terms = list(terms)
     weights = list(dict.fromkeys(weight for term in terms for weight, _ in (*term.q[::-1], *term.k)))

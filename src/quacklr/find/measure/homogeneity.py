@@ -20,7 +20,7 @@ from quacklr.util.autograd import gradients
 Asked = list[tuple[float, list[float]]]  # for each random direction: the whole, and each projection's share of it
 
 
-class Euler:
+class Homogeneity:
     """Of the projections beside the query and the key of an attention, and of those behind: which have a share."""
 
     PASSES = 4  # random directions in which is asked

@@ -20,10 +20,10 @@ from quacklr.find.measure.growth import SCALE, Change, Slope
 from quacklr.find.measure.projection_rows import Rowset
 from quacklr.find.measure.records import Attention, Projection
 from quacklr.find.measure.tape import Tape
-from quacklr.find.measure.terms import Probe
+from quacklr.find.measure.terms import TermFinder
 from quacklr.util.autograd import leaves_of
-from quacklr.util.module_stack import running
-from quacklr.util.modules import as_written, own_attributes, own_buffers, run, undisturbed, unwrapped
+from quacklr.util.module_stack import module_stack
+from quacklr.util.modules import own_attributes, own_buffers, run, run_uncompiled, undisturbed, unwrapped
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 SMALL = 2**16  # entries: in a parameter of no more, every entry is looked at for zeros
@@ -88,7 +88,7 @@ def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
         unknown: dict[Slope, Tensor] = {}
 
         def listen(attention: Attention, tape: Tape) -> None:
-            probe = Probe(attention, tape.projections, changes)  # noqa: B023
+            probe = TermFinder(attention, tape.projections, changes)  # noqa: B023
             seen.append(Seen(attention.module, probe.problem(), probe.terms, probe.cut(), probe.euler.bounded))  # noqa: B023
             unknown.update({slope: slope.taken(attention, tape.projections) for slope in probe.unknown})  # noqa: B023
 
@@ -131,8 +131,8 @@ def _run(
         own_buffers(model),
         own_attributes(model),
         torch.enable_grad(),
-        as_written(),
-        running(model) as now,
+        run_uncompiled(),
+        module_stack(model) as now,
     ):
         tape = Tape(model.parameters(), model.buffers(), now, lambda seen: listener(seen, tape), random, **given)
         with tape:

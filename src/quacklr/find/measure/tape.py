@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from quacklr.find.measure.einsum import Labels, contracted, labels_of_einsum, labels_of_matmul
 from quacklr.find.measure.records import Attention, MadeOf, Product, Projection, Side
 from quacklr.util.autograd import leaves_of
-from quacklr.util.module_stack import Running
+from quacklr.util.module_stack import ModuleStack
 from quacklr.util.torch_functions import (
     ADD,
     ADDED_MATMUL,
@@ -58,7 +58,7 @@ class Tape(TorchFunctionMode):
         self,
         parameters: Iterable[Tensor],
         buffers: Iterable[Tensor],
-        running: Running,
+        running: ModuleStack,
         listener: Callable[[Attention], None],
         random: bool = True,
         scale: float = 1.0,

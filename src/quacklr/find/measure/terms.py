@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quacklr.find.measure.growth import Change, Slope
-from quacklr.find.measure.homogeneity import Euler
+from quacklr.find.measure.homogeneity import Homogeneity
 from quacklr.find.measure.mixing import Heads, are_mixed
 from quacklr.find.measure.projection_rows import Rowset, is_sparse, rows_of
 from quacklr.find.measure.records import Attention, Product, Projection, Side
@@ -30,7 +30,7 @@ SPARSE = (
 )
 
 
-class Probe:
+class TermFinder:
     """One attention, and the projections that had been made when it ran."""
 
     def __init__(
@@ -41,8 +41,8 @@ class Probe:
         self.sides = [side for product in self.products for side in (product.q, product.k)]
         self.beside = {side: self._projections_in(side.tensor) for side in self.sides}
         self.generator = torch.Generator(self.logits.device).manual_seed(0)
-        at_sides = [self._at_all_sides() for _ in range(Euler.PASSES)]
-        self.euler = Euler(attention, self.beside, at_sides, projections, changes)
+        at_sides = [self._at_all_sides() for _ in range(Homogeneity.PASSES)]
+        self.euler = Homogeneity(attention, self.beside, at_sides, projections, changes)
         self.reach = {side: self._reach(side) for side in self.sides}
         self.normed = [] if attention.fused else self._normed()
         self.mixed = False
@@ -75,7 +75,7 @@ class Probe:
     def _normed(self) -> list[Product]:
         """Products that the logits do not depend on the scale of, alone or all together: a norm comes after them."""
         alone, together = dict.fromkeys(self.products, True), True
-        for _ in range(Euler.PASSES):
+        for _ in range(Homogeneity.PASSES):
             at = gradients(self.logits, [product.leaf for product in self.products], self._noise(self.logits))
             shares, bounds = [], []
             for product, gradient in zip(self.products, at, strict=True):

@@ -15,7 +15,7 @@ from types import FunctionType
 from torch import nn
 
 from quacklr.find.rules.module_source import ATTENDS, HEADS
-from quacklr.find.rules.syntax import Source, name_of, sources_of
+from quacklr.find.rules.syntax import FunctionSource, name_of, sources_of
 
 TRUSTED = {
     *("torch", "transformers", "timm", "torchtitan", "megatron", "litgpt", "olmo", "olmo_core", "diffusers", "peft"),
@@ -52,7 +52,7 @@ def shows_product(module: nn.Module) -> bool:
     return any(shown) and all(shown) and not any(map(_is_unclear, sources))
 
 
-def _attentions(source: Source, sources: Collection[Source]) -> Iterator[bool]:
+def _attentions(source: FunctionSource, sources: Collection[FunctionSource]) -> Iterator[bool]:
     """Of every call of a kernel or a softmax: whether it makes attention of a product."""
     for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
         name = name_of(call.func)
@@ -67,7 +67,7 @@ def _attentions(source: Source, sources: Collection[Source]) -> Iterator[bool]:
             yield True
 
 
-def _is_unclear(source: Source) -> bool:
+def _is_unclear(source: FunctionSource) -> bool:
     """Whether a function has a decorator that is not torch's, calls a nonlinear function, or writes into a tensor."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef) and not all(map(_is_harmless, node.decorator_list)):
@@ -106,7 +106,7 @@ def shows_consecutive_rows(module: nn.Module, heads: Collection[int], sizes: Col
     return any(verdict is True for verdict in verdicts) and not any(verdict is False for verdict in verdicts)
 
 
-def _verdicts(source: Source, heads: Collection[int], sizes: Collection[int]) -> Iterator[bool | None]:
+def _verdicts(source: FunctionSource, heads: Collection[int], sizes: Collection[int]) -> Iterator[bool | None]:
     """Of every reshape: True if it makes consecutive heads, False if it makes others, None if it makes none."""
     after = {
         id(node.func.value): node
@@ -124,7 +124,9 @@ def _verdicts(source: Source, heads: Collection[int], sizes: Collection[int]) ->
             )
 
 
-def _verdict(source: Source, given: list[ast.expr], heads: Collection[int], sizes: Collection[int]) -> bool | None:
+def _verdict(
+    source: FunctionSource, given: list[ast.expr], heads: Collection[int], sizes: Collection[int]
+) -> bool | None:
     first, second = (source.number(each) for each in given)
     words = [bool(HEADS_WORD.fullmatch(name_of(each))) for each in given]
     if second in sizes and not (second in heads and words[1]):
@@ -148,7 +150,7 @@ def _quotients(number: int, sizes: Collection[int]) -> list[int]:
     return [number // size for size in sizes if number > size and number % size == 0]
 
 
-def _moves_heads(source: Source, call: ast.Call, ndim: int) -> bool:
+def _moves_heads(source: FunctionSource, call: ast.Call, ndim: int) -> bool:
     """Whether a permutation right after the reshape puts what was last before what was the last but one."""
     order = [source.number(each) for each in call.args]
     if name_of(call.func) == "permute":

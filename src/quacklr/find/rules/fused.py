@@ -19,7 +19,7 @@ from quacklr.find.parameter_rows import NotRowsError
 from quacklr.find.rules.evidence import NOT_SHOWN, is_trusted, shows_consecutive_rows
 from quacklr.find.rules.module_source import GROUPS, HEAD_SIZE, HEADS, called, read, sizes, strange_parts
 from quacklr.find.rules.naming import K_NORM, Q_NORM
-from quacklr.find.rules.projections import Source, sources
+from quacklr.find.rules.projections import ProjectionWeight, projection_weights
 from quacklr.find.rules.separate import multiplied, normed
 
 Layout = tuple[list[Segment], int]  # the segments of its rows, and how often they are repeated
@@ -115,10 +115,12 @@ def fused(module: nn.Module) -> Finding | None:
     """A class that KNOWN has; None otherwise."""
     for cls in type(module).__mro__:
         for known in KNOWN.get(cls.__name__, ()):
-            terms = sources(_part(module, known.child)) if known.fits(module) else []
+            terms = projection_weights(_part(module, known.child)) if known.fits(module) else []
             if terms and getattr(module, "relative_attention", False):
                 return unknown("its logits have terms with positions")
-            if terms and (q := sources(getattr(module, "q_attn", None))):  # GPT-2's cross-attention: [k | v] and a q
+            if terms and (
+                q := projection_weights(getattr(module, "q_attn", None))
+            ):  # GPT-2's cross-attention: [k | v] and a q
                 return _across(module, q, terms)
             if terms and (strange := strange_parts(module, (known.child.split(".")[0], known.q_bias, *BESIDE))):
                 return unknown(f"beside {known.child} it has {', '.join(strange)}")
@@ -131,7 +133,7 @@ def _part(module: nn.Module, name: str) -> nn.Module | None:
     return dict(module.named_modules()).get(name)
 
 
-def _across(module: nn.Module, q: list[Source], kv: list[Source]) -> Finding:
+def _across(module: nn.Module, q: list[ProjectionWeight], kv: list[ProjectionWeight]) -> Finding:
     rows, kv_rows = (each[0].weight.shape[each[0].dim] for each in (q, kv))
     read_sizes = sizes(module, rows, kv_rows // 2)
     if isinstance(read_sizes, str):
@@ -141,7 +143,7 @@ def _across(module: nn.Module, q: list[Source], kv: list[Source]) -> Finding:
     return multiplied([chain for source in q for chain in source.cut([("q", heads, d)], 1)["q"]], k)
 
 
-def _laid_out(module: nn.Module, terms: list[Source], known: Known) -> Finding:
+def _laid_out(module: nn.Module, terms: list[ProjectionWeight], known: Known) -> Finding:
     rows = terms[0].weight.shape[terms[0].dim]
     config = getattr(module, "config", None)
     heads = next(iter([*read(module, HEADS), *read(config, HEADS)]), 0)

@@ -23,7 +23,7 @@ from quacklr.find.rules.evidence import (
 )
 from quacklr.find.rules.module_source import HEADS, attends, child, norm_calls, read, strange_parts
 from quacklr.find.rules.naming import Q_NORM
-from quacklr.find.rules.projections import Chain, Source, sources
+from quacklr.find.rules.projections import Chain, ProjectionWeight, projection_weights
 from quacklr.find.rules.separate import multiplied
 
 
@@ -68,8 +68,8 @@ def latent(module: nn.Module) -> Finding | None:
     up = child(module, names.q_up)
     down, q = (child(module, names.q_down), up) if up is not None else (None, child(module, names.q))
     kv_down, kv_up = child(module, names.kv_down), child(module, names.kv_up)
-    terms = [sources(each) for each in (q, kv_down, kv_up)]
-    if not all(terms) or (down is not None and not sources(down)):
+    terms = [projection_weights(each) for each in (q, kv_down, kv_up)]
+    if not all(terms) or (down is not None and not projection_weights(down)):
         return unknown("one of its projections is not one that we can read")
     sized = _sizes(module, [term[0].weight.shape[0] for term in terms], gated=names.gated)
     if isinstance(sized, str):
@@ -109,7 +109,7 @@ def _sizes(module: Any, rows: list[int], gated: bool) -> tuple[int, int, int, in
 
 
 def _assembled(
-    sized: tuple[int, int, int, int, int], terms: list[list[Source]], down: Any, q_norm: Any, kv_norm: Any
+    sized: tuple[int, int, int, int, int], terms: list[list[ProjectionWeight]], down: Any, q_norm: Any, kv_norm: Any
 ) -> Finding:
     heads, nope, rope, value, rest = sized
     q, kv_down, kv_up = terms
@@ -120,7 +120,11 @@ def _assembled(
     uk = [source.cut([("uk", 1, nope), (None, 1, value)], heads)["uk"] for source in kv_up]
     latent_rows = kv_down[0].weight.shape[0] - rope
     dkv_kr = [source.cut([("dkv", 1, latent_rows), ("kr", 1, rope)], 1) for source in kv_down]
-    dq = [] if down is None else [c for s in sources(down) for c in s.cut([("dq", 1, s.weight.shape[0])], 1)["dq"]]
+    dq = (
+        []
+        if down is None
+        else [c for s in projection_weights(down) for c in s.cut([("dq", 1, s.weight.shape[0])], 1)["dq"]]
+    )
     dkv = [chain for each in dkv_kr for chain in each["dkv"]]
     cut = {"dq": LATENT_NORM} if dq and q_norm is not None else {}
     cut |= {"dkv": LATENT_NORM} if kv_norm is not None else {}

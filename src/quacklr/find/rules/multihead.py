@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from quacklr.core.path import Path, mha
+from quacklr.core.path import LogitPath, mha
 from quacklr.core.weight import Segment, Weight, packed
 from quacklr.find.finding import Finding
 
@@ -16,7 +16,7 @@ def multihead(module: nn.Module) -> Finding | None:
     return Finding(_paths(module)) if isinstance(module, nn.MultiheadAttention) else None
 
 
-def _paths(module: nn.MultiheadAttention) -> list[Path]:
+def _paths(module: nn.MultiheadAttention) -> list[LogitPath]:
     segments: list[Segment] = [(role, module.num_heads, module.head_dim) for role in ("q", "k", None)]
     if module.in_proj_weight is not None:
         q, k = packed(module.in_proj_weight, *segments, bias=module.in_proj_bias)
@@ -28,9 +28,9 @@ def _paths(module: nn.MultiheadAttention) -> list[Path]:
     return [*mha(q, k), *_learned_key(module, q)]
 
 
-def _learned_key(module: nn.MultiheadAttention, q: Weight) -> list[Path]:
+def _learned_key(module: nn.MultiheadAttention, q: Weight) -> list[LogitPath]:
     """With add_bias_kv one more key, the same for every token, is learned: q[h] . bias_k[h]."""
     if module.bias_k is None:
         return []
     (bias_k,) = packed(module.bias_k, ("bias_k", module.num_heads, module.head_dim), dim=2)
-    return [Path((q, bias_k), heads=q.blocks)]
+    return [LogitPath((q, bias_k), heads=q.blocks)]

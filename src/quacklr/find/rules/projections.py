@@ -26,7 +26,7 @@ Chain = tuple[Weight, ...]  # from the one next to the logit to the one that rea
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class ProjectionWeight:
     """One term of a projection: a weight whose rows are the output, and what its input goes through before."""
 
     weight: Tensor
@@ -56,21 +56,21 @@ class Source:
         return (replace(weight, name=weight.name + self.suffix),)
 
 
-def sources(projection: nn.Module | Tensor | None) -> list[Source]:
+def projection_weights(projection: nn.Module | Tensor | None) -> list[ProjectionWeight]:
     """The terms of a projection; none if it is not one that we can read."""
     module: Any = projection
     if isinstance(module, nn.Parameter):
-        return [Source(module)] if module.ndim == 2 else []
+        return [ProjectionWeight(module)] if module.ndim == 2 else []
     if not isinstance(module, nn.Module):
         return []
     if hasattr(module, "base_layer") and hasattr(module, "active_adapters"):
         return _lora(module)
     if [name for name, _ in module.named_children()] == ["linear"] and not hasattr(module, "weight"):
-        return sources(module.linear)
+        return projection_weights(module.linear)
     return _plain(module)
 
 
-def _plain(module: Any) -> list[Source]:
+def _plain(module: Any) -> list[ProjectionWeight]:
     """A linear layer, or a convolution that is one."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, nn.Parameter)):
@@ -83,7 +83,7 @@ def _plain(module: Any) -> list[Source]:
     transposed = weight.ndim == 2 and known == "Conv1D"  # transformers'
     if not isinstance(weight, nn.Parameter) or not (pointwise or linear or transposed) or _is_hooked(module):
         return []
-    return [Source(weight, bias, dim=1 if transposed else 0)]
+    return [ProjectionWeight(weight, bias, dim=1 if transposed else 0)]
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -92,9 +92,9 @@ def _is_hooked(module: nn.Module) -> bool:
     return not all(maker.startswith("torch.distributed.") for maker in makers)
 
 
-def _lora(module: Any) -> list[Source]:
+def _lora(module: Any) -> list[ProjectionWeight]:
     """peft: base + sum of B A. A starts with a zero partner, so Lemma 1 gives it no rate; it counts all the same."""
-    found = sources(module.base_layer)
+    found = projection_weights(module.base_layer)
     if module.merged or module.disable_adapters:
         return found
     for adapter in module.active_adapters:
@@ -108,13 +108,13 @@ def _lora(module: Any) -> list[Source]:
         suffix = "" if adapter == "default" else f"_{adapter}"
         name = f"lora_A{suffix}"
         before = Weight(name, a.weight, torch.zeros(a.weight.shape[0], dtype=torch.long), rated=False)
-        found.append(Source(b.weight, before=before, suffix=f"_lora_B{suffix}"))
+        found.append(ProjectionWeight(b.weight, before=before, suffix=f"_lora_B{suffix}"))
     return found
 
 
-def _parametrized(module: Any, bias: Tensor | None) -> Source:
+def _parametrized(module: Any, bias: Tensor | None) -> ProjectionWeight:
     """torch.nn.utils.parametrize: the weight as it is computed now."""
     with torch.enable_grad():
         weight = module.weight
     originals = {id(p): name for name, p in module.parametrizations.weight.named_parameters()}
-    return Source(weight, bias, originals=originals)
+    return ProjectionWeight(weight, bias, originals=originals)

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from quacklr.core.path import Path
+from quacklr.core.path import LogitPath
 from quacklr.core.weight import Segment
 from quacklr.find.finding import NO_SOFTMAX, QK_NORM, SCALE_FREE, Finding, unknown
 from quacklr.find.parameter_rows import NotRowsError
 from quacklr.find.rules.evidence import NO_PRODUCT, NOT_SHOWN, is_trusted, shows_consecutive_rows, shows_product
 from quacklr.find.rules.module_source import attends, called, child, norm_calls, sizes, strange_parts
 from quacklr.find.rules.naming import K_NORM, Q_NORM, QUERY_AND_KEY
-from quacklr.find.rules.projections import Chain, Source, sources
+from quacklr.find.rules.projections import Chain, ProjectionWeight, projection_weights
 
 LINEAR = re.compile(
     r"Delta|Lightning|LSTM|Rwkv|RWKV|Mamba|Linear|Retention|Hyena|SSM|Recurrent|Gated\w*Net", re.IGNORECASE
@@ -44,7 +44,7 @@ def separate(module: nn.Module) -> Finding | None:
         return reason
     if strange := strange_parts(module, (*pair, *input_norms(module), HOLDER)):
         return unknown(f"beside {pair[0]} and {pair[1]} it has {', '.join(strange)}")
-    q, k = (sources(getattr(holder, name)) for name in pair)
+    q, k = (projection_weights(getattr(holder, name)) for name in pair)
     if not q or not k:
         return unknown(f"{pair[0] if not q else pair[1]} is not a projection that we can read")
     return _paired(module, q, k)
@@ -56,7 +56,7 @@ def _holder(module: nn.Module) -> nn.Module:
     return held if isinstance(held, nn.Module) and is_trusted(module, {"torchtitan"}) else module
 
 
-def _paired(module: nn.Module, q: list[Source], k: list[Source]) -> Finding:
+def _paired(module: nn.Module, q: list[ProjectionWeight], k: list[ProjectionWeight]) -> Finding:
     gated = any(GATED.fullmatch(cls.__name__) for cls in type(module).__mro__) and is_trusted(module)
     q_rows, k_rows = (side[0].weight.shape[side[0].dim] for side in (q, k))
     read = sizes(module, q_rows // 2 if gated else q_rows, k_rows)
@@ -80,7 +80,7 @@ def _paired(module: nn.Module, q: list[Source], k: list[Source]) -> Finding:
 def multiplied(q: list[Chain], k: list[Chain]) -> Finding:
     """A path for every chain that makes a query with every one that makes a key."""
     chains = [(*one[::-1], *other) for one, other in every(q, k)]
-    paths = [Path(chain, max(weight.blocks for weight in chain)) for chain in chains if chain]
+    paths = [LogitPath(chain, max(weight.blocks for weight in chain)) for chain in chains if chain]
     return Finding(paths, "" if paths else SCALE_FREE)
 
 

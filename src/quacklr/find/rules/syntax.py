@@ -15,7 +15,7 @@ from quacklr.find.rules.module_source import functions
 PRODUCTS = {"matmul", "einsum", "bmm", "baddbmm"}
 
 
-class Source(NamedTuple):
+class FunctionSource(NamedTuple):
     """The syntax tree of a function, and the module that it is called with."""
 
     owner: nn.Module
@@ -60,7 +60,9 @@ class Source(NamedTuple):
             given = [given[0].right]
         return list(given[0].elts) if len(given) == 1 and isinstance(given[0], ast.Tuple | ast.List) else given
 
-    def is_product(self, node: ast.AST, sources: Collection[Source], seen: frozenset[str] = frozenset()) -> bool:
+    def is_product(
+        self, node: ast.AST, sources: Collection[FunctionSource], seen: frozenset[str] = frozenset()
+    ) -> bool:
         """Whether an expression is made of a matrix product, here or where this function is called."""
         parameters = set(inspect.signature(self.function).parameters) - {"self"}
         for part in ast.walk(node):
@@ -76,7 +78,7 @@ class Source(NamedTuple):
                 return True
         return False
 
-    def _is_given_a_product(self, sources: Collection[Source], seen: frozenset[str]) -> bool:
+    def _is_given_a_product(self, sources: Collection[FunctionSource], seen: frozenset[str]) -> bool:
         names = {self.function.__name__} | {
             name for s in sources for name, child in s.owner.named_children() if child is self.owner
         }
@@ -89,7 +91,7 @@ class Source(NamedTuple):
         return False
 
 
-def sources_of(module: nn.Module) -> list[Source] | None:
+def sources_of(module: nn.Module) -> list[FunctionSource] | None:
     """The syntax trees of all that a module's forward runs; None if one cannot be had."""
     found = []
     for owner, function in functions(module):
@@ -99,7 +101,7 @@ def sources_of(module: nn.Module) -> list[Source] | None:
             return None
         if function.__name__ not in ("<lambda>", getattr(tree.body[0], "name", "")):
             return None  # the file was edited after it was imported
-        found.append(Source(owner, function, tree))
+        found.append(FunctionSource(owner, function, tree))
     return found
 
 

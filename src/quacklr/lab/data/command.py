@@ -18,7 +18,7 @@ from quacklr.lab.data.journal import read_journal
 from quacklr.lab.data.manifest import MANIFEST, SPLITS
 from quacklr.lab.data.prepare import prepare
 from quacklr.lab.data.request import SHARD_TOKENS, Request
-from quacklr.lab.data.sources import Cosmopedia, Local, Source, Stdlib
+from quacklr.lab.data.sources import Cosmopedia, Local, Stdlib, TextSource
 from quacklr.lab.data.tokens import DTYPE
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.options import read
@@ -120,7 +120,7 @@ def _request(options: Options) -> Request:
     return Request(source, held_out, options.tokenizer, options.end_token, options.shard_tokens)
 
 
-def _source(options: Options) -> Source:
+def _source(options: Options) -> TextSource:
     if not options.sources:
         raise UserError(f"no source; give files or folders, {STDLIB}, or {COSMOPEDIA}")
     named = {STDLIB, COSMOPEDIA} & set(options.sources)

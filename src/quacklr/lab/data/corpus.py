@@ -30,7 +30,7 @@ from quacklr.lab.data.manifest import (
 from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer
 from quacklr.lab.data.tokens import DTYPE, Tokens
 from quacklr.lab.errors import UserError
-from quacklr.lab.files import read_json, whole, write_json
+from quacklr.lab.files import atomic_write, read_json, write_json
 
 STDLIB = "stdlib"
 VOCABULARY = "vocabulary.json"
@@ -64,7 +64,7 @@ class Corpus:
         """Write the tokenizer to a folder, so that `left_tokenizer` needs no corpus."""
         stated = self.manifest.tokenizer
         if stated.sha256 is not None:
-            with whole(folder / TOKENIZER) as copy:
+            with atomic_write(folder / TOKENIZER) as copy:
                 copy.write(check_hash(self.where / TOKENIZER, stated.sha256).read_bytes())
         write_json(folder / VOCABULARY, asdict(stated))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quacklr.lab.data.manifest import FORMAT, SPLITS, Split, Vocabulary, check_format, made, read_splits
-from quacklr.lab.data.sources import Place
+from quacklr.lab.data.sources import TextPosition
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import read_json, write_json
 
@@ -24,7 +24,7 @@ class Journal:
 
     request: dict[str, Any]
     tokenizer: Vocabulary | None = None
-    place: Place = field(default_factory=Place)
+    place: TextPosition = field(default_factory=TextPosition)
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
 
     def write(self, folder: Path) -> None:
@@ -40,7 +40,7 @@ def read_journal(folder: Path) -> Journal | None:
     try:
         check_format(read, folder)
         tokenizer = read["tokenizer"] and made(Vocabulary, read["tokenizer"])
-        return Journal(dict(read["request"]), tokenizer, made(Place, read["place"]), read_splits(read["splits"]))
+        return Journal(dict(read["request"]), tokenizer, made(TextPosition, read["place"]), read_splits(read["splits"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / JOURNAL} is damaged: remove the folder and begin again") from error
 

@@ -18,11 +18,11 @@ from quacklr.lab.data.journal import JOURNAL, Journal, begin, refuse_other
 from quacklr.lab.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Split, check_hash, read_manifest
 from quacklr.lab.data.request import Request
 from quacklr.lab.data.shards import write_set
-from quacklr.lab.data.sources import File, Fractions, Place, documents, split_of
+from quacklr.lab.data.sources import Fractions, SourceFile, TextPosition, documents, split_of
 from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer, vocabulary
 from quacklr.lab.data.vocabularies import tokenizer_json
 from quacklr.lab.errors import UserError
-from quacklr.lab.files import locked, whole
+from quacklr.lab.files import atomic_write, locked
 from quacklr.lab.progress import progress
 
 CHUNK = 1 << 20  # bytes of text to encode at once: enough for all cores, little enough for any memory
@@ -43,7 +43,9 @@ def prepare(request: Request, folder: Path, title: str = "preparing", wait: bool
         return _finish(folder, _write(request, folder, journal, files, tokenizer, title))
 
 
-def _tokenizer(request: Request, folder: Path, journal: Journal, files: Sequence[File]) -> tuple[Tokenizer, Journal]:
+def _tokenizer(
+    request: Request, folder: Path, journal: Journal, files: Sequence[SourceFile]
+) -> tuple[Tokenizer, Journal]:
     """The one the journal names; else the one that was asked for, saved and then named."""
     name, path = Path(request.tokenizer).name, folder / TOKENIZER
     if request.tokenizer == "bytes":
@@ -52,23 +54,23 @@ def _tokenizer(request: Request, folder: Path, journal: Journal, files: Sequence
         return FromJson(check_hash(path, journal.tokenizer.sha256).read_bytes(), name, request.end_token), journal
     raw = tokenizer_json(request.tokenizer, lambda: _training_texts(files, request.held_out))
     tokenizer = FromJson(raw, name, request.end_token)
-    with whole(path) as file:
+    with atomic_write(path) as file:
         file.write(raw)
     journal = replace(journal, tokenizer=vocabulary(tokenizer, name, hashlib.sha256(raw).hexdigest()))
     journal.write(folder)
     return tokenizer, journal
 
 
-def _training_texts(files: Sequence[File], held_out: Fractions) -> Iterator[str]:
+def _training_texts(files: Sequence[SourceFile], held_out: Fractions) -> Iterator[str]:
     with progress("training the tokenizer", sum(file.size for file in files) / 1e6, "MB") as show:
-        for document, place in documents(files, Place()):
+        for document, place in documents(files, TextPosition()):
             show(place.read / 1e6)
             if split_of(document, held_out) == "train":
                 yield document.decode()
 
 
 def _write(
-    request: Request, folder: Path, journal: Journal, files: Sequence[File], tokenizer: Tokenizer, title: str
+    request: Request, folder: Path, journal: Journal, files: Sequence[SourceFile], tokenizer: Tokenizer, title: str
 ) -> Journal:
     """Sets of shards until the source has ended; the journal after the last."""
     stream = _encoded(documents(files, journal.place), tokenizer)
@@ -91,14 +93,14 @@ def _write(
 
 
 def _encoded(
-    stream: Iterator[tuple[bytes, Place]], tokenizer: Tokenizer
-) -> Iterator[tuple[bytes, NDArray[np.uint16], Place]]:
+    stream: Iterator[tuple[bytes, TextPosition]], tokenizer: Tokenizer
+) -> Iterator[tuple[bytes, NDArray[np.uint16], TextPosition]]:
     for chunk in _chunks(stream):
         ids = tokenizer.encode_documents([document for document, _ in chunk])
         yield from ((document, each, place) for (document, place), each in zip(chunk, ids, strict=True))
 
 
-def _chunks(stream: Iterator[tuple[bytes, Place]]) -> Iterator[list[tuple[bytes, Place]]]:
+def _chunks(stream: Iterator[tuple[bytes, TextPosition]]) -> Iterator[list[tuple[bytes, TextPosition]]]:
     chunk, size = [], 0
     for document, place in stream:
         chunk.append((document, place))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quacklr.lab.data import vocabularies
-from quacklr.lab.data.sources import Fractions, Source
+from quacklr.lab.data.sources import Fractions, TextSource
 from quacklr.lab.errors import MOST, UserError, refuse_above
 
 SHARD_TOKENS = 100_000_000
@@ -16,7 +16,7 @@ SHARD_TOKENS = 100_000_000
 class Request:
     """A source, a tokenizer, and the shares of documents that are `held_out` for val and for probe."""
 
-    source: Source
+    source: TextSource
     held_out: Fractions
     tokenizer: str = "bytes"
     end_token: str | None = None

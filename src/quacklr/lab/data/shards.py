@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quacklr.lab.data.manifest import SPLITS, Shard, Split, shard_name
 from quacklr.lab.errors import UserError
-from quacklr.lab.files import whole
+from quacklr.lab.files import atomic_write
 
 
 def write_set(
@@ -45,7 +45,7 @@ class _Pen:
     def write(self, text: bytes, ids: NDArray[np.uint16]) -> None:
         """Add a document."""
         if self._file is None:
-            self._file = self._files.enter_context(whole(self._path))
+            self._file = self._files.enter_context(atomic_write(self._path))
         raw = ids.tobytes()
         try:
             self._file.write(raw)

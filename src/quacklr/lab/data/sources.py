@@ -20,7 +20,7 @@ USUAL: Fractions = {"val": 0.02, "probe": 0.005}
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class SourceFile:
     """A file and how to read it."""
 
     path: Path
@@ -30,7 +30,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TextPosition:
     """How far a stream has been read: so many documents of file number `file`, and so many bytes in all."""
 
     file: int = 0
@@ -48,14 +48,14 @@ class Stdlib:
         """What a manifest says of it."""
         return {"kind": "stdlib", "python": platform.python_version()}
 
-    def files(self) -> list[File]:
+    def files(self) -> list[SourceFile]:
         """All its .py files; some systems install it without its tests, which are two thirds of it."""
         root = Path(sysconfig.get_path("stdlib"))
         inside = sorted(path.relative_to(root) for path in root.rglob("*.py"))
         paths = [root / path for path in inside if not {"site-packages", "dist-packages"} & set(path.parts)]
         if not paths:
             raise UserError(f"this Python has no source files in {root}; prepare other text")
-        return [File(path, path.stat().st_size, source_code) for path in paths]
+        return [SourceFile(path, path.stat().st_size, source_code) for path in paths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class Local:
             "listing": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
         }
 
-    def files(self) -> list[File]:
+    def files(self) -> list[SourceFile]:
         """In the order given, and sorted by name within a folder."""
         return [file for _, file in self._named()]
 
-    def _named(self) -> list[tuple[str, File]]:
+    def _named(self) -> list[tuple[str, SourceFile]]:
         found = []
         for path in self.paths:
             below = list(self._below(path))
@@ -91,14 +91,14 @@ class Local:
             found += below
         return found
 
-    def _below(self, path: Path) -> Iterator[tuple[str, File]]:
+    def _below(self, path: Path) -> Iterator[tuple[str, SourceFile]]:
         """The files of one argument, each with its name relative to it."""
         if not path.exists():
             raise UserError(f"{path} does not exist; give files or folders, stdlib, or cosmopedia-v2")
         for below in sorted(path.rglob("*")) if path.is_dir() else [path]:
             reader = READERS.get(below.suffix.lower())
             if reader is not None and below.is_file():
-                yield below.relative_to(path).as_posix(), File(below, below.stat().st_size, reader, self.column)
+                yield below.relative_to(path).as_posix(), SourceFile(below, below.stat().st_size, reader, self.column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +113,18 @@ class Cosmopedia:
         """What a manifest says of it."""
         return {"kind": "cosmopedia-v2", "files": list(self.numbers)}
 
-    def files(self) -> list[File]:
+    def files(self) -> list[SourceFile]:
         """Fetches them all first, into the hub's cache."""
         by_hand = "fetch it elsewhere and prepare it as a local file"
         names = [f"cosmopedia-v2/train-{number:05d}-of-{self.COUNT:05d}.parquet" for number in self.numbers]
         paths = [fetch("HuggingFaceTB/smollm-corpus", name, "dataset", by_hand) for name in names]
-        return [File(path, path.stat().st_size, parquet) for path in paths]
+        return [SourceFile(path, path.stat().st_size, parquet) for path in paths]
 
 
-Source = Stdlib | Local | Cosmopedia
+TextSource = Stdlib | Local | Cosmopedia
 
 
-def documents(files: Sequence[File], start: Place) -> Iterator[tuple[bytes, Place]]:
+def documents(files: Sequence[SourceFile], start: TextPosition) -> Iterator[tuple[bytes, TextPosition]]:
     """Every document from a place on, as UTF-8, and the place after it. Some are empty.
 
     NULs are dropped, since byte 0 ends a document, and half a surrogate pair (JSON can spell one) becomes a "?".
@@ -134,7 +134,7 @@ def documents(files: Sequence[File], start: Place) -> Iterator[tuple[bytes, Plac
         skip = start.document if number == start.file else 0
         for index, (text, size) in enumerate(file.reader(file.path, file.column, skip), skip + 1):
             read += size
-            yield text.replace("\0", "").encode("utf-8", "replace"), Place(number, index, read)
+            yield text.replace("\0", "").encode("utf-8", "replace"), TextPosition(number, index, read)
 
 
 def split_of(document: bytes, held_out: Fractions) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from quacklr.lab.errors import UserError, exit_code, refuse_unless_positive
-from quacklr.lab.inference.sample import Choice, written
+from quacklr.lab.inference.sample import SamplingParams, written
 from quacklr.lab.inference.stream import pieces
 from quacklr.lab.options import read
 from quacklr.lab.train.trained import Trained, open_run
@@ -39,7 +39,7 @@ class Generate:
     """What to go on with; - reads it from stdin. (--prompt=-x if it begins with a dash.)"""
     tokens: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Tokens to add, if the document does not end before; as many as the context has room for unless given."""
-    sampling: Choice = field(default=Choice())
+    sampling: SamplingParams = field(default=SamplingParams())
     step: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Take the checkpoint of this step, also of a run that has not finished."""
     device: str = "auto"
@@ -100,7 +100,7 @@ def room(run: Trained, prompt: Sequence[int], wanted: int | None) -> int:
     return context - len(prompt) if wanted is None else wanted
 
 
-def tell(run: Trained, text: str, prompt: Sequence[int], most: int, choice: Choice) -> None:
+def tell(run: Trained, text: str, prompt: Sequence[int], most: int, choice: SamplingParams) -> None:
     """Print the prompt, and what comes after it while it comes; then how it went."""
     times: list[float] = []
 

@@ -17,7 +17,7 @@ from quacklr.lab.train.trained import Trained
 
 
 @dataclass(frozen=True)
-class Choice:
+class SamplingParams:
     """How the next token is chosen from what the model thinks likely."""
 
     temperature: float = 1.0
@@ -64,11 +64,11 @@ def continued(model: Decoder, prompt: Sequence[int], most: int, choose: Callable
     device = model.embedding.weight.device
     tokens = list(prompt)
     for _ in range(most):
-        tokens = [choose(model.go_on(torch.tensor([tokens], device=device), caches)[0])]
+        tokens = [choose(model.decode_step(torch.tensor([tokens], device=device), caches)[0])]
         yield tokens[0]
 
 
-def written(run: Trained, prompt: Sequence[int], most: int, choice: Choice) -> Iterator[int]:
+def written(run: Trained, prompt: Sequence[int], most: int, choice: SamplingParams) -> Iterator[int]:
     """What a run goes on with: at most that many tokens, only such as its tokenizer has, and none after the end."""
     choose, vocab = choice.sampler(), run.tokenizer.vocab  # the model may have more
     for token in continued(run.model, prompt, most, lambda logits_V: choose(logits_V[:vocab])):

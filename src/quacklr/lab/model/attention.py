@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from quacklr import Path, Weight, packed
+from quacklr import LogitPath, Weight, packed
 from quacklr.lab.model.cache import Cache
 from quacklr.lab.model.norm import PartsNorm, RMSNorm
 
@@ -76,7 +76,7 @@ class Attention(nn.Module, ABC):
         """For each role the projection that has it, and into how many blocks (heads) its rows are cut."""
 
     @abstractmethod
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         """What a logit is a product of, as long as it depends on the scale of the weights at all."""
 
     @property

@@ -81,7 +81,7 @@ class Decoder(nn.Module):
         positions = self.shape.context if positions is None else positions
         return [Cache(attention.cached(), batch, positions, **kind) for attention in self.attentions().values()]
 
-    def go_on(self, tokens_BT: Tensor, caches: Sequence[Cache]) -> Tensor:
+    def decode_step(self, tokens_BT: Tensor, caches: Sequence[Cache]) -> Tensor:
         """(B, V) logits of what comes after tokens that follow those in the caches, where they are remembered too."""
         return F.linear(self._read(tokens_BT, caches)[:, -1], self.embedding.weight)
 

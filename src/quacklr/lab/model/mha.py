@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from quacklr import Path, mha
+from quacklr import LogitPath, mha
 from quacklr.lab.model.attention import Attention
 from quacklr.lab.model.cache import Cache
 from quacklr.lab.model.rope import Rotary
@@ -40,7 +40,7 @@ class MultiHead(Attention):
         """Keys, as they are compared with, and values."""
         return {"k": (self.kv_heads, self.query_size), "v": (self.kv_heads, self.query_size)}
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         """q[h] . k[g(h)]."""
         return [] if self.scale_free else mha(self.weight("q"), self.weight("k"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quacklr import Path, mla
+from quacklr import LogitPath, mla
 from quacklr.lab.model.attention import Attention, products
 from quacklr.lab.model.cache import Cache
 from quacklr.lab.model.norm import PartsNorm, RMSNorm
@@ -102,7 +102,7 @@ class Latent(Attention):
         read_BHL = self.mixed(product_BHS, latent_B1SL).squeeze(1).unflatten(-1, (self.heads, -1))
         return torch.einsum("bhl,hel->bhe", read_BHL, uv_HEL).flatten(1).unsqueeze(1)
 
-    def logit_paths(self) -> list[Path]:
+    def logit_paths(self) -> list[LogitPath]:
         """dq uq[h] . uk[h] dkv + dq qr[h] . kr; a norm on the latents cuts dq and dkv off, if `norms_cut`."""
         if self.scale_free:
             return []

@@ -22,18 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quacklr.core.local import Cut, cuts, here, is_partial, is_sharded
+from quacklr.core.local import ShardSpec, is_partial, is_sharded, local_tensor, shard_specs
 
 RowsColumns = tuple[int, ...]
 
 
-def cut_of(param: Tensor) -> Cut | None:
+def cut_of(param: Tensor) -> ShardSpec | None:
     """How a parameter is cut; None where each rank has all of it, as of a plain tensor."""
-    found = cuts(param)
+    found = shard_specs(param)
     return found[0] if found else None
 
 
-def shards_of(shape: RowsColumns, cut: Cut) -> list[RowsColumns]:
+def shards_of(shape: RowsColumns, cut: ShardSpec) -> list[RowsColumns]:
     """The shapes of all shards, by torch.chunk's rule: equal, but for the last ones, which are smaller or empty."""
     whole, ranks = shape[cut.dim], dist.get_world_size(cut.group)
     ends = [min(whole, -(-whole // ranks) * rank) for rank in range(ranks + 1)]
@@ -45,13 +45,13 @@ def gradient_here(param: Tensor) -> Tensor:
     whole: Any = param
     assert whole.grad is not None
     if is_sharded(param) and is_sharded(whole.grad) and whole.grad.placements != whole.placements:
-        return here(whole.grad.redistribute(placements=whole.placements))
-    return here(whole.grad)
+        return local_tensor(whole.grad.redistribute(placements=whole.placements))
+    return local_tensor(whole.grad)
 
 
 def refuse_unless_one_cut(name: str, param: Tensor) -> None:
     """ValueError for a DTensor that is cut otherwise than along one mesh dimension, by torch.chunk's rule."""
-    found, shape, mine = cuts(param), tuple(param.shape), tuple(here(param).shape)
+    found, shape, mine = shard_specs(param), tuple(param.shape), tuple(local_tensor(param).shape)
     if len(found) > 1 or is_partial(param) or any(cut.factor > 1 for cut in found):
         placements = getattr(param, "placements", None)
         raise ValueError(
@@ -66,7 +66,7 @@ def refuse_unless_one_cut(name: str, param: Tensor) -> None:
         )
 
 
-class Deal:
+class ShardExchange:
     """Matrices of one cut, and their owners. While it lives it holds what this rank has of them, and what it owns.
 
     Write this rank's part of each matrix into `shards`, and after `at_owners` read it there. All ranks of the cut
@@ -74,7 +74,7 @@ class Deal:
     """
 
     def __init__(
-        self, shapes: Sequence[RowsColumns], cut: Cut, first: int, dtype: torch.dtype, device: torch.device
+        self, shapes: Sequence[RowsColumns], cut: ShardSpec, first: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._cut, self._largest = cut, max(map(prod, shapes))
         ranks, mine = dist.get_world_size(cut.group), dist.get_rank(cut.group)

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from quacklr.core.local import Cut, here
-from quacklr.lab.optim.dealt import Deal, cut_of, gradient_here, refuse_unless_one_cut
+from quacklr.core.local import ShardSpec, local_tensor
+from quacklr.lab.optim.dealt import ShardExchange, cut_of, gradient_here, refuse_unless_one_cut
 from quacklr.lab.optim.newton_schulz import orthogonalise, precision
 
-Scale = Literal["jordan", "rms"]
+UpdateScale = Literal["jordan", "rms"]
 SCALES: dict[str, Callable[[int, int], float]] = {
     "jordan": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
     "rms": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
@@ -63,7 +63,7 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.0,
-        scale: Scale = "jordan",
+        scale: UpdateScale = "jordan",
         blocks: int = 1,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
@@ -139,10 +139,10 @@ class Muon(Optimizer):
         for (param, group), update_RC in zip(jobs, stack_RC.split(heights), strict=True):
             _take(param, group, update_RC, rows)
 
-    def _step_dealt(self, rows: int, jobs: list[Job], cut: Cut, first: int) -> None:
+    def _step_dealt(self, rows: int, jobs: list[Job], cut: ShardSpec, first: int) -> None:
         """As `_step`, but of shards, which are away at the owners of their matrices to be orthogonalised."""
         shapes = [tuple(param.shape) for param, _ in jobs]
-        deal = Deal(shapes, cut, first, precision(jobs[0][0]), jobs[0][0].device)
+        deal = ShardExchange(shapes, cut, first, precision(jobs[0][0]), jobs[0][0].device)
         for (param, group), update_RC in zip(jobs, deal.shards, strict=True):
             self._write_update(param, group, update_RC)
         deal.at_owners(lambda stack_RC: _orthogonalised(stack_RC, rows), self.most)
@@ -153,7 +153,7 @@ class Muon(Optimizer):
         grad_RC, state = gradient_here(param), self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param)
-        buffer_RC = here(state["momentum_buffer"]).lerp_(grad_RC, 1 - group["momentum"])
+        buffer_RC = local_tensor(state["momentum_buffer"]).lerp_(grad_RC, 1 - group["momentum"])
         if group["nesterov"]:
             torch.lerp(grad_RC, buffer_RC, group["momentum"], out=update_RC)
         else:
@@ -167,7 +167,7 @@ def _orthogonalised(stack_RC: Tensor, rows: int) -> Tensor:
 
 def _take(param: Tensor, group: dict[str, Any], update_RC: Tensor, rows: int) -> None:
     """The step itself, on what this rank has of the parameter."""
-    lr, param_RC, columns = group["lr"], here(param), param.shape[1]
+    lr, param_RC, columns = group["lr"], local_tensor(param), param.shape[1]
     if group["weight_decay"]:
         param_RC.mul_(1 - lr * group["weight_decay"])
     param_RC.add_(update_RC, alpha=-lr * SCALES[group["scale"]](rows, columns))

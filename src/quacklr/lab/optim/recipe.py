@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from quacklr.lab.errors import UserError, refuse_negative, refuse_unless_below_1, refuse_unless_positive
-from quacklr.lab.optim.muon import SCALES, Muon, Scale
+from quacklr.lab.optim.muon import SCALES, Muon, UpdateScale
 
 Named = dict[str, nn.Parameter]
 Group = dict[str, Any]
@@ -38,7 +38,7 @@ class MuonRecipe:
     """Muon looks one step of momentum ahead; the option turns that off."""
     weight_decay: float = 0.0
     """Decoupled weight decay, of all but vectors and scalars."""
-    scale: Scale = "jordan"
+    scale: UpdateScale = "jordan"
     """Factor of an update: jordan is sqrt(max(1, rows / columns)), rms is 0.2 sqrt(max(rows, columns))."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's running means: how much is kept of the gradient, and of its square."""

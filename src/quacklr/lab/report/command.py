@@ -11,14 +11,14 @@ import matplotlib as mpl
 import tyro
 
 from quacklr.lab.errors import UserError, exit_code
-from quacklr.lab.files import whole
+from quacklr.lab.files import atomic_write
 from quacklr.lab.options import read
 from quacklr.lab.report import markdown
 from quacklr.lab.report.figures import FIGURES, Draw
 from quacklr.lab.report.page import Figure, page
 from quacklr.lab.report.style import hide_empty_panels
 from quacklr.lab.studies.claims import CLAIMS
-from quacklr.lab.studies.finding import Finding
+from quacklr.lab.studies.finding import ClaimResult
 from quacklr.lab.studies.own import OWN
 from quacklr.lab.studies.results import NotRun, Results
 from quacklr.lab.studies.scale import Size, scale_of
@@ -29,7 +29,7 @@ from quacklr.util.figures import FORMATS, RC, drawn
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportOptions:
     """Make figures (PDF, PNG, SVG), a table of claims and one page from the ledger of a sweep.
 
     The page is a single file that opens from disk: claims first, then figures, then every run.
@@ -40,7 +40,7 @@ class Report:
     size: Size = field(default=Size())
 
 
-def findings_of(results: Results) -> list[Finding]:
+def findings_of(results: Results) -> list[ClaimResult]:
     """Every claim of the paper, then our own questions."""
     paper = [check(name, "paper", claim, results) for name, claim in CLAIMS.items()]
     return paper + [check(name, "own", claim, results) for name, claim in OWN.items()]
@@ -58,7 +58,7 @@ def draw(figures: dict[str, Draw], results: Results, folder: Path) -> list[Figur
         hide_empty_panels(figure)
         files = {kind: drawn(figure, kind) for kind in FORMATS}
         for kind, content in files.items():
-            with whole(folder / f"{name}.{kind}") as out:
+            with atomic_write(folder / f"{name}.{kind}") as out:
                 out.write(content)
         title, _, caption = (function.__doc__ or "").partition("\n\n")
         shown.append(Figure(name, title, " ".join(caption.split()), files["svg"].decode()))
@@ -83,13 +83,13 @@ def lost(results: Results) -> str:
 
 def write(path: Path, text: str) -> Path:
     """A text file, whole or not there."""
-    with whole(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
     return path
 
 
 @terminal.tolerant()
-def report(given: Report) -> int:
+def report(given: ReportOptions) -> int:
     """Make everything."""
     source = given.ledger / "ledger.jsonl"
     entries = list(Ledger(source).entries().values())
@@ -115,4 +115,4 @@ def report(given: Report) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command: 0, or 2 for what a user can mend."""
-    return exit_code("quacklr report", lambda: report(read(Report, "quacklr report", argv)))
+    return exit_code("quacklr report", lambda: report(read(ReportOptions, "quacklr report", argv)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from quacklr.lab.studies.finding import Finding
+from quacklr.lab.studies.finding import ClaimResult
 from quacklr.lab.studies.names import NAMES
 from quacklr.lab.studies.results import NotRun, Results, chosen, largest_logit, lr_sensitivity
 from quacklr.lab.studies.verdicts import level, power
@@ -19,7 +19,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
 
 
-def claims(findings: Sequence[Finding]) -> str:
+def claims(findings: Sequence[ClaimResult]) -> str:
     """Every claim with its verdict, in two tables."""
     parts = []
     for source, heading in MARKS.items():
@@ -29,7 +29,7 @@ def claims(findings: Sequence[Finding]) -> str:
     return "\n".join(parts)
 
 
-def evidence(findings: Sequence[Finding]) -> str:
+def evidence(findings: Sequence[ClaimResult]) -> str:
     """What was found about each claim, and the comparisons that the verdict rests on."""
     parts = []
     for each in findings:

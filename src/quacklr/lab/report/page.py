@@ -22,7 +22,7 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from quacklr import __version__
 from quacklr.lab.config import Config, kind_of, to_json
-from quacklr.lab.studies.finding import Comparison, Finding
+from quacklr.lab.studies.finding import ClaimResult, Comparison
 from quacklr.lab.studies.names import NAMES, describe, method_name, settings_of
 from quacklr.lab.sweep.ledger import Entry, rounded
 from quacklr.lab.train.session import Row
@@ -82,7 +82,7 @@ class Line:
         return rounded(self.entry.to_json()) | exact
 
 
-def page(entries: Sequence[Entry], findings: Sequence[Finding], figures: Sequence[Figure], title: str) -> str:
+def page(entries: Sequence[Entry], findings: Sequence[ClaimResult], figures: Sequence[Figure], title: str) -> str:
     """The whole page; the same for the same input. About 5 MB of it are plotly.js, and 13 KB each run of size `cpu`."""
     plotly, scripts = inline(get_plotlyjs()), [inline((HERE / name).read_text()) for name in SCRIPTS]
     environment = Environment(
@@ -134,7 +134,7 @@ def count(things: Iterable[object], word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-def groups(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
+def groups(findings: Sequence[ClaimResult]) -> dict[str, list[ClaimResult]]:
     """The paper's claims, then our own questions; only what there is."""
     titles = {"paper": "What the paper claims", "own": "What we asked ourselves"}
     found = {title: [each for each in findings if each.source == source] for source, title in titles.items()}

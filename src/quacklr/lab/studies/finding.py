@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["holds", "fails", "undecided", "not run"]
-Source = Literal["paper", "own"]
+ClaimSource = Literal["paper", "own"]
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimResult:
     """One claim, and what the ledger says about it."""
 
     name: str
     """A letter for the paper's claims, a word for our own questions."""
     claim: str
     """The sentence that is checked."""
-    source: Source
+    source: ClaimSource
     verdict: Verdict
     scale: str
     """At which size: `cpu`, `100m`, `paper`."""

@@ -24,9 +24,9 @@ from quacklr.lab.methods import (
 )
 from quacklr.lab.model import MLA
 from quacklr.lab.optim import AdamWRecipe, Constant
-from quacklr.lab.studies.scale import Scale
+from quacklr.lab.studies.scale import StudyScale
 
-Study = Callable[[Scale], Iterator[Config]]
+Study = Callable[[StudyScale], Iterator[Config]]
 
 DECADES = (0.01, 0.1, 1.0, 10.0)  # the paper's values of tau
 QUACK_TAUS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0)  # and points between, where each is at its best
@@ -36,7 +36,7 @@ TIMED_STEPS = 60
 ADAMW_RATE = 3e-2  # where AdamW's default breaks at the size `cpu`
 
 
-def critical(scale: Scale) -> Iterator[Config]:
+def critical(scale: StudyScale) -> Iterator[Config]:
     """Figure 1: does lowering the learning rate of queries and keys alone stabilise a high learning rate?
 
     Scientific: the learning rate of query and key weights. Fixed: MHA, the highest learning rate for everything else.
@@ -62,7 +62,7 @@ def settings(place: int) -> list[Method]:
     ]
 
 
-def interventions(scale: Scale) -> Iterator[Config]:
+def interventions(scale: StudyScale) -> Iterator[Config]:
     """Figures 2 and 4: which of the paper's methods reaches the lowest loss, in MHA and in MLA, and at which rate?
 
     Scientific: the method, the attention, the learning rate. Nuisance, best of each: tau, threshold. Fixed: model,
@@ -74,7 +74,7 @@ def interventions(scale: Scale) -> Iterator[Config]:
                 yield scale.run(attention, method, lr)
 
 
-def norms(scale: Scale) -> Iterator[Config]:
+def norms(scale: StudyScale) -> Iterator[Config]:
     """Figure 3: does it matter how weights are measured, and how well must tau be known?
 
     Scientific: Frobenius, spectral, or no adapting at all (a constant tau); tau. Fixed: MHA at the highest rate.
@@ -85,7 +85,7 @@ def norms(scale: Scale) -> Iterator[Config]:
         yield scale.run("mha", method, scale.high)
 
 
-def rivals(scale: Scale) -> Iterator[Config]:
+def rivals(scale: StudyScale) -> Iterator[Config]:
     """Does per-head Muon, soft-capping or sigma-Reparam remove the need for QuacK at the highest learning rate?
 
     Scientific: the method, the attention. Nuisance: which weights sigma-Reparam norms. Fixed: the learning rate.
@@ -95,7 +95,7 @@ def rivals(scale: Scale) -> Iterator[Config]:
             yield scale.run(attention, method, scale.high)
 
 
-def sensitivity(scale: Scale) -> Iterator[Config]:
+def sensitivity(scale: StudyScale) -> Iterator[Config]:
     """With `interventions` and `rivals`: how much does each method depend on a well chosen learning rate?
 
     Scientific: the method, the learning rate. Fixed: the rivals' settings.
@@ -106,7 +106,7 @@ def sensitivity(scale: Scale) -> Iterator[Config]:
                 yield scale.run(attention, method, lr)
 
 
-def latents(scale: Scale) -> Iterator[Config]:
+def latents(scale: StudyScale) -> Iterator[Config]:
     """Where latents have norms, does QuacK do better when it knows that they cut dq and dkv off?
 
     Scientific: Algorithm 2 to the letter, or with the cut. Fixed: MLA with latent norms, the highest rate, tau 1.
@@ -118,7 +118,7 @@ def latents(scale: Scale) -> Iterator[Config]:
         yield normed.run("mla", method, scale.high)
 
 
-def absorbed(scale: Scale) -> Iterator[Config]:
+def absorbed(scale: StudyScale) -> Iterator[Config]:
     """Does the QK norm that keeps latent decoding (arXiv 2606.16310) remove the need for QuacK in MLA?
 
     Scientific: the norm on both parts of queries and keys; what it is compared with is in `interventions`. Fixed:
@@ -128,7 +128,7 @@ def absorbed(scale: Scale) -> Iterator[Config]:
         yield scale.run("mla", AbsorbedQKNorm(), lr)
 
 
-def adamw(scale: Scale) -> Iterator[Config]:
+def adamw(scale: StudyScale) -> Iterator[Config]:
     """Does it hold with AdamW instead of Muon?
 
     Scientific: the method. Nuisance: tau. Fixed: MHA, AdamW for all weights at a rate where the default breaks.
@@ -137,14 +137,14 @@ def adamw(scale: Scale) -> Iterator[Config]:
         yield scale.run("mha", method, ADAMW_RATE, optimizer=AdamWRecipe())
 
 
-def timed(scale: Scale) -> Scale:
+def timed(scale: StudyScale) -> StudyScale:
     """The scale with runs just long enough to time a step."""
     training = replace(scale.base.training, steps=TIMED_STEPS)
     schedule = Constant(min(TIMED_STEPS // 2, scale.base.schedule.warmup))
     return replace(scale, base=replace(scale.base, training=training, schedule=schedule))
 
 
-def speed(scale: Scale) -> Iterator[Config]:
+def speed(scale: StudyScale) -> Iterator[Config]:
     """What does a step of each method cost? A step of each in turn, in one process; a seed is a repetition.
 
     Scientific: the method, the attention. Fixed: everything else.
@@ -154,7 +154,7 @@ def speed(scale: Scale) -> Iterator[Config]:
             yield timed(scale).run(attention, method, scale.high)
 
 
-def demo(scale: Scale) -> Iterator[Config]:
+def demo(scale: StudyScale) -> Iterator[Config]:
     """What `quacklr demo` runs: the default, QK clip, QuacK and QK norm at the highest learning rate.
 
     Scientific: the method, the attention. Fixed: everything else, each method at its default setting.

@@ -18,7 +18,7 @@ from quacklr.lab.model import MLA
 from quacklr.lab.optim import MuonRecipe
 from quacklr.lab.studies.finding import Comparison
 from quacklr.lab.studies.names import NAMES, method_name, settings_of
-from quacklr.lab.studies.scale import Scale
+from quacklr.lab.studies.scale import StudyScale
 from quacklr.lab.sweep.ledger import Entry
 
 Seeds = dict[int, Entry]
@@ -34,7 +34,7 @@ class NotRun(Exception):  # noqa: N818 - not an error: a study may be partly don
 class Results:
     """The runs of a ledger that were made at one scale."""
 
-    def __init__(self, entries: Iterable[Entry], scale: Scale) -> None:
+    def __init__(self, entries: Iterable[Entry], scale: StudyScale) -> None:
         self.scale, self.every = scale, list(entries)
         here = [entry for entry in self.every if _fixed(entry.config, scale) == scale.base]
         self.entries = [entry for entry in here if entry.status != "crashed"]
@@ -198,7 +198,7 @@ def t_quantile(freedom: int, level: float = 0.975) -> float:
     return low
 
 
-def _fixed(config: Config, scale: Scale) -> Config:
+def _fixed(config: Config, scale: StudyScale) -> Config:
     """The configuration with everything that studies vary set back to the scale's base."""
     base = scale.base
     training = replace(config.training, seed=base.training.seed)

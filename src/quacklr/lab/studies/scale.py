@@ -22,7 +22,7 @@ RATES: dict[str, tuple[float, ...]] = {
 
 
 @dataclass(frozen=True)
-class Scale:
+class StudyScale:
     """Everything that a study leaves fixed."""
 
     name: str
@@ -55,7 +55,7 @@ class Size:
     """Shorter or longer runs than those of the scale."""
 
 
-def scale_of(size: Size) -> Scale:
+def scale_of(size: Size) -> StudyScale:
     """The scale that the options mean, named for people: `cpu`, `cpu, 150 steps`."""
     preset = "paper-mha" if size.scale == "paper" else size.scale
     given: dict[str, Any] = {
@@ -69,7 +69,7 @@ def scale_of(size: Size) -> Scale:
     name = size.scale + "".join(
         [f", {size.steps} steps" if size.steps else "", f", {size.corpus}" if size.corpus else ""]
     )
-    return Scale(name, base, ATTENTIONS[preset], RATES[size.scale])
+    return StudyScale(name, base, ATTENTIONS[preset], RATES[size.scale])
 
 
 def seeded(configs: Iterator[Config], seeds: int) -> Iterator[Config]:

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 from quacklr.lab.methods import Method
-from quacklr.lab.studies.finding import Comparison, Finding, Source, Verdict
+from quacklr.lab.studies.finding import ClaimResult, ClaimSource, Comparison, Verdict
 from quacklr.lab.studies.names import NAMES, method_name, plain
 from quacklr.lab.studies.results import Measure, NotRun, Results, Seeds, chosen, compare, loss, measured
 
@@ -94,11 +94,13 @@ def power(runs: Seeds, measure: Measure) -> str:
     return plain(10 ** mean(measured(runs, measure).values()))
 
 
-def check(name: str, source: Source, claim: Claim, results: Results) -> Finding:
+def check(name: str, source: ClaimSource, claim: Claim, results: Results) -> ClaimResult:
     """The finding for a claim, whose docstring is its sentence; `not run` where the ledger lacks runs."""
     sentence = " ".join((claim.__doc__ or "").split())
     try:
         answer = claim(results)
     except NotRun as reason:
         answer = Answer("not run", str(reason), [])
-    return Finding(name, sentence, source, answer.verdict, results.scale.name, answer.summary, tuple(answer.evidence))
+    return ClaimResult(
+        name, sentence, source, answer.verdict, results.scale.name, answer.summary, tuple(answer.evidence)
+    )

@@ -20,9 +20,9 @@ from quacklr.lab.studies.questions import STUDIES
 from quacklr.lab.studies.scale import Size, scale_of, seeded
 from quacklr.lab.sweep.display import display, listing
 from quacklr.lab.sweep.ledger import Entry, Ledger
-from quacklr.lab.sweep.place import Place
+from quacklr.lab.sweep.place import Executor
 from quacklr.lab.sweep.sweep import State, missing, sweep
-from quacklr.lab.sweep.turns import Turns
+from quacklr.lab.sweep.turns import Interleaved
 from quacklr.util import terminal
 
 TIMED = "speed"  # the study whose runs take turns
@@ -74,10 +74,10 @@ def configs_of(given: Sweep) -> list[Config]:
     return list({fingerprint(config): config for config in all_of_them()}.values())
 
 
-def place_of(given: Sweep, jobs: int) -> Place:
+def place_of(given: Sweep, jobs: int) -> Executor:
     """The place that the options mean for so many jobs; its package may be missing."""
     if TIMED in given.studies:
-        return Turns(jobs // given.seeds, given.threads)
+        return Interleaved(jobs // given.seeds, given.threads)
     if given.slurm and given.on != "slurm":
         raise UserError("--slurm is about jobs of a Slurm cluster, so it needs --on slurm")
     try:

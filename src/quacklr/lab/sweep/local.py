@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from quacklr.lab.config import Config, to_json
-from quacklr.lab.sweep.place import Lost, Outcome, Report, cores, execute, outcome_of
+from quacklr.lab.sweep.place import Lost, Outcome, ProgressReport, cores, execute, outcome_of
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -79,7 +79,7 @@ class LocalJob:
         self._alive.close()
         return outcome_of(report)
 
-    def _received(self) -> Report | None:
+    def _received(self) -> ProgressReport | None:
         try:
             return self._report.recv() if self._report.poll() else None
         except (EOFError, OSError):  # it died, maybe in the middle of a report

@@ -18,7 +18,7 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
 from quacklr.lab.config import Config, to_json
 from quacklr.lab.errors import UserError
-from quacklr.lab.sweep.place import Crashed, Halted, Lost, Outcome, Report, execute, in_a_line, outcome_of
+from quacklr.lab.sweep.place import Crashed, Halted, Lost, Outcome, ProgressReport, execute, in_a_line, outcome_of
 
 RETRIES = 2
 """How often Ray itself executes a run again whose worker died, before that counts as lost."""
@@ -76,7 +76,7 @@ def _connect(starts: int = STARTS) -> None:
 class RayJob:
     """One task."""
 
-    def __init__(self, reference: ray.ObjectRef[Report]) -> None:
+    def __init__(self, reference: ray.ObjectRef[ProgressReport]) -> None:
         self.reference = reference
         self._stopped: float | None = None
 
@@ -107,6 +107,6 @@ class RayJob:
 
 
 @ray.remote(max_calls=1)  # a process for each run: its memory, its threads, its GPU are its own
-def _task(saved: dict[str, Any], path: str, folder: str) -> Report:
+def _task(saved: dict[str, Any], path: str, folder: str) -> ProgressReport:
     os.chdir(folder)  # of the sweep: a corpus may be named from there
     return execute(saved, path)

@@ -22,7 +22,7 @@ from submitit.core.utils import FailedJobError
 
 from quacklr.lab.config import Config, to_json
 from quacklr.lab.errors import UserError
-from quacklr.lab.sweep.place import Crashed, Halted, Lost, Outcome, Report, execute, outcome_of
+from quacklr.lab.sweep.place import Crashed, Halted, Lost, Outcome, ProgressReport, execute, outcome_of
 
 OPTIONS = ("account", "constraint", "exclude", "gpus_per_node", "gres", "mem", "nodelist", "partition", "qos", "time")
 """Those of sbatch that can be set; time is in minutes."""
@@ -100,7 +100,7 @@ def _cluster(folder: Path) -> submitit.Executor:
 class SlurmJob:
     """One job."""
 
-    def __init__(self, job: submitit.Job[Report]) -> None:
+    def __init__(self, job: submitit.Job[ProgressReport]) -> None:
         self.job = job
         self._ended: float | None = None
         self._asked = -ASK
@@ -140,7 +140,7 @@ class SlurmJob:
 class Work:
     """What a job executes."""
 
-    def __call__(self, saved: dict[str, Any], path: str) -> Report:
+    def __call__(self, saved: dict[str, Any], path: str) -> ProgressReport:
         """Do the work; when the job's time is nearly over, save a checkpoint and have it queued again."""
         if submitit.JobEnvironment().paths.result_pickle.exists():
             return "halted", None  # Slurm queued it again when it took the node; the sweep has submitted another job

@@ -19,7 +19,7 @@ from quacklr.lab.train.runner import Stopped, run
 from quacklr.util import terminal
 
 LOG = "log.txt"
-Report = tuple[str, Any]
+ProgressReport = tuple[str, Any]
 """How a run ended, in plain values that any place can send: ("entry", its line), ("crashed", why), ("halted", None)."""
 
 
@@ -55,7 +55,7 @@ class Job(Protocol):
         """Ask it to save a checkpoint and end; returns at once."""
 
 
-class Place(Protocol):
+class Executor(Protocol):
     """Somewhere to execute runs."""
 
     slots: int
@@ -80,7 +80,7 @@ def work(saved: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 @terminal.tolerant()
-def execute(saved: dict[str, Any], path: str) -> Report:
+def execute(saved: dict[str, Any], path: str) -> ProgressReport:
     """In the process of the run: do the work with the output in its folder, and say how it ended."""
     try:
         write_output_to(Path(path))
@@ -92,7 +92,7 @@ def execute(saved: dict[str, Any], path: str) -> Report:
         return "crashed", in_a_line(error)
 
 
-def outcome_of(report: Report) -> Outcome:
+def outcome_of(report: ProgressReport) -> Outcome:
     """In the process of the sweep: what such a report means."""
     kind, content = report
     if kind == "entry":

@@ -14,7 +14,7 @@ from pathlib import Path
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.signals import signals
 from quacklr.lab.sweep.ledger import Entry, Ledger, crashed
-from quacklr.lab.sweep.place import Crashed, Halted, Job, Lost, Outcome, Place
+from quacklr.lab.sweep.place import Crashed, Executor, Halted, Job, Lost, Outcome
 
 ATTEMPTS = 3
 """How often a run is started before a death of its process counts as its end."""
@@ -49,7 +49,11 @@ def missing(configs: Iterable[Config], known: dict[str, Entry], retry: bool = Fa
 
 
 def sweep(
-    configs: Iterable[Config], ledger: Ledger, place: Place, runs: Path, show: Callable[[State], None] = lambda _: None
+    configs: Iterable[Config],
+    ledger: Ledger,
+    place: Executor,
+    runs: Path,
+    show: Callable[[State], None] = lambda _: None,
 ) -> State:
     """Run all of these at a place, each in a folder of `runs` named by its fingerprint, and write them to the ledger.
 
@@ -71,7 +75,7 @@ def sweep(
     return state
 
 
-def _start(task: Task, state: State, place: Place) -> None:
+def _start(task: Task, state: State, place: Executor) -> None:
     task.attempts += 1
     task.job = place.start(task.config, task.path)
     state.running.append(task)

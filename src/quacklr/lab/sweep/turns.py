@@ -26,7 +26,7 @@ from quacklr.lab.train.session import Session
 from quacklr.lab.train.world import World
 
 
-class Turns:
+class Interleaved:
     """`slots` runs in this process."""
 
     pause = 0.0
@@ -35,16 +35,16 @@ class Turns:
         self.slots, self.threads = slots, threads or cores()
         self._threads_before = torch.get_num_threads()
 
-    def start(self, config: Config, path: Path) -> TurnsJob:
+    def start(self, config: Config, path: Path) -> InterleavedJob:
         """Build the model; its first step is taken when it is asked for its outcome."""
-        return TurnsJob(config, replace(config, machine=replace(config.machine, threads=self.threads)), path)
+        return InterleavedJob(config, replace(config, machine=replace(config.machine, threads=self.threads)), path)
 
     def close(self) -> None:
         """Torch gets back the threads that it had."""
         torch.set_num_threads(self._threads_before)
 
 
-class TurnsJob:
+class InterleavedJob:
     """One run, a step further each time that it is asked for its outcome."""
 
     def __init__(self, config: Config, here: Config, path: Path) -> None:

@@ -50,7 +50,7 @@ CHOICES = {  # what --help says of the options that choose kinds
 
 
 @dataclass(frozen=True)
-class Place:
+class RunLocation:
     """Where the run goes."""
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -61,7 +61,7 @@ class Place:
     """Log to this project of Weights & Biases too."""
 
 
-def parse(argv: Sequence[str]) -> tuple[Config, Place]:
+def parse(argv: Sequence[str]) -> tuple[Config, RunLocation]:
     """The run that the options mean."""
     refuse_unusable(argv)
     base, chosen = first_reading(argv)
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, Place]:
         "Train",
         [
             ("main", choices, field(default=choices(**chosen))),
-            ("folder", Place, field(default=Place())),
+            ("folder", RunLocation, field(default=RunLocation())),
             *((titles[name], type(part), field(default=part)) for name, part in parts.items()),
         ],
         frozen=True,
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 @terminal.tolerant()
-def _train(config: Config, path: Path, place: Place, who: str) -> int:
+def _train(config: Config, path: Path, place: RunLocation, who: str) -> int:
     try:
         result = run(config, path, resume=place.resume is not None, wandb=place.wandb)
         picture = draw_logits(path) if leads() else None
@@ -159,7 +159,7 @@ def _train(config: Config, path: Path, place: Place, who: str) -> int:
     return 0
 
 
-def asked(argv: Sequence[str]) -> tuple[Config, Path, Place]:
+def asked(argv: Sequence[str]) -> tuple[Config, Path, RunLocation]:
     """The run that the options mean, and its folder. What is wrong with them is said by one process."""
     try:
         with nullcontext() if leads() else redirect_stderr(None):

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypedDict
 
 from quacklr.lab.config import Config, from_json, to_json
 from quacklr.lab.errors import UserError
-from quacklr.lab.files import parse_json, read_json, whole, write_json
+from quacklr.lab.files import atomic_write, parse_json, read_json, write_json
 from quacklr.lab.train.session import Row
 from quacklr.lab.train.statistics import Table
 from quacklr.lab.typed import fits
@@ -158,7 +158,7 @@ class Folder:
         """Drop all that follows the row of a step: a resumed run makes it again. `refuse_gaps` has been called."""
         kept = "".join(f"{line}\n" for line in self._lines()[: step + 1]).encode()
         if self.metrics.exists() and self.metrics.read_bytes() != kept:
-            with whole(self.metrics) as file:
+            with atomic_write(self.metrics) as file:
                 file.write(kept)
 
     def flush(self) -> None:

@@ -185,12 +185,12 @@ def _refuse_another(config: Config, folder: Folder) -> None:
     if folder.taken:
         saved = folder.config()
         shape = replace(config.shape, vocab=config.shape.vocab or saved.shape.vocab)
-        one, other = essence(saved), essence(replace(config, shape=shape))
+        one, other = resume_key(saved), resume_key(replace(config, shape=shape))
         if one != other:
             raise UserError(f"{folder.path} holds another run: it differs in {', '.join(differences(one, other))}")
 
 
-def essence(config: Config) -> Config:
+def resume_key(config: Config) -> Config:
     """What a run cannot change on its way: all but how it is watched, on what machine, and how long it goes on.
 
     With a schedule that ends, its length is part of it. Where the corpus lies is not: its content is.
@@ -202,7 +202,7 @@ def essence(config: Config) -> Config:
 
 def name_of_checkpoints(config: Config, corpus: str) -> str:
     """What the checkpoints of a run say of themselves, so that none is taken for another's."""
-    return f"{fingerprint(essence(config))}-{corpus}"
+    return f"{fingerprint(resume_key(config))}-{corpus}"
 
 
 def is_due(session: Session) -> bool:

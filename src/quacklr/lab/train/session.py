@@ -26,7 +26,7 @@ from quacklr.lab.model import build
 from quacklr.lab.optim import factor, optimizers, set_lr
 from quacklr.lab.train.device import device_of, memory, mfu
 from quacklr.lab.train.parallel import clip_gradients, distributed, micro_batch
-from quacklr.lab.train.statistics import Probe, number, weight_row
+from quacklr.lab.train.statistics import LogitProbe, number, weight_row
 from quacklr.lab.train.tensors import tensors_of
 from quacklr.lab.train.world import world
 
@@ -51,7 +51,7 @@ class Session:
         self.val_BT = fixed(corpus.tokens("val"), config.watch.eval_sequences, config.shape.context)
         self.bytes_per_token = corpus.bytes_per_token("val")
         probe_BT = fixed(corpus.tokens("probe"), config.watch.probe_sequences, config.shape.context)
-        self.probe = Probe(self.model, probe_BT[:, :-1].to(self.device))
+        self.probe = LogitProbe(self.model, probe_BT[:, :-1].to(self.device))
         self.step = 0
         self.first_val_loss: float | None = None
 

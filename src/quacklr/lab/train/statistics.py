@@ -78,7 +78,7 @@ def largest(logits: dict[str, Any]) -> float | None:
     return max((value for row in logits["max"] for value in row if value is not None), default=None)
 
 
-class Probe:
+class LogitProbe:
     """The logit statistics of a run: a monitor, and the step at which it last kept the logits."""
 
     def __init__(self, model: Decoder, tokens_BT: Tensor) -> None:

@@ -146,7 +146,7 @@ def hidden(path: Path) -> Path:
 
 def write(tensors: Mapping[str, Tensor], writer: Writer, group: ProcessGroup | None) -> None:
     """Write a checkpoint; all ranks together. UserError on every rank if any could not."""
-    with one_process_allowed(), told(writer):
+    with one_process_allowed(), broadcast_from_rank0(writer):
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
@@ -161,14 +161,14 @@ def write_later(tensors: Mapping[str, Tensor], writer: Writer, group: ProcessGro
         until_written = stack.pop_all()
 
     def wait() -> None:
-        with until_written, told(writer):
+        with until_written, broadcast_from_rank0(writer):
             future.result()
 
     return wait
 
 
 @contextmanager
-def told(writer: Writer) -> Iterator[None]:
+def broadcast_from_rank0(writer: Writer) -> Iterator[None]:
     """What went wrong on some rank, as itself or in a sentence; by then no rank writes any more."""
     try:
         yield
