@@ -163,9 +163,9 @@ MODEL = nn.Sequential(Separate())
         (lambda o: QuacK(MODEL, o, o), r"several optimizers are given as a list: QuacK\(model, \[first, second\]\)"),
         (lambda o: QuacK("gpt", o), "the model must be an nn.Module or a list of LogitPath, not str"),  # type: ignore[arg-type]
         (
-            lambda o: QuacK(MODEL.parameters(), o),
+            lambda o: QuacK(MODEL.parameters(), o),  # type: ignore[arg-type]
             "the model must be an nn.Module or a list of LogitPath, not Parameter",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda o: QuacK(o, MODEL), r"Separate is not a torch.optim.Optimizer; call QuacK\(model, optimizer\)"),  # type: ignore[arg-type]
         (lambda _: QuacK(MODEL, None), "NoneType is not a torch.optim.Optimizer"),  # type: ignore[arg-type]
         (lambda o: QuacK(MODEL, o, norm="spectral"), "norm='spectral': a norm is a function, quacklr.frobenius or"),  # type: ignore[arg-type]
