@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 LAB := $(VENV)/lab
 
-.PHONY: help test lint types unit demo study models bench clean
+.PHONY: help test quick lint types unit demo study results models bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -30,6 +30,10 @@ study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; 
 	$(BIN)/quacklr sweep interventions rivals sensitivity latents absorbed norms adamw critical
 	$(BIN)/quacklr sweep speed --seeds 4
 	$(BIN)/quacklr report
+	$(BIN)/python benchmarks/fill_documents.py
+
+results: $(READY)  ## write the numbers of results/ into README and docs
+	$(BIN)/python benchmarks/fill_documents.py
 
 models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)
 	PYTHONPATH=tests/kit $(BIN)/python benchmarks/catalogue.py
