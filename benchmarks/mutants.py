@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -43,19 +44,19 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 }
 
 
-def mutate(node: ast.AST) -> ast.AST | None:
-    """The node changed in place; None if there is no change for it."""
+def mutate(node: Any) -> bool:
+    """Change a node in place; False if there is no change for it."""
     if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
         node.op = SWAPS[type(node.op)]()  # type: ignore[assignment]
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
         node.ops[0] = SWAPS[type(node.ops[0])]()  # type: ignore[call-overload]
     elif isinstance(node, ast.If | ast.IfExp):
         node.test = ast.UnaryOp(ast.Not(), node.test)
-    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         node.value += 1
     else:
-        return None
-    return node
+        return False
+    return True
 
 
 def places(tree: ast.Module) -> list[int]:
@@ -73,7 +74,7 @@ def mutants(source: str, count: int, seed: str) -> Iterator[tuple[int, str, str]
         tree = ast.parse(source)
         node = list(ast.walk(tree))[place]
         line = getattr(node, "lineno", 0)
-        if mutate(node) is None:
+        if not mutate(node):
             continue
         changed = ast.unparse(ast.fix_missing_locations(tree))
         if changed == ast.unparse(ast.parse(source)):
