@@ -75,7 +75,7 @@ class Stepper:
         return Steps(v, rate * u, dv > (1 + RATE) * rate * u + 4 * eps * v)
 
     def _blocks(self) -> list[Tensor]:
-        return [piece.copy() for piece in self.claims.rule.blocks.pieces]
+        return [piece.copy() for piece in self.claims.rule.blocks.local]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
