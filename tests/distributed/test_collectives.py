@@ -86,7 +86,7 @@ class Sometimes(nn.Module):
 def refuse_to_wait(rank: int) -> None:
     """Ranks that hear different attentions all say so; they would wait for each other for ever."""
     monitor = LogitMonitor(DistributedDataParallel(Sometimes()), (batch(0), rank == 0))
-    with pytest.raises(ValueError, match="the ranks heard different attentions"):
+    with pytest.raises(ValueError, match="the ranks ran different attentions"):
         monitor.measure()
 
 
