@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from quacklr.checking.expected_rows import ExpectedLayer
 from quacklr.checking.inputs import Inputs
+from quacklr.logits.capture import capture_logits
 from quacklr.logits.head_order import HeadOrders
-from quacklr.logits.interceptor import intercepting
 from quacklr.logits.logits import Logits
 from quacklr.util.modules import named_modules, own_buffers, run, undisturbed
 from quacklr.util.torch_functions import copied
@@ -77,7 +77,7 @@ class FrozenInputs:
                     self.scales[number] = max(self.scales[number], abs(logits.scale))
 
         torch.clear_autocast_cache()  # it keeps casts of weights that have changed since
-        with self._prepared(hook), intercepting(self.model, listen, self._heads, self.orders):
+        with self._prepared(hook), capture_logits(self.model, listen, self._heads, self.orders):
             run(self.model, self.batch)
         return heard
 
