@@ -33,7 +33,7 @@ WORK = {  # where the work of each command begins
     "quacklr.lab.report.command": ("findings_of",),
     "quacklr.lab.export.command": ("appearing",),
     "quacklr.lab.inference.command": ("tell",),
-    "quacklr.lab.data.prepare": ("begin",),
+    "quacklr.lab.data.prepare": ("open_journal",),
     "quacklr.inspect.command": ("report",),
     "quacklr.checking.command": ("check",),
 }

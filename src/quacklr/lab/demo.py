@@ -17,9 +17,10 @@ from typing import Annotated
 import tyro
 from matplotlib.figure import Figure
 
-from quacklr.lab.config import MOST_THREADS, Config, fingerprint
-from quacklr.lab.errors import UserError, exit_code, refuse_above, refuse_unless, refuse_unless_positive
+from quacklr.lab.config import MAX_THREADS, Config, fingerprint
+from quacklr.lab.errors import UserError, exit_code, validate, validate_at_most, validate_positive
 from quacklr.lab.files import locked
+from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.methods import Default, Method, QKClipping, QKNorm, Quack
 from quacklr.lab.options import read
 from quacklr.lab.report.command import draw, write
@@ -31,7 +32,6 @@ from quacklr.lab.studies.results import Results, largest_logit, loss
 from quacklr.lab.studies.scale import Size, StudyScale, scale_of
 from quacklr.lab.studies.verdicts import MARGIN, STABLE
 from quacklr.lab.sweep.display import display
-from quacklr.lab.sweep.ledger import Entry, Ledger
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import missing, sweep
 from quacklr.util import terminal
@@ -64,9 +64,9 @@ class Demo:
 
 def configs_of(given: Demo) -> tuple[StudyScale, list[Config]]:
     """The demo's scale, and its runs."""
-    refuse_unless_positive(steps=given.steps, jobs=1 if given.jobs is None else given.jobs)
-    refuse_above(MOST_THREADS, jobs=given.jobs)
-    refuse_unless(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": given.seed})
+    validate_positive(steps=given.steps, jobs=1 if given.jobs is None else given.jobs)
+    validate_at_most(MAX_THREADS, jobs=given.jobs)
+    validate(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": given.seed})
     chosen = scale_of(Size(steps=given.steps))
     seeded = [replace(each, training=replace(each.training, seed=given.seed)) for each in grid(chosen)]
     return chosen, seeded
@@ -80,7 +80,7 @@ def run(given: Demo, argv: Sequence[str]) -> int:
     known = ledger.entries()
     todo = missing(configs, known, retry=True)
     with locked(given.out), display("quacklr demo", len(configs) - len(todo)) as show:
-        ledger.refuse_unless_writable()
+        ledger.validate_writable()
         state = sweep(todo, ledger, Local(given.jobs), given.out / "runs", show)
     if state.stopped is not None:
         print(f"Stopped; go on with: {shlex.join(['quacklr', 'demo', *argv])}", file=sys.stderr)

@@ -17,7 +17,7 @@ import tyro
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from quacklr.lab.errors import UserError, refuse_negative, refuse_unless_below_1, refuse_unless_positive
+from quacklr.lab.errors import UserError, validate_below_1, validate_non_negative, validate_positive
 from quacklr.lab.optim.muon import SCALES, Muon, UpdateScale
 
 Named = dict[str, nn.Parameter]
@@ -46,9 +46,9 @@ class MuonRecipe:
     """AdamW's smallest divisor."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(lr=self.lr, rest_lr=self.peak_rest_lr, eps=self.eps)
-        refuse_negative(weight_decay=self.weight_decay)
-        refuse_unless_below_1(momentum=self.momentum)
+        validate_positive(lr=self.lr, rest_lr=self.peak_rest_lr, eps=self.eps)
+        validate_non_negative(weight_decay=self.weight_decay)
+        validate_below_1(momentum=self.momentum)
         _refuse_betas(self.betas)
         if self.scale not in SCALES:
             raise UserError(f"--scale must be one of {', '.join(SCALES)}, not {self.scale}")
@@ -73,8 +73,8 @@ class AdamWRecipe:
     """Smallest divisor."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(lr=self.lr, eps=self.eps)
-        refuse_negative(weight_decay=self.weight_decay)
+        validate_positive(lr=self.lr, eps=self.eps)
+        validate_non_negative(weight_decay=self.weight_decay)
         _refuse_betas(self.betas)
 
 
@@ -148,4 +148,4 @@ def _fusable(params: Iterable[Tensor]) -> bool:
 
 def _refuse_betas(betas: tuple[float, float]) -> None:
     for beta in betas:
-        refuse_unless_below_1(betas=beta)
+        validate_below_1(betas=beta)

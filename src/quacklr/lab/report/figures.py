@@ -13,13 +13,13 @@ from typing import Any
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import ConstantTau, Default, Method, QKNorm, Quack
 from quacklr.lab.report.style import colour, curve, dots, panels, validation
 from quacklr.lab.studies.names import NAMES, PAPERS
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS
 from quacklr.lab.studies.results import NotRun, Results, Seeds, loss, lr_sensitivity, measured
 from quacklr.lab.studies.verdicts import title
-from quacklr.lab.sweep.ledger import Entry
 
 Draw = Callable[[Results], Figure]
 

@@ -22,10 +22,10 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from quacklr import __version__
 from quacklr.lab.config import Config, kind_of, to_json
+from quacklr.lab.ledger import Entry, rounded
 from quacklr.lab.studies.finding import ClaimResult, Comparison
 from quacklr.lab.studies.names import NAMES, describe, method_name, settings_of
-from quacklr.lab.sweep.ledger import Entry, rounded
-from quacklr.lab.train.session import Row
+from quacklr.lab.train.rows import Row
 
 HERE = Path(__file__).parent
 SCRIPTS = ("run.js", "page.js")

@@ -13,13 +13,13 @@ from statistics import mean, stdev
 from typing import Any
 
 from quacklr.lab.config import Config, values_of
+from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import ConstantTau, Default, Method
 from quacklr.lab.model import MLA
 from quacklr.lab.optim import MuonRecipe
 from quacklr.lab.studies.finding import Comparison
 from quacklr.lab.studies.names import NAMES, method_name, settings_of
 from quacklr.lab.studies.scale import StudyScale
-from quacklr.lab.sweep.ledger import Entry
 
 Seeds = dict[int, Entry]
 Measure = Callable[[Entry], float]
