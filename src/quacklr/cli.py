@@ -19,7 +19,7 @@ COMMANDS = {  # the module whose main(argv) it is, and what it does
     ),
     "check": (
         "quacklr.checking.command",
-        "is QuacK wired right into a model? Real steps and nudges on a copy; a table, a picture, an exit code",
+        "is QuacK wired right into a model? Real steps and perturbed rows on a copy; a table, a picture, an exit code",
     ),
     "train": ("quacklr.lab.train.command", "train one model with any of the methods, and write everything to a folder"),
     "sweep": ("quacklr.lab.sweep.command", "run the grids of the studies, several runs at once, resumable"),
