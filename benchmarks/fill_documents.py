@@ -27,7 +27,7 @@ from quacklr.lab.report.command import findings_of
 from quacklr.lab.report.summary import summary
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
-from quacklr.lab.sweep.ledger import Ledger
+from quacklr.lab.ledger import Ledger
 
 ROOT = Path(__file__).parent.parent
 MODULES = re.compile(r"(<!-- modules ([\w./-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -470,7 +470,7 @@ def test_an_order_that_cannot_be_measured_is_an_error_and_no_guess(kind: type[At
             LogitMonitor(model, inputs(3)).measure()
         wiring = check(model, optimizer, inputs(3), steps=1)
         assert not wiring.ok
-        assert [layer.silent for layer in wiring.layers] == [sentence.removeprefix("attention: ")]
+        assert [layer.unobserved for layer in wiring.layers] == [sentence.removeprefix("attention: ")]
     with QKClip(model, optimizer), pytest.raises(ValueError, match=sentence):
         model(inputs(3))
     with QKClip(model, optimizer) as clip:  # one sequence has nothing to be told from
