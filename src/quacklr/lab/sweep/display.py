@@ -11,7 +11,7 @@ from typing import Any
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.files import parse_json
 from quacklr.lab.progress import duration, is_terminal, stderr, to_stderr
-from quacklr.lab.studies.names import describe, plain
+from quacklr.lab.studies.names import describe, readable_number
 from quacklr.lab.sweep.ledger import Entry
 from quacklr.lab.sweep.sweep import State, Task
 
@@ -24,7 +24,9 @@ def verdict(entry: Entry) -> str:
     if entry.status != "finished":
         return f"{entry.status}: {entry.reason}"
     top = entry.result["max_logit"]
-    return f"validation loss {entry.result['val_loss']:.4f}" + ("" if top is None else f", largest logit {plain(top)}")
+    return f"validation loss {entry.result['val_loss']:.4f}" + (
+        "" if top is None else f", largest logit {readable_number(top)}"
+    )
 
 
 def step_of(path: Path) -> int:
