@@ -88,7 +88,8 @@ def _nothing(found: Mapping[str, Finding], rules_only: bool) -> str:
         return f"nothing for QuacK to control in its {len(found)} attention layers{reasons}; train it without"
     measure = "pass a batch to measure it, logit_paths(model, batch), " if rules_only else ""
     declare = (
-        "give its attention a method logit_paths(), or pass the paths themselves: QuacK([Path(...), ...], optimizer)"
+        "give its attention a method logit_paths(), or pass the paths themselves: "
+        "QuacK([LogitPath(...), ...], optimizer)"
     )
     if not found:
         return (

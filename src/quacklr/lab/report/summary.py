@@ -1,0 +1,66 @@
+"""What a study found, in a few lines whose numbers and comparisons are computed from the ledger."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import mean
+
+from quacklr.lab.methods import (
+    AbsorbedQKNorm,
+    ConstantTau,
+    Default,
+    Method,
+    QKClipping,
+    QKNorm,
+    Quack,
+    SigmaReparametrised,
+)
+from quacklr.lab.studies.finding import ClaimResult
+from quacklr.lab.studies.names import NAMES
+from quacklr.lab.studies.results import Results, Seeds, largest_logit, loss, measured
+from quacklr.lab.studies.verdicts import differ, less, power
+
+
+def summary(results: Results, claims: Sequence[ClaimResult]) -> str:
+    """Lines on the broken default, the rivals in MLA and in MHA, the best learning rate, and the verdicts on claims."""
+    high = results.scale.high
+    default, quack = (results.best("mla", method, high) for method in (Default, Quack))
+    paper = Counter(each.verdict for each in claims if each.source == "paper")
+    verdicts = ", ".join(f"{paper[verdict]} {verdict}" for verdict in ("holds", "fails", "undecided") if paper[verdict])
+    lines = [
+        f"At lr {high:g}, which is too high for MLA, the default ends at a validation loss of {_loss(default)} with "
+        f"logits of {power(default, largest_logit)}; QuacK ends at {_loss(quack)} with logits of "
+        f"{power(quack, largest_logit)}.",
+        f"Beside QuacK in MLA at lr {high:g}: "
+        + _compared(results, "mla", high, [QKClipping, ConstantTau, QKNorm, AbsorbedQKNorm, SigmaReparametrised]),
+        f"In MHA at lr {high:g} QuacK ends at {_loss(results.best('mha', Quack, high))}; beside it: "
+        + _compared(results, "mha", high, [QKClipping, ConstantTau, QKNorm, SigmaReparametrised]),
+        *(_lowest(results, attention) for attention in results.scale.attentions),
+        f"Verdicts on the {paper.total()} claims of the paper's experiments: {verdicts}.",
+    ]
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def _lowest(results: Results, attention: str) -> str:
+    """The learning rate at which QuacK is best, and what the default reaches there."""
+    by_rate = {lr: results.best(attention, Quack, lr) for lr in results.scale.rates}
+    lr = min(by_rate, key=lambda lr: mean(measured(by_rate[lr], loss).values()))
+    default = results.best(attention, Default, lr)
+    return f"In {attention.upper()} QuacK is best at lr {lr:g}: {_loss(by_rate[lr])}; the default has {_loss(default)}."
+
+
+def _loss(runs: Seeds) -> str:
+    return f"{mean(measured(runs, loss).values()):.3f}"
+
+
+def _compared(results: Results, attention: str, lr: float, methods: Sequence[type[Method]]) -> str:
+    """Each method's loss, and whether it is above or below QuacK's by the interval over paired seeds."""
+    quack = results.best(attention, Quack, lr)
+    parts = []
+    for method in methods:
+        runs = results.best(attention, method, lr)
+        verdict = less(differ(attention, quack, runs))
+        word = {"holds": "worse", "fails": "better", "undecided": "not decided"}[verdict]
+        parts.append(f"{NAMES[method]} {_loss(runs)} ({word})")
+    return ", ".join(parts) + "."
