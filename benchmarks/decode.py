@@ -58,10 +58,10 @@ class Decoding:
     """A layer about to read the last position of a context."""
 
     def __init__(self, attention: Attention, context: int) -> None:
-        self.attention, self.rooms = attention, attention.cached()
+        self.attention, self.rooms = attention, attention.cache_layout()
         self.rotary = Rotary(attention.parts[-1], context, SHAPE.rope_theta)
         self.cache = Cache(self.rooms, 1, context)
-        self.cache.add(**{name: torch.randn(1, heads, context - 1, x) for name, (heads, x) in self.rooms.items()})
+        self.cache.append(**{name: torch.randn(1, heads, context - 1, x) for name, (heads, x) in self.rooms.items()})
 
     def seconds(self, x_B1C: Tensor) -> float:
         began = time.perf_counter()
@@ -75,13 +75,13 @@ class Decoding:
 def count(name: str) -> int:
     """How many numbers a layer remembers of a token."""
     with torch.device("meta"):
-        return sum(heads * x for heads, x in layer(name).cached().values())
+        return sum(heads * x for heads, x in layer(name).cache_layout().values())
 
 
 def stored(name: str) -> float:
     """The bytes that these take in its cache."""
     with torch.device("meta"):
-        return Cache(layer(name).cached(), 1, 1).bytes_per_position
+        return Cache(layer(name).cache_layout(), 1, 1).bytes_per_position
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from quacklr.lab.demo import sentence, table
 from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.options import OPTIONS
 from quacklr.lab.report import markdown
-from quacklr.lab.report.command import findings_of
+from quacklr.lab.report.command import claim_results
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.sweep.command import Sweep, configs_of
@@ -90,7 +90,7 @@ def test_what_the_first_block_prints_is_what_readme_says() -> None:
 
 
 def test_claims_and_methods_in_results_are_what_the_ledger_says(results: Results) -> None:
-    findings = findings_of(results)
+    findings = claim_results(results)
     claims, methods = ((RESULTS / name).read_text() for name in ("claims.md", "methods.md"))
     assert markdown.claims(findings) in claims
     assert markdown.evidence(findings) in claims
@@ -99,7 +99,7 @@ def test_claims_and_methods_in_results_are_what_the_ledger_says(results: Results
 
 def test_the_study_was_run_with_three_seeds_and_nothing_crashed(results: Results, entries: list[Entry]) -> None:
     assert not [entry for entry in entries if entry.status == "crashed"]
-    for finding in findings_of(results):
+    for finding in claim_results(results):
         assert finding.verdict != "not run", finding.name
         assert all(comparison.seeds >= 3 for comparison in finding.evidence), finding.name
 

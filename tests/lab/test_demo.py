@@ -99,7 +99,7 @@ def test_a_sweep_and_its_report(tiny: Path, capsys: pytest.CaptureFixture[str]) 
     assert "has no runs of the scale cpu, 77 steps" in capsys.readouterr().err
 
 
-def test_times_are_taken_in_turns(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timed_runs_are_interleaved(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "speed", "--seeds", "2", "--threads", "1"]) == 0
     entries = list(Ledger(tiny / "results/ledger.jsonl").entries().values())
     assert len(entries) == 16

@@ -58,7 +58,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
         ),
     ],
 )
-def test_what_has_no_twin_is_refused_before_a_checkpoint_is_read(
+def test_a_run_without_a_transformers_architecture_is_refused_before_its_checkpoint_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: Shape, attention: MHA | MLA, method: Method, why: str
 ) -> None:
     Folder(tmp_path / "run").write_config(config_of(tmp_path, shape, attention, method), {})

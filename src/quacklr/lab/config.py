@@ -17,7 +17,7 @@ from quacklr.lab import methods
 from quacklr.lab.errors import UserError, validate, validate_at_most, validate_non_negative, validate_positive
 from quacklr.lab.methods import Method
 from quacklr.lab.model import MHA, MLA, Shape
-from quacklr.lab.optim import WSD, AdamWRecipe, Constant, Cosine, MuonRecipe, Recipe, Schedule, check
+from quacklr.lab.optim import WSD, AdamWRecipe, Constant, Cosine, MuonRecipe, Recipe, Schedule, validate_schedule
 from quacklr.lab.typed import mismatched_keys
 
 KINDS: dict[str, dict[str, type]] = {
@@ -142,7 +142,7 @@ def validate_config(config: Config) -> None:
             f"--batch-tokens {config.training.batch_tokens} is not a multiple of the {micro} tokens of a micro-batch "
             f"(--micro-batch {config.training.micro_batch} x --context {config.shape.context})"
         )
-    check(config.schedule, config.training.steps)
+    validate_schedule(config.schedule, config.training.steps)
     if isinstance(config.method, methods.MuonSplit) and not isinstance(config.optimizer, MuonRecipe):
         raise UserError("--method muon-split is a way to use Muon, so it needs --optimizer muon")
     if isinstance(config.method, methods.AbsorbedQKNorm) and not isinstance(config.attention, MLA):

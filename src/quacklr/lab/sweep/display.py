@@ -12,7 +12,7 @@ from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.files import parse_json
 from quacklr.lab.ledger import Entry
 from quacklr.lab.progress import duration, is_terminal, stderr, to_stderr
-from quacklr.lab.studies.names import describe, plain
+from quacklr.lab.studies.names import describe, readable_number
 from quacklr.lab.sweep.sweep import State, Task
 
 TAIL = 2**16
@@ -26,7 +26,9 @@ def describe_ending(entry: Entry) -> str:
     if entry.status != "finished":
         return f"{entry.status}: {entry.reason}"
     top = entry.result["max_logit"]
-    return f"validation loss {entry.result['val_loss']:.4f}" + ("" if top is None else f", largest logit {plain(top)}")
+    return f"validation loss {entry.result['val_loss']:.4f}" + (
+        "" if top is None else f", largest logit {readable_number(top)}"
+    )
 
 
 def last_step(path: Path) -> int:

@@ -15,7 +15,7 @@ from quacklr.lab.config import Config, Machine
 from quacklr.lab.data import Tokenizer, load_tokenizer
 from quacklr.lab.errors import UserError
 from quacklr.lab.methods import alter
-from quacklr.lab.model import Decoder, unfilled
+from quacklr.lab.model import Decoder, build_empty
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, step_of
 from quacklr.lab.train.device import device_of
 from quacklr.lab.train.folder import Folder
@@ -48,7 +48,7 @@ def open_run(path: Path, step: int | None = None, device: str = "cpu") -> Traine
         raise UserError(
             f"the tokenizer in {path} is of another run: it has {tokenizer.vocab} tokens, the model {vocab}"
         )
-    model = unfilled(config.shape, config.attention, device_of(Machine(device=device)))
+    model = build_empty(config.shape, config.attention, device_of(Machine(device=device)))
     alter(config.method, model)
     name = run_identity(config, str(folder.environment.get("corpus")))
     with Checkpoints(folder.checkpoints, name, keep=config.watch.keep) as saves:
