@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from quacklr.lab.demo import sentence, table
-from quacklr.lab.report.command import findings_of
+from quacklr.lab.report.command import claim_results
 from quacklr.lab.report.summary import summary
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
@@ -41,7 +41,7 @@ def made() -> dict[Path, str]:
     shown = "\n".join(f"    {line}".rstrip() for line in table(demo).splitlines())
     return {
         ROOT / "results/demo.md": f"# What `quacklr demo` prints\n\n{shown}\n\n{sentence(demo)}\n",
-        ROOT / "results/summary.md": f"# The study in short\n\n{summary(study, findings_of(study))}",
+        ROOT / "results/summary.md": f"# The study in short\n\n{summary(study, claim_results(study))}",
     }
 
 
