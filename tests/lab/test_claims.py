@@ -25,7 +25,7 @@ from quacklr.lab.methods import (
 from quacklr.lab.methods import SigmaReparametrised as Sigma
 from quacklr.lab.report.command import claim_results
 from quacklr.lab.studies.claims import CLAIMS
-from quacklr.lab.studies.own import OWN
+from quacklr.lab.studies.extra_claims import EXTRA_CLAIMS
 from quacklr.lab.studies.questions import DECADES, QUACK_TAUS, STUDIES, speed
 from quacklr.lab.studies.results import (
     Comparison,
@@ -49,7 +49,7 @@ def findings(entries: list[Entry]) -> dict[str, ClaimResult]:
 
 def test_all_claims_hold_where_the_numbers_are_the_papers() -> None:
     found = findings(ledger())
-    assert list(found) == [*CLAIMS, *OWN]
+    assert list(found) == [*CLAIMS, *EXTRA_CLAIMS]
     assert {name: each.verdict for name, each in found.items() if each.source == "paper"} == dict.fromkeys(
         CLAIMS, "holds"
     )
@@ -249,5 +249,5 @@ def test_a_default_that_diverges_before_any_measurement_counts_as_unstable() -> 
 def test_a_ledger_with_one_study_alone_is_judged_without_an_error(study: str) -> None:
     wanted = {fingerprint(config) for config in seeded(STUDIES[study](SCALE), 3)}
     found = findings([entry for entry in ledger() if entry.key in wanted])
-    assert len(found) == len(CLAIMS) + len(OWN)
+    assert len(found) == len(CLAIMS) + len(EXTRA_CLAIMS)
     assert found["tau"].verdict == ("holds" if study in ("norms", "interventions") else "not run")

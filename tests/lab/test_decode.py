@@ -1,4 +1,4 @@
-"""Logits from caches are those of the whole sequence, by hand in float64; and a cache is as small as theory says."""
+"""Logits computed with caches equal those of the whole sequence, and caches have the expected size."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokens(batch: int = 2, positions: int = 24) -> Tensor:
 
 
 def perturbed(spec: MHA | MLA, method: Method, shape: Shape = SHAPE) -> Decoder:
-    """A model with nothing at its initial value, and gains far from 1."""
+    """A model with random weights and gains far from 1."""
     model = build(shape, spec, seed=0)
     alter(method, model)
     generator = torch.Generator().manual_seed(2)
@@ -56,7 +56,7 @@ def perturbed(spec: MHA | MLA, method: Method, shape: Shape = SHAPE) -> Decoder:
 
 
 def gone_on(model: Decoder, read: Tensor, sizes: list[int]) -> dict[int, Tensor]:
-    """By last position: the logits after each chunk."""
+    """The logits after each chunk, by its last position."""
     caches, ends = model.caches(len(read)), [0, *torch.tensor(sizes).cumsum(0).tolist()]
     return {end - 1: model.decode_step(read[:, start:end], caches) for start, end in pairwise(ends)}
 
@@ -93,7 +93,7 @@ def test_cached_and_uncached_logits_differ_by_rounding_only(attention: str, meth
 
 
 class Made(TorchDispatchMode):
-    """The sizes of all memory that is new, in numbers of 4 bytes."""
+    """The sizes of all new allocations, in fp32 elements."""
 
     def __init__(self, model: nn.Module) -> None:
         start: Any = super().__init__  # which has no types
@@ -110,7 +110,7 @@ class Made(TorchDispatchMode):
 
 
 def numbers(spec: MHA | MLA, method: Method) -> float:
-    """How many a position of one sequence takes in one layer, from what is really made."""
+    """Cached elements per position and layer, from the allocations themselves."""
     model = perturbed(spec, method)
     with Made(model) as made:
         caches = model.caches(batch=3, positions=7)
@@ -149,7 +149,7 @@ MANY_HEADS = MLA(heads=8, nope_dim=16, rope_dim=8, v_head_dim=16, d_cq=20, d_ckv
 
 @pytest.mark.parametrize("method", [Default(), AbsorbedQKNorm(), SoftCap(1.5)])
 def test_decoding_a_token_computes_no_keys_or_values_of_earlier_ones(method: Method) -> None:
-    """Nothing is larger than the latents, 14 + 8 numbers a position; a key or value of all heads is 8 * 16."""
+    """No allocation is larger than the latents, 14 + 8 elements a position; a key of all heads has 8 * 16."""
     model, read = perturbed(MANY_HEADS, method, LONG), tokens(2, 1001) % 64
     caches = model.caches(batch=2, positions=1001)
     model.decode_step(read[:, :1000], caches)
@@ -175,7 +175,7 @@ def test_plain_qk_norm_caches_whole_keys() -> None:
 
 
 def held(model: Decoder, cache: Cache) -> dict[str, Tensor]:
-    """What a cache of the first layer has: no positions are added to it."""
+    """The tensors in a cache of the first layer."""
     room = block(model).attention.cache_layout()
     nothing = {name: torch.empty(2, heads, 0, size) for name, (heads, size) in room.items()}
     return dict(zip(nothing, cache.append(**nothing), strict=True))
@@ -183,7 +183,7 @@ def held(model: Decoder, cache: Cache) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("attention", "method"), [(a, m) for a, m in PAIRS if m in OTHERS])
 def test_later_tokens_do_not_change_cached_entries(attention: str, method: str) -> None:
-    """Rows and chunks stay apart: another row beside it, or a rewound cache, gives the same bits."""
+    """Other rows of the batch, or a rewound cache, do not change a bit."""
     model, read = perturbed(ATTENTIONS[attention], METHODS[method]), tokens()
     caches, fresh = model.caches(2), model.caches(2)
     model.decode_step(read[:, :9], caches)
@@ -242,7 +242,7 @@ def test_appending_to_a_full_cache_is_an_error(attention: str, new: int) -> None
 
 
 def louder(model: Decoder, role: str) -> Decoder:
-    """The model after each head's rows of a weight were scaled by another number."""
+    """The model after the rows of each head of a weight were scaled by a different factor."""
     rng = random.Random(3)
     for attention in model.attentions().values():
         linear, heads = attention.matrices()[role]

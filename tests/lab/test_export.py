@@ -1,4 +1,4 @@
-"""A run that was exported: transformers reads it and computes the same."""
+"""An exported run: transformers loads it and computes the same logits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def exported(trained: Made, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The same, exported."""
+    """The export of a run of each kind."""
     folder = tmp_path_factory.mktemp("exports")
 
     @cache

@@ -1,4 +1,4 @@
-"""What cannot be exported, and what can go wrong: one clear sentence, exit code 2, and nothing half is left."""
+"""Errors of `quacklr export`: one sentence, exit code 2, and no partial folder."""
 
 from __future__ import annotations
 

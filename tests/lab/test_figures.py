@@ -1,4 +1,4 @@
-"""Figures show what the ledger says: their lines are compared with its numbers."""
+"""The lines of the figures have the numbers of the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quacklr generate` goes on with a text from real runs, and streams it."""
+"""`quacklr generate` continues a text with real runs, and streams it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_step_that_was_saved_can_be_asked_for(finished: Path, said: Any, corpu
 
 
 class Terminal(io.StringIO):
-    """Shows what was flushed."""
+    """A terminal that shows only flushed text."""
 
     shown = ""
 
@@ -123,7 +123,7 @@ class Terminal(io.StringIO):
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, tokens: Sequence[int]) -> list[str]:
-    """The model says these; returns what is on the terminal whenever it is asked for one."""
+    """Makes the model generate these tokens; returns the text on the terminal before each of them."""
     terminal, seen = Terminal(), []
     monkeypatch.setattr(sys, "stdout", terminal)
 

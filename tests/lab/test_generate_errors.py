@@ -38,7 +38,7 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(finished: Path, tmp_path: Path) -> Path:
-    """A run to be spoilt."""
+    """A copy of a run, to be damaged."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 

@@ -38,7 +38,7 @@ def give_gradients(params: list[Tensor], step: int) -> None:
 
 
 def cut_gradients(whole: list[Tensor], blocks: list[Tensor]) -> None:
-    """The gradients of four blocks from each of the whole."""
+    """The gradient of each block, cut from that of its parameter."""
     grads = [grad for param in whole if param.grad is not None for grad in param.grad.chunk(4)]
     for block, grad in zip(blocks, grads, strict=True):
         block.grad = grad

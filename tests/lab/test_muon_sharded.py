@@ -1,4 +1,4 @@
-"""Muon on DTensors. Judges: the plain Muon on whole tensors in one process, and the algorithm taken line by line."""
+"""Muon on DTensors. Judges: the plain Muon on whole tensors in one process, and the algorithm in plain Python."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def stepped(_: int, case: Case) -> list[Tensor]:
-    """Parameters after four steps: on ranks of the case's, or without a mesh in one process."""
+    """Parameters after four steps, on the mesh of the case or, without one, in one process."""
     params = parameters(case, case.get("shapes", SHAPES))
     optimizer = Muon(params, lr=0.1, **case.get("options", {}))
     optimizer.split({params[i]: 2 for i in case.get("split", ())})
@@ -143,7 +143,7 @@ def test_the_sizes_of_shards_are_those_dtensor_makes(four: Crew, dim: int) -> No
 
 
 def collectives(_: int, case: Case, shapes: list[tuple[int, int]]) -> list[int]:
-    """How many the first and the second step have."""
+    """The number of collectives in the first and in the second step."""
     params, counts = parameters(case, shapes), []
     optimizer = Muon(params, lr=0.1, **case.get("options", {}))
     for step in range(2):
@@ -173,7 +173,7 @@ def test_a_step_has_two_collectives_a_shape(two: Crew, case: Case, shapes: Any, 
 
 
 def owned(_: int, most: int) -> list[int]:
-    """How many matrices this rank orthogonalised at a time, in a step of shapes of which none fills a round of four."""
+    """How many matrices this rank orthogonalised at a time, for shapes whose count is no multiple of four."""
     case, seen = {"mesh": (4,), "placements": [Shard(0)]}, []
 
     def watched(update_BRC: Tensor, *, overwrite: bool) -> Tensor:
@@ -226,7 +226,7 @@ def test_a_decoder_under_fully_shard_trains_as_in_one_process(two: Crew, attenti
 
 
 def resumed(_: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Four steps at a stretch, and two, a save, a load into new ones, and two."""
+    """Four steps without a break; and two steps, a save, a load into new parameters, and two steps."""
     through, before = parameters(ROWS, UNEVEN), parameters(ROWS, UNEVEN)
     straight, first = Muon(through, lr=0.1), Muon(before, lr=0.1)
     for step in range(4):

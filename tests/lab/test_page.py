@@ -1,4 +1,4 @@
-"""The page, in a real browser: what it shows is what the ledger says, and hostile text is only text."""
+"""The page in a real browser: it shows the numbers of the ledger, and hostile text stays text."""
 
 from __future__ import annotations
 

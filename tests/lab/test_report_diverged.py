@@ -1,4 +1,4 @@
-"""A report on runs that were lost says so: all of them diverged, or some, or nothing was measured of them."""
+"""Reports on runs that diverged: all or some of them, with or without measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTHING = [[None] * 4] * 4
 
 
 def runs(seeds: int = 1) -> list[Entry]:
-    """Those of the demo, which have both attentions."""
+    """The runs of the demo, which have both kinds of attention."""
     return [made(config, 3.0 + config.training.seed / 100) for config in seeded(STUDIES["demo"](SCALE), seeds)]
 
 

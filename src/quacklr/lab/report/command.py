@@ -19,7 +19,7 @@ from quacklr.lab.report.figures import FIGURES, Draw
 from quacklr.lab.report.page import PageFigure, page
 from quacklr.lab.report.style import hide_empty_panels
 from quacklr.lab.studies.claims import CLAIMS
-from quacklr.lab.studies.own import OWN
+from quacklr.lab.studies.extra_claims import EXTRA_CLAIMS
 from quacklr.lab.studies.results import NotRun, Results
 from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.studies.verdicts import ClaimResult, check
@@ -42,7 +42,7 @@ class ReportOptions:
 def claim_results(results: Results) -> list[ClaimResult]:
     """Check every claim: the paper's, then the others."""
     paper = [check(name, "paper", claim, results) for name, claim in CLAIMS.items()]
-    return paper + [check(name, "own", claim, results) for name, claim in OWN.items()]
+    return paper + [check(name, "own", claim, results) for name, claim in EXTRA_CLAIMS.items()]
 
 
 def draw(figures: dict[str, Draw], results: Results, folder: Path) -> list[PageFigure]:

@@ -1,4 +1,4 @@
-"""What a study found, in a few lines whose numbers and comparisons are computed from the ledger."""
+"""A summary of the study in a few lines, computed from the ledger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quacklr.lab.studies.verdicts import ClaimResult, difference, geometric_mean
 
 
 def summary(results: Results, claims: Sequence[ClaimResult]) -> str:
-    """Lines on the broken default, the rivals in MLA and in MHA, the best learning rate, and the verdicts on claims."""
+    """Lines on the unstable default, the other methods, the best learning rate, and the verdicts on claims."""
     high = results.scale.high
     default, quack = (results.best("mla", method, high) for method in (Default, Quack))
     paper = Counter(each.verdict for each in claims if each.source == "paper")
@@ -42,7 +42,7 @@ def summary(results: Results, claims: Sequence[ClaimResult]) -> str:
 
 
 def _lowest(results: Results, attention: str) -> str:
-    """The learning rate at which QuacK is best, and what the default reaches there."""
+    """The learning rate at which QuacK is best, with its loss and that of the default."""
     by_rate = {lr: results.best(attention, Quack, lr) for lr in results.scale.rates}
     lr = min(by_rate, key=lambda lr: mean(by_seed(by_rate[lr], loss).values()))
     default = results.best(attention, Default, lr)
@@ -54,7 +54,7 @@ def _loss(runs: RunsBySeed) -> str:
 
 
 def _compared(results: Results, attention: str, lr: float, methods: Sequence[type[Method]]) -> str:
-    """Each method's loss, and whether it is above or below QuacK's by the interval over paired seeds."""
+    """The loss of each method, and whether QuacK's is lower, by the interval over paired seeds."""
     quack = results.best(attention, Quack, lr)
     parts = []
     for method in methods:

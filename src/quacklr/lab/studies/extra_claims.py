@@ -120,7 +120,7 @@ def _cost_of_wrong_tau(results: Results, method: type[ConstantTau | Quack], lr: 
 
 
 NO_NEED = "removes the need for QuacK"
-OWN: dict[str, Claim] = {
+EXTRA_CLAIMS: dict[str, Claim] = {
     "per-head Muon": no_need_for_quack(f"Per-head Muon {NO_NEED} (as GLM-5 reports).", MuonSplit),
     "soft-capping": no_need_for_quack(f"Soft-capping {NO_NEED}.", SoftCap),
     "sigma-Reparam": no_need_for_quack(f"Sigma-Reparam of all linear layers {NO_NEED}.", SigmaReparametrised("all")),
