@@ -22,6 +22,7 @@ from quacklr.find.rules.syntax import FunctionSource, function_sources, name_of
 
 TRUSTED = {
     *("torch", "transformers", "timm", "torchtitan", "megatron", "litgpt", "olmo", "olmo_core", "diffusers", "peft"),
+    "llmfoundry.models.layers.attention",
 }
 RESHAPES = {"view", "reshape", "unflatten"}
 NONLINEAR = re.compile(r"elu|relu|softplus|sigmoid|silu|gelu|exp|ELU|ReLU|Softplus|Sigmoid|SiLU|GELU")

@@ -86,6 +86,9 @@ CLASSES: dict[str, tuple[FusedClass, ...]] = {
         FusedClass("c_attn", concat, package="", uses=frozenset({"split", "n_embd"})),  # nanoGPT
         FusedClass("qkv", concat, package="litgpt"),
     ),
+    "OLMoSequentialBlock": (FusedClass("att_proj", concat, package="olmo"),),
+    "FusedAttentionV2": (FusedClass("w_qkv", concat, package="olmo_core"),),
+    "GroupedQueryAttention": (FusedClass("Wqkv", concat, package="llmfoundry.models.layers.attention"),),
     "SelfAttention": (FusedClass("linear_qkv", grouped, package="megatron", uses=frozenset({"core_attention"})),),
     "GQAttention": (FusedClass("qkv_linear.wqkv", grouped, package="torchtitan"),),
     "GPTBigCodeAttention": (FusedClass("c_attn", concat, bigcode),),

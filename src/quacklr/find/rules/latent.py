@@ -23,7 +23,8 @@ from quacklr.find.rules.projections import Chain, ProjectionWeight, chains, find
 class PartNames:
     """What a library calls the parts: q, or q down and q up; the keys' down and up; the norms on the latents.
 
-    `gated`: rows of a head in q up are [query, gate], and q up reads the latent with its norm and without.
+    `gated`: rows of a head in q up are [query, gate], and q up reads the latent with its norm and without. `package`:
+    the names are those of its classes only.
     """
 
     q: str
@@ -34,9 +35,13 @@ class PartNames:
     q_norm: str
     kv_norm: str
     gated: bool = False
+    package: str = ""
 
 
 NAMES = (
+    PartNames(
+        *("", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_norm", "kv_a_norm"), False, "litgpt"
+    ),
     PartNames("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm", "kv_a_layernorm"),
     PartNames("", "q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "", "kv_a_layernorm", True),  # AXK2
     PartNames("wq", "wq_a", "wq_b", "wkv_a", "wkv_b", "q_norm", "kv_norm"),
@@ -62,13 +67,13 @@ def latent(module: nn.Module) -> Finding | None:
     for names in NAMES:
         q = active_child(module, names.q_up) or active_child(module, names.q)
         parts = [q, *(active_child(module, name) for name in (names.kv_down, names.kv_up))]
-        if all(parts):
+        if all(parts) and (not names.package or is_trusted(module, {names.package})):
             return _read(module, names, parts) if calls_attention(module) else None
     return None
 
 
 def _read(module: nn.Module, names: PartNames, parts: list[nn.Module | None]) -> Finding:
-    validate_parts(module, (*astuple(names)[:-1], "q_a_layernorm", *Q_NORM), names.kv_down)
+    validate_parts(module, (*astuple(names)[:7], "q_a_layernorm", *Q_NORM), names.kv_down)
     q, kv_down, kv_up = map(projection_weights, parts)
     down = active_child(module, names.q_down) if active_child(module, names.q_up) is not None else None
     q_down = projection_weights(down)

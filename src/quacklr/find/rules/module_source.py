@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from quacklr.find.finding import UnreadableError
-from quacklr.find.rules.naming import GROUPS, HARMLESS, HEAD_SIZE, HEADS, K_NORM, Q_NORM
+from quacklr.find.rules.naming import GROUPS, HARMLESS, HARMLESS_IN_PACKAGE, HEAD_SIZE, HEADS, K_NORM, Q_NORM
 
 ATTENTION_CALL = re.compile(
     r"softmax|logsumexp|scaled_dot_product|multi_head_attention|attention_interface|eager_attention|flash|sdpa"
@@ -143,7 +143,9 @@ def validate_parts(module: nn.Module, known: Iterable[str], beside: str) -> None
     """UnreadableError if the module has parts with weights, or norms, that are neither known nor harmless."""
     parts = [name for name, part in module.named_children() if has_weights(part)]
     parts += [name for name, _ in module.named_parameters(recurse=False)]
-    if unexpected := [name for name in parts if name not in {*known, *HARMLESS}]:
+    package = type(module).__module__.partition(".")[0]
+    expected = {*known, *HARMLESS, *HARMLESS_IN_PACKAGE.get(package, ())}
+    if unexpected := [name for name in parts if name not in expected]:
         raise UnreadableError(f"beside {beside} it has {', '.join(unexpected)}")
 
 

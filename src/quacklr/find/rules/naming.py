@@ -41,6 +41,12 @@ HARMLESS = {
     *("indexer", "rotary_emb"),
 }
 
+# Such parts of the classes of one package: OLMo's blocks contain the MLP as well, OLMo-core's attention has gates.
+HARMLESS_IN_PACKAGE = {
+    "olmo": ("attn_out", "ff_out", "ff_proj", "attn_norm", "ff_norm"),
+    "olmo_core": ("w_g",),
+}
+
 HEAD_SIZE = (
     *("head_dim", "attention_head_size", "head_size", "d_head", "dim_head", "dim_per_head", "key_value_proj_dim"),
     *("hidden_size_per_attention_head", "kv_channels", "d_kv", "d_k"),
@@ -52,6 +58,7 @@ HEADS = (
 GROUPS = (
     *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_local_kv_heads"),
     *("num_query_groups_per_partition", "num_query_groups", "n_query_groups", "n_groups"),
+    *("kv_n_heads", "effective_n_kv_heads"),
 )
 # multi-head latent attention: the parts of a head without and with rotary embedding, and its value
 NOPE_SIZE = ("qk_nope_head_dim", "nope_head_dim", "qk_head_dim")  # the last is Megatron's name
