@@ -111,7 +111,7 @@ def test_rows_that_step_further_than_their_rates_say_are_wrong(monkeypatch: pyte
     """As if the hooks were lost on the way: the weights are grown, so the rates are not 1, but nothing is scaled."""
     model = Attention()
     assert check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1).ok
-    monkeypatch.setattr(BlockRows, "move", lambda *_: None)
+    monkeypatch.setattr(BlockRows, "scale_step", lambda *_: None)
     told = str(check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1))
     assert "grown, with QuacK rows of head 0-1 take a larger step than their rates allow" in told
     assert "at the start" not in told.partition("wrong:")[2]
