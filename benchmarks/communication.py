@@ -1,10 +1,10 @@
-"""What a step sends between processes, counted on models that are never made: the paper's 1B, and MLA at 100B.
+"""Computes how many bytes each process sends in a training step: the paper's 1B models, and MLA at 100B.
 
     python benchmarks/communication.py [--ranks 8 64 512] [--out results/communication.md]
 
-Numbers are counted from the models' own shapes (on the meta device) and from what the code sends; bytes are those that
-each process sends if collectives are rings, (n - 1) / n of a reduce-scatter or all-gather, twice that for an
-all-reduce. Nothing here is measured: what it costs in time depends on the network.
+Nothing is measured: the time depends on the network. The numbers of elements come from the shapes of the models (on the
+meta device) and from the collectives in the code. Bytes are those that each process sends in a ring of n processes:
+(n - 1) / n of the data for a reduce-scatter or an all-gather, and twice that for an all-reduce.
 """
 
 from __future__ import annotations

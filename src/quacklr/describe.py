@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
 from quacklr.find.finding import GIVEN, VERIFIED
-from quacklr.util.layer_names import pattern, shape
+from quacklr.util.text_table import columns, grouped, value_range
 
 FROZEN = "frozen: no rate, counts in its partners' norms"
 UNRATED = "starts with a zero partner: no rate, counts in its partners' norms"
@@ -39,43 +39,27 @@ def describe(
         attentions.setdefault(path.weights[0].name.rpartition(".")[0], []).append(path)
     rows = [("attention", "found", "heads", "logit", when)]
     for module, paths in attentions.items():
-        logit = " + ".join(" ".join(_factor(weight, module) for weight in path.weights) for path in paths)
+        logit = " + ".join(" ".join(weight_term(weight, module) for weight in path.weights) for path in paths)
         weights = dict.fromkeys(rule.canonical[weight] for path in paths for weight in path.weights)
-        ranges = [f"{_role(w, module)} {_range(rates[w.name])}" for w in weights if w.name in rates]
+        ranges = [f"{_short(w, module)} {value_range(rates[w.name])}" for w in weights if w.name in rates]
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
         found = VERIFIED if notes.get(module) == VERIFIED else origin.get(module, GIVEN)
         rows.append((module or "(model)", found, heads, logit, "  ".join(ranges)))
-    not_verified = {name: note for name, note in notes.items() if note != VERIFIED and name in attentions}
     frozen = {w.name: FROZEN if w.rated else UNRATED for w in rule.weights if w.name not in rates}
-    lines = _columns(rows)
-    for title, reasons in (("found by rule:", not_verified), ("left alone:", {**frozen, **left_alone})):
-        lines += [title, *_folded(reasons)] if reasons else []
-    return "\n".join(lines)
+    alone = grouped({**frozen, **left_alone}.items())
+    open_notes = grouped((name, note) for name, note in notes.items() if note != VERIFIED and name in attentions)
+    sections = [*columns(rows), *(["found by rule:", *open_notes] if open_notes else [])]
+    return "\n".join([*sections, *(["left alone:", *alone] if alone else [])])
 
 
-def _folded(reasons: Mapping[str, str]) -> list[str]:
-    """One line for each reason, with the names of equal layers written as one pattern."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for name, reason in reasons.items():
-        alike.setdefault((shape(name), reason), []).append(name)
-    return [f"  {pattern(names) or '(model)'}: {reason}" for (_, reason), names in alike.items()]
+def _module(weight: Weight) -> str:
+    return weight.name.rpartition(".")[0]
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def _role(weight: Weight, module: str) -> str:
+def _short(weight: Weight, module: str) -> str:
     return weight.name.removeprefix(f"{module}.")
 
 
-def _factor(weight: Weight, module: str) -> str:
-    return _role(weight, module) + (f"[{weight.blocks}]" if weight.blocks > 1 else "")
-
-
-def _range(rates: Tensor) -> str:
-    if rates.isnan().any():
-        return "?"
-    low, high = f"{float(rates.min()):.3g}", f"{float(rates.max()):.3g}"
-    return low if low == high else f"{low}..{high}"
+def weight_term(weight: Weight, module: str = "") -> str:
+    """The weight's name within the module and its number of blocks: q[8]."""
+    return _short(weight, module) + (f"[{weight.blocks}]" if weight.blocks > 1 else "")

@@ -86,7 +86,7 @@ class Sometimes(nn.Module):
 def check_different_attentions_error(rank: int) -> None:
     """Ranks that record different attention modules all raise an error, instead of waiting for each other for ever."""
     monitor = LogitMonitor(DistributedDataParallel(Sometimes()), (batch(0), rank == 0))
-    with pytest.raises(ValueError, match="the ranks heard different attentions"):
+    with pytest.raises(ValueError, match="the ranks ran different attentions"):
         monitor.measure()
 
 
