@@ -13,6 +13,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from models import Separate
 from quacklr import QuacK
+from quacklr.optimizers.linearity import probe
+from quacklr.optimizers.scratch import ProbeError
 
 Closure = Callable[[], Tensor]
 TAU, STEPS = 0.5, 14
@@ -295,6 +297,30 @@ def test_a_wrapper_that_cannot_be_run_is_a_warning_and_the_inner_optimizer_is_ho
         quack = QuacK(model, Mystery(inner, range(9)))
     assert quack.optimizers == [inner]
     assert seen[0].filename == __file__
+
+
+class Switched(Optimizer):
+    """A new one from its constructor has no inner optimizer, since `wraps` is not an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.01, wraps: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = SGD(self.param_groups, lr=lr) if wraps else None
+        self._hidden = iter(range(9))  # cannot be copied
+
+    @torch.no_grad()
+    def step(self, *_: Any) -> None:  # type: ignore[override]
+        next(self._hidden, None)
+        if self.inner is not None:
+            self.inner.step()
+            return
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+def test_a_scratch_copy_without_inner_optimizers_proves_nothing() -> None:
+    with pytest.raises(ProbeError, match="its step runs no hooks"):
+        probe(Switched(Separate().parameters(), wraps=True), inside=True)
 
 
 def test_other_objects_that_hold_an_optimizer_are_refused() -> None:

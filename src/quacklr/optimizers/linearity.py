@@ -134,12 +134,12 @@ class _Run:
         groups = [g for g in groups if "lr" in g and any(id(param) in scaled for param in g["params"])]
         self._groups = list({id(group): group for group in groups}.values())
         self._hooked: list[Optimizer] = []
-        self._was_scaled = False
+        self._scales = self._has_scaled = False
         self.period = 0
 
     def scale_steps(self, inside: bool) -> None:
         """Scale the steps of the optimizer, or of those inside it, instead of lr."""
-        self._hooked = self._optimizers[1:] if inside else self._optimizers[:1]
+        self._scales, self._hooked = True, self._optimizers[1:] if inside else self._optimizers[:1]
         for each in self._hooked:
             each.register_step_pre_hook(self._before)
             each.register_step_post_hook(self._after)
@@ -156,7 +156,7 @@ class _Run:
 
     def _after(self, *_: Any) -> None:
         if self._is_outermost():
-            self._was_scaled = True
+            self._has_scaled = True
             with torch.no_grad():
                 for param, old in zip(self._scratch.scaled, self._old, strict=True):
                     param.copy_(old.lerp(param, self._rate))
@@ -177,10 +177,10 @@ class _Run:
                 self.period = self._longest_period(values[0])
                 self._add_steps()
             for group, lr in zip(self._groups, lrs, strict=True):
-                group["lr"] = lr if self._hooked else lr * rate
+                group["lr"] = lr if self._scales else lr * rate
             self._take_step(self._scratch.optimizer, self._scratch.params, gradients[step])
             values.append(self._values())
-            if step == len(CONSTANT) and self._hooked and not self._was_scaled:
+            if step == len(CONSTANT) and self._scales and not self._has_scaled:
                 raise ProbeError("its step runs no hooks")
         return values
 
