@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 LAB := $(VENV)/lab
 
-.PHONY: help test lint types unit demo study models bench clean
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+
+.PHONY: help test quick mutants lint types unit demo study results models bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -20,8 +22,14 @@ lint: $(READY)  ## ruff: format and lint; import-linter: layers
 types: $(READY)  ## mypy, strict
 	$(BIN)/mypy
 
-unit: $(READY)  ## the test suite
-	$(BIN)/pytest
+unit: $(READY)  ## the test suite, on all cores
+	$(BIN)/pytest $(PARALLEL)
+
+quick: lint types  ## lint, types, and the tests of core, find and logits
+	$(BIN)/pytest $(PARALLEL) tests/core tests/find tests/logits
+
+mutants: $(READY)  ## change a line of each module of core and list the changes that no test notices (many minutes)
+	$(BIN)/python benchmarks/mutants.py core
 
 demo: $(LAB)  ## see in minutes what QuacK is for: the default breaks, QuacK does not
 	$(BIN)/quacklr demo
@@ -30,6 +38,10 @@ study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; 
 	$(BIN)/quacklr sweep interventions rivals sensitivity latents absorbed norms adamw critical
 	$(BIN)/quacklr sweep speed --seeds 4
 	$(BIN)/quacklr report
+	$(BIN)/python benchmarks/fill_documents.py
+
+results: $(READY)  ## write the numbers of results/ into README and docs
+	$(BIN)/python benchmarks/fill_documents.py
 
 models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)
 	PYTHONPATH=tests/kit $(BIN)/python benchmarks/catalogue.py

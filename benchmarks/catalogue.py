@@ -1,10 +1,11 @@
-"""Which models QuacK can be attached to, and whether all rates are right: every type of transformers, tiny.
+"""Checks on which models QuacK can be attached, and whether every rate is correct: all types of transformers, tiny.
 
-    make models                                                        all of them, in minutes: writes docs/models.md
-    PYTHONPATH=tests/kit python benchmarks/catalogue.py --only llama t5    some of them: prints their lines
+    make models                                                            all models, in minutes: writes docs/models.md
+    PYTHONPATH=tests/kit python benchmarks/catalogue.py --only llama t5    only these: prints their rows of the table
 
-Each model is read by rule, measured with a sample, and judged by `tests/kit/perturbation.py`, which knows neither: it
-changes rows and looks at logits. Exits with 1 if a rate is wrong, or fewer models attach than we say.
+The attention of each model is found by rule, and measured with a sample batch. `tests/kit/perturbation.py` then checks
+both independently: it changes rows of parameters and compares logits. The exit code is 1 if a rate is wrong, or if
+fewer models attach than the goal (95 %).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from quacklr.find.compare import differences
 from quacklr.find.discover import found_by_rule, logit_paths
 from quacklr.find.finding import NO_SOFTMAX, Finding
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.inspect.layout import layout, meeting
+from quacklr.inspect.layout import layout, query_and_key
 from tiny_models import CAUSAL, build, sections
 
 ROOT = Path(__file__).parent.parent
@@ -44,12 +45,17 @@ ATTACHES, PARTLY, NORMED, NEEDS, NOTHING = (
 SAME, FAILED, LEFT_RIGHTLY, RIGHT, WRONG = "the same", "its forward", "rightly", "right", "WRONG"
 GAP = "as its paths say, but"
 INTRODUCTION = """\
-Every type of transformers that has a causal language model, the main encoders and encoder-decoders, and what torch has:
-built tiny, with random weights. *Without a sample* is `QuacK(model, optimizer)`, which reads attention by rule; *with a
-sample* is `QuacK(logit_paths(model, batch), optimizer)`, which measures it too. The last column is the verdict of
-`tests/kit/perturbation.py`, which knows neither: it changes rows, looks at logits, and works out by hand which rate
-every row of every parameter must have after all of them have changed. Modules that the sample does not run, such as
-those that see, are not judged: their rates are held against what the rules say of them.
+This page lists the models that were tested with QuacK: every type of transformers that has a causal language model, the
+main encoders and encoder-decoders, and the attention layers of torch. To test one yourself, run `quacklr check llama`.
+
+All models are tiny and have random weights. The last three columns:
+
+- *without a sample*: `QuacK(model, optimizer)`, which finds attention by rule.
+- *with a sample*: `QuacK(logit_paths(model, batch), optimizer)`, which also measures it on a batch.
+- *rows of parameters*: the result of an independent check, `tests/kit/perturbation.py`. It uses neither the rules nor
+  the measurement. It changes rows of parameters, compares logits, and computes the rate that each row of each parameter
+  must have after all parameters have changed. Modules that do not run on the sample, such as vision towers, are not
+  checked in this way: their rates are compared with those of the rules.
 """
 TITLES = ("type", "attention", "layout", "heads / keys", "without a sample", "with a sample", "rows of parameters")
 
@@ -137,7 +143,7 @@ def _row(name: str, model: nn.Module, known: dict[str, Finding], without: str, s
     attending = {n: f for n, f in known.items() if f.reason != NO_SOFTMAX}
     classes = [type(model.get_submodule(n)).__name__ for n in attending]
     words = [layout(f.paths, names) for f in attending.values() if f.paths]
-    heads = [f"{f.paths[0].heads} / {meeting(f.paths[0])[1].blocks}" for f in attending.values() if f.paths]
+    heads = [f"{f.paths[0].heads} / {query_and_key(f.paths[0])[1].blocks}" for f in attending.values() if f.paths]
     attention, stored, numbers = (", ".join(dict.fromkeys(cell)) or "-" for cell in (classes, words, heads))
     return Row(name, attention, stored, numbers, without, sample, said)
 
@@ -161,18 +167,20 @@ def summary(found: dict[str, list[Row]]) -> str:
 Of {len(found[CAUSAL])} types with a causal language model, {len(causal)} have softmax attention. Without a sample:
 
 - {len(attach) - len(partly)} attach;
-- {len(normed)} have QK norm throughout, and are left alone: their logits do not depend on the scale of what we control;
-- {len(partly)} attach in part, and {len(needs)} not at all: the rest of their attention has to be measured.
+- {len(normed)} have QK norm in every layer, and QuacK does not change them: their logits do not depend on the scale \
+of the query and key weights;
+- {len(partly)} attach in part, and {len(needs)} not at all: the rest of their attention must be measured with a sample.
 
-So {percent(len(attach) - len(partly) + len(normed), len(causal))} need nothing but the model. Of those \
-that have something to control, {percent(len(attach) - len(partly), len(causal) - len(normed))} attach, all of them. \
-The forward of {len(runs)} runs on a sample that is made for it; then {len(attach_measured)} of the {len(control)} \
-that have something to control attach.
+So {percent(len(attach) - len(partly) + len(normed), len(causal))} need only the model. Of the types without QK norm \
+in every layer, {percent(len(attach) - len(partly), len(causal) - len(normed))} attach with all of their attention.
 
-{len(everything)} models were built. All {sum(map(int, rows)):,} rows of parameters of {len(rows)} that attach have \
-the rate that their logits imply; {sum(WRONG in row.judged for row in everything)} models have a row that has not. In \
-{sum(GAP in row.judged for row in everything)} more a term of the logit is on no path, so that rates do not count it: \
-their lines say which.
+With a sample: {len(runs)} types run on the sample that was made for them. Of these, {len(control)} do not have QK \
+norm in every layer, and {len(attach_measured)} of those attach.
+
+{len(everything)} models were built. In {len(rows)} models that attach, all {sum(map(int, rows)):,} rows of parameters \
+have the correct rate. {sum(WRONG in row.judged for row in everything)} models have a row with a wrong rate. In \
+{sum(GAP in row.judged for row in everything)} more models one term of the logit is on no path, so the rates do not \
+take it into account; the table names the term.
 """
 
 
@@ -220,7 +228,7 @@ def below_the_goal(found: dict[str, list[Row]], goal: float = GOAL) -> list[str]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", nargs="+", metavar="TYPE", help="these types alone; nothing is written")
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="check only these types, and write no file")
     only = parser.parse_args().only
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

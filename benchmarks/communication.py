@@ -1,10 +1,10 @@
-"""What a step sends between processes, counted on models that are never made: the paper's 1B, and MLA at 100B.
+"""Computes how many bytes each process sends in a training step: the paper's 1B models, and MLA at 100B.
 
     python benchmarks/communication.py [--ranks 8 64 512] [--out results/communication.md]
 
-Numbers are counted from the models' own shapes (on the meta device) and from what the code sends; bytes are those that
-each process sends if collectives are rings, (n - 1) / n of a reduce-scatter or all-gather, twice that for an
-all-reduce. Nothing here is measured: what it costs in time depends on the network.
+Nothing is measured: the time depends on the network. The numbers of elements come from the shapes of the models (on the
+meta device) and from the collectives in the code. Bytes are those that each process sends in a ring of n processes:
+(n - 1) / n of the data for a reduce-scatter or an all-gather, and twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def counted(name: str) -> dict[str, int]:
         rule = Rule(logit_paths(model), blocks_of)
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     spectral = sum(
-        len(run.blocks) * min(VECTORS, int(run.weight.rows_of_block[run.blocks[0]])) * run.weight.columns
-        for run in rule.blocks.runs
+        len(group.blocks) * min(VECTORS, int(group.weight.rows_of_block[group.blocks[0]])) * group.weight.columns
+        for group in rule.blocks.groups
     )
     heads = sum({path.weights[0].name.rpartition(".")[0]: path.heads for path in rule.paths}.values())
     return {

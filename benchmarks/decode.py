@@ -1,14 +1,14 @@
-"""What a token costs at inference: memory of the cache, and time of its attention against the length of the context.
+"""Measures the cost of decoding one token: the size of the cache, and the time of attention by context length.
 
     python benchmarks/decode.py                                 half a minute
-    python benchmarks/decode.py --out results/decode.md         the tables as a file, and a figure
+    python benchmarks/decode.py --out results/decode.md         also writes the tables, and a figure next to them
 
-Measured: one attention layer at the paper's size (width 2048, 32 heads of 64, latents of 512 and 256), one sequence,
-fp32 on the CPU, a cache that holds all but the last position of the context. A round decodes one token with each layer
-in turn and at each length; times are medians over rounds of the ratio to MHA's within a round. The feed-forward layers
-and the vocabulary, the same for all, are not in it.
+Measured: one attention layer of the paper's size (width 2048, 32 heads of 64, latents of 512 and 256), one sequence,
+fp32 on the CPU, with a cache that holds all but the last position of the context. A round decodes one token with each
+layer at each length. Times are ratios to the time of MHA in the same round; the table has medians over the rounds. The
+feed-forward layers and the vocabulary are not included, because they are the same for all.
 
-Computed: how many numbers each remembers of a token, and what that is for the paper's 14 layers in bf16.
+Computed: how many numbers each layer caches per token, and how many bytes that is for the paper's 14 layers in bf16.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Decoding:
     """A layer about to read the last position of a context."""
 
     def __init__(self, attention: Attention, context: int) -> None:
-        self.attention, self.rooms = attention, attention.cached()
+        self.attention, self.rooms = attention, attention.cache_layout()
         self.rotary = Rotary(attention.parts[-1], context, SHAPE.rope_theta)
         self.cache = Cache(self.rooms, 1, context)
-        self.cache.add(**{name: torch.randn(1, heads, context - 1, x) for name, (heads, x) in self.rooms.items()})
+        self.cache.append(**{name: torch.randn(1, heads, context - 1, x) for name, (heads, x) in self.rooms.items()})
 
     def seconds(self, x_B1C: Tensor) -> float:
         began = time.perf_counter()
@@ -75,13 +75,13 @@ class Decoding:
 def count(name: str) -> int:
     """How many numbers a layer remembers of a token."""
     with torch.device("meta"):
-        return sum(heads * x for heads, x in layer(name).cached().values())
+        return sum(heads * x for heads, x in layer(name).cache_layout().values())
 
 
 def stored(name: str) -> float:
     """The bytes that these take in its cache."""
     with torch.device("meta"):
-        return Cache(layer(name).cached(), 1, 1).bytes_per_position
+        return Cache(layer(name).cache_layout(), 1, 1).bytes_per_position
 
 
 @torch.inference_mode()
@@ -148,10 +148,10 @@ def computed() -> list[str]:
 def main() -> None:
     """Print the tables, and write them if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="lengths")
-    parser.add_argument("--rounds", type=int, default=30, help="tokens of each layer at each length")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--out", type=Path, help="also write the tables to this file, and a figure beside it")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="context lengths")
+    parser.add_argument("--rounds", type=int, default=30, help="tokens to decode, for each layer and length")
+    parser.add_argument("--threads", type=int, default=1, help="number of CPU threads")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file, and a figure next to it")
     given = parser.parse_args()
     if given.rounds < 1 or min(given.contexts) < 2:
         parser.error("--rounds must be at least 1, and every one of --contexts at least 2")

@@ -1,16 +1,17 @@
-"""How fast the lab is, as ratios from interleaved runs of one process, on the CPU at the `cpu` preset.
+"""Measures the speed of the lab on the CPU, with the `cpu` preset: ratios from interleaved runs in one process.
 
-python benchmarks/lab_speed.py                about six minutes on 2 cores
-python benchmarks/lab_speed.py --cycles 5     quicker, noisier
+    python benchmarks/lab_speed.py                about six minutes on 2 cores
+    python benchmarks/lab_speed.py --cycles 5     faster, with more noise
 
-transformers      time of forward and backward of transformers' Qwen3ForCausalLM / ours: the same sizes, QK norm, the
-                  same batch, the loss included; 1.1 or more is wanted
-a step            of each method / of the default: data, forward, backward, clipping, optimizers; MHA and MLA. The
-                  paper saw QuacK about 10 % faster than QK norm
-statistics        time of the logit statistics in a run / time of its steps, at the default interval; 2 % or less
-cold start        time from the command `quacklr train` to its first step / time of `python -c "import torch"`, and in
+transformers      time of forward and backward, with the loss, of transformers' Qwen3ForCausalLM / of the lab's model,
+                  with the same sizes, QK norm and batch; the target is 1.1 or more
+a step            time of a training step with each method / with the default, for MHA and MLA: data, forward, backward,
+                  clipping, optimizers. In the paper a step with QuacK is about 10 % faster than with QK norm
+statistics        time of the logit statistics in a run / time of its steps, at the default interval; the target is 2 %
+                  or less
+cold start        time from the command `quacklr train` to its first step / time of `python -c "import torch"`; also in
                   seconds, because the target is in seconds: 5
-a default run     300 steps from cold start to the end, in seconds; the target is 90
+a default run     time of 300 steps with the cold start, in seconds; the target is 90
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from quacklr.lab.data import batch, open_corpus
 from quacklr.lab.methods import Default, Method, QKClipping, QKNorm, Quack
 from quacklr.lab.model import build
 from quacklr.lab.presets import ATTENTIONS, PRESETS
-from quacklr.lab.train.device import keep_memory
+from quacklr.lab.train.device import reuse_freed_memory
 from quacklr.lab.train.session import Session
 from quacklr.lab.train.statistics import weight_row
 
@@ -159,9 +160,9 @@ def cold() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=40, help="runs of each kind")
+    parser.add_argument("--cycles", type=int, default=40, help="number of interleaved runs (default: %(default)s)")
     cycles = parser.parse_args().cycles
-    keep_memory()
+    reuse_freed_memory()
     batch(open_corpus("stdlib").tokens("train"), 0, 0, 8, 128)  # made on first use: not part of a cold start
     print(f"{torch.get_num_threads()} threads of {os.cpu_count()} cores")
     forward_and_backward(cycles)

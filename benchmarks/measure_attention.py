@@ -1,7 +1,9 @@
-"""What it costs to measure the attention of a model: a Llama of 1.2 billion parameters, a short sample, on the CPU.
+"""Measures the cost of `logit_paths(model, sample)` for a Llama of 1.2 billion parameters, on the CPU.
 
-Needs 6 GB of memory. Prints the time as a multiple of one forward of the same sample, in the same process;
-the seconds beside it are those of a machine that may be shared.
+    python benchmarks/measure_attention.py
+
+It needs 6 GB of memory. The result is the time relative to one forward of the same sample, in the same process. The
+output also has the time in seconds, which depends on the machine and on its load.
 """
 
 from __future__ import annotations

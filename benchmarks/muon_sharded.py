@@ -1,18 +1,19 @@
-"""What a step of Muon costs on sharded matrices, as ratios from interleaved steps on the same two ranks, on the CPU.
+"""Measures a step of Muon on sharded matrices, on the CPU: ratios from interleaved steps on the same two ranks.
 
     python benchmarks/muon_sharded.py                                     half a minute
-    python benchmarks/muon_sharded.py --rounds 5                          quicker, noisier
-    python benchmarks/muon_sharded.py --out results/muon_sharded.md       the table as a file, too
+    python benchmarks/muon_sharded.py --rounds 5                          faster, with more noise
+    python benchmarks/muon_sharded.py --out results/muon_sharded.md       also writes the table to a file
 
-The matrices of 6 layers of width 256: four of 256 x 256, two of 1024 x 256 and one of 256 x 1024, their rows cut
-between two processes on gloo, as fully_shard does. A round takes one step each, after a barrier, and its time is that
-of the slower rank:
+The matrices are those of 6 layers of width 256: four of 256 x 256, two of 1024 x 256 and one of 256 x 1024. Their rows
+are sharded over two processes on gloo, as fully_shard does it. A round takes one step of each optimizer, after a
+barrier. The time of a step is that of the slower rank:
 
-    ours, sharded    quacklr's Muon: matrices dealt out to owners, fp32
-    ours, whole      the same on whole matrices in every rank, as under DDP: no collectives, all the work twice
+    ours, sharded    quacklr's Muon in fp32: each matrix is sent to one rank, which orthogonalises it
+    ours, whole      the same with whole matrices on every rank, as under DDP: no collectives, every rank does all work
     torch, sharded   torch.optim.Muon on the same DTensors, in bf16
 
-Ratios are medians over the rounds of the ratio within a round. Collectives are counted by torch's CommDebugMode.
+Ratios are computed within a round; the table has medians over the rounds. Collectives are counted by torch's
+CommDebugMode.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def table(counts: dict[str, int], rows: list[Round]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="steps of each optimizer")
-    parser.add_argument("--out", type=Path, help="write the table to this file, too")
+    parser.add_argument("--rounds", type=int, default=20, help="steps of each optimizer (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     found = table(*measure(options.rounds))
     print(found)

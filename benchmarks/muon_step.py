@@ -1,21 +1,22 @@
-"""What a step of Muon costs, as ratios from interleaved steps of one process, on the CPU.
+"""Measures a step of Muon on the CPU: ratios from interleaved steps in one process.
 
     python benchmarks/muon_step.py               about a minute
-    python benchmarks/muon_step.py --cycles 10   quicker, noisier
-    python benchmarks/muon_step.py --threads 2   on a machine with nothing else to do: threads wait for each other
+    python benchmarks/muon_step.py --cycles 10   faster, with more noise
+    python benchmarks/muon_step.py --threads 2   only on an idle machine, because threads wait for each other
 
-The matrices of the `cpu` preset: 4 layers of four 128 x 128, two 512 x 128 and one 128 x 512. A cycle takes one step
-of each optimizer, and one bare Newton-Schulz: the textbook's five steps in fp32, batched, on tensors that are stacked
-and transposed already.
+The matrices are those of the `cpu` preset: 4 layers of four 128 x 128, two 512 x 128 and one 128 x 512. A cycle takes
+one step of each optimizer and one bare Newton-Schulz: the textbook's five steps in fp32, batched, on tensors that are
+already stacked and transposed.
 
-    torch / ours      a step of torch.optim.Muon, in bf16, to one of ours, in fp32
-    ours / bare       a step of ours to the bare Newton-Schulz; below 1 because ours multiplies small polynomials where
-                      a matrix is long
-    per head / ours   a step with every parameter cut into 4 blocks to one of whole matrices
+    torch / ours      a step of torch.optim.Muon in bf16 / a step of ours in fp32
+    ours / bare       a step of ours / the bare Newton-Schulz. It is below 1 because for long matrices ours multiplies
+                      polynomials of the small Gram matrix
+    per head / ours   a step with every parameter split into 4 blocks / a step with whole matrices
 
-medians over the cycles of the ratio within a cycle. torch.optim.Muon depends on what the CPU does with bf16, so this is
-measured as the machine is, and again in processes whose libraries are told to use less of it: AVX-512 without bf16
-units, where oneDNN imitates them, and AVX2, where torch has no matrix product for bf16 but a plain loop.
+Ratios are computed within a cycle; the table has medians over the cycles. The speed of torch.optim.Muon depends on how
+the CPU computes in bf16. So the benchmark runs with all features of this CPU, and again in processes whose libraries
+are restricted: to AVX-512 without bf16 units, where oneDNN emulates them, and to AVX2, where torch multiplies bf16
+matrices in a plain loop.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ def bf16_units() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=30, help="steps of each optimizer, on each machine")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--machine", choices=MACHINES, help="measure in this process; else in a new one for each")
+    parser.add_argument("--cycles", type=int, default=30, help="steps of each optimizer, for each CPU setting")
+    parser.add_argument("--threads", type=int, default=1, help="number of CPU threads")
+    parser.add_argument("--machine", choices=MACHINES, help="measure only this CPU setting, in this process")
     options = parser.parse_args()
     if options.machine:
         return measure(options.machine, options.cycles, options.threads)

@@ -1,8 +1,9 @@
-"""The judge of `optimizers.py`: trains a model twice, with QuacK, and with one param group a tensor and lr * rate.
+"""The independent check of `optimizers.py`: compares training with QuacK to training with one param group per tensor.
 
-Two attention layers of one head each. The learning rates are those of Algorithm 1 of the paper
-(`tests/kit/reference.py`). An optimizer that does not allow different lr is trained with one, lr * tau. The deviation
-is the distance between both, relative to the distance travelled.
+The model has two attention layers of one head each. Without QuacK, the lr of each param group is lr * rate, with the
+rates of the paper's Algorithm 1 (`tests/kit/reference.py`). An optimizer that does not allow different lr is trained
+with a single one, lr * tau. The deviation is the distance between the weights of both runs, relative to the distance
+that the weights moved.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Which optimizers of other packages work with QuacK: what QuacK says of each, beside an independent judge.
+"""Tests which optimizers of other packages work with QuacK: compares QuacK's own check with an independent one.
 
-    pip install --no-deps pytorch_optimizer torch_optimizer schedulefree ...    what is not installed is skipped
+    pip install --no-deps pytorch_optimizer torch_optimizer schedulefree ...       packages not installed are skipped
     PYTHONPATH=tests/kit python benchmarks/optimizers.py                           writes results/optimizers.md; minutes
-    PYTHONPATH=tests/kit python benchmarks/optimizers.py --only schedulefree timm  prints; nothing is written
+    PYTHONPATH=tests/kit python benchmarks/optimizers.py --only schedulefree timm  prints the tables; writes no file
 
-The judge trains a model of two attention layers of one head each, twice: with QuacK, and with one param group a tensor
-whose lr is that of the paper's Algorithm 1 (`tests/kit/reference.py`). An optimizer that does not allow different lr is
-trained with one lr, times tau. The deviation is the distance between both, relative to the distance travelled. With
---only, packages are given by the name that is imported.
+The independent check (`optimizer_judge.py`) trains a model of two attention layers of one head each, twice: with QuacK,
+and with one param group per tensor whose lr is that of the paper's Algorithm 1 (`tests/kit/reference.py`). An optimizer
+that does not allow different lr is trained with a single one, lr * tau. The deviation is the distance between the
+weights of both runs, relative to the distance that the weights moved. The exit code is 1 if the two checks disagree.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ one param group a tensor and lr * rate, relative to the distance travelled, afte
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="PACKAGE", help="these packages alone; nothing is written")
+    parser.add_argument("--only", nargs="+", metavar="PACKAGE", help="import names; test only these, write no file")
     only = parser.parse_args().only
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

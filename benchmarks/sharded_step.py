@@ -1,16 +1,17 @@
-"""What QuacK costs a training step of a sharded model, as ratios from interleaved steps on the same two ranks.
+"""Measures the cost of QuacK in a training step of a sharded model: ratios of interleaved steps on the same two ranks.
 
     python benchmarks/sharded_step.py                                     a minute or two on 2 cores
-    python benchmarks/sharded_step.py --out results/sharded_step.md       the table as a file, too
+    python benchmarks/sharded_step.py --out results/sharded_step.md       also writes the table to a file
 
-The lab's decoder under FSDP2 on two processes (gloo, CPU, a thread each), AdamW, 1024 tokens a process. A round takes
-a plain step and one with each norm, and its times are those of the slower rank:
+The model is the lab's decoder under FSDP2 on two processes (gloo, CPU, one thread each), with AdamW and 1024 tokens per
+process. A round takes one plain step and one step with each norm. The time of a step is that of the slower rank:
 
     hooks         1 + time in QuacK's hooks / time of a plain step, medians
-    step          the same from outside, with the noise of the machine: median of the ratio within a round
-    collectives   of the optimizer's step, by torch's CommDebugMode; AdamW takes none
+    step          time of a step with QuacK / time of a plain step, median over the rounds; includes the machine's noise
+    collectives   number of collectives in optimizer.step, counted by torch's CommDebugMode; AdamW uses none
 
-gloo on a shared machine waits for processes to be scheduled, so `hooks` is mostly that: a network card does not.
+On a shared machine gloo waits until the processes are scheduled, and `hooks` is mostly this waiting time. A network
+card does not have it.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def rank_main(rank: int, folder: str, rounds: int, out: Path | None) -> None:
 def main() -> None:
     """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="interleaved steps of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="steps of each kind (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

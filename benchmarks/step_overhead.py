@@ -1,18 +1,19 @@
-"""What QuacK costs a training step, as ratios from interleaved steps of one process, on the CPU.
+"""Measures the cost of QuacK in a training step on the CPU: ratios from interleaved steps in one process.
 
-    python benchmarks/step_overhead.py              about five minutes on 2 cores
-    python benchmarks/step_overhead.py --cycles 20  quicker, noisier
-    python benchmarks/step_overhead.py --out results/costs.md       the table that README quotes
+    python benchmarks/step_overhead.py                              about five minutes on 2 cores
+    python benchmarks/step_overhead.py --cycles 20                  faster, with more noise
+    python benchmarks/step_overhead.py --out results/costs.md       also writes the table that README quotes
 
-A cycle takes a step (forward, backward, fused AdamW; 1024 tokens) plain, one with QuacK, and one with the floor in its
-place: one copy of the q/k rows, kept while the step runs, and one squared sum over them, in plain torch calls.
+A step is forward, backward and fused AdamW on 1024 tokens. A cycle takes a plain step, a step with QuacK, and a step
+with the floor instead of QuacK. The floor is the least work possible: one copy of the q/k rows, kept during the step,
+and one sum of their squares, in plain torch calls.
 
-    hooks   1 + time in QuacK's hooks / time of a plain step, medians: what the step costs more
-    step    median over the cycles of step with QuacK / mean of the plain steps around it, with its standard error: the
-            same from outside; the noise of the machine is in it
+    hooks   1 + time in QuacK's hooks / time of a plain step, medians
+    step    time of a step with QuacK / mean time of the plain steps before and after it; median over the cycles, with
+            its standard error. It includes the machine's noise
     floor   time in QuacK's hooks / time of the floor, medians
-    memory  most bytes allocated by QuacK that were alive at once in its first step / bytes of the q/k rows
-    calls   torch operations that QuacK adds to a step, with these heads and with eight times as many
+    memory  peak number of bytes allocated by QuacK in its first step / bytes of the q/k rows
+    calls   torch operations that QuacK adds to a step, with the given number of heads and with eight times as many
 """
 
 from __future__ import annotations
@@ -176,9 +177,9 @@ def memory(width: int, layers: int, heads: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cycles", type=int, default=200, help="cycles for the small model; a tenth of it for the large"
+        "--cycles", type=int, default=200, help="number of cycles for the small model; a tenth of it for the large one"
     )
-    parser.add_argument("--out", type=Path, help="write the table to this file too")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     given = parser.parse_args()
     lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     print("\n".join(lines), flush=True)

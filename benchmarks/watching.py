@@ -1,15 +1,15 @@
-"""What it costs to watch logits, and to clip them, as ratios from interleaved runs of one process, on the CPU.
+"""Measures the cost of LogitMonitor and of QK clip on the CPU: ratios from interleaved runs in one process.
 
-    python benchmarks/watching.py               about six minutes on 2 cores
-    python benchmarks/watching.py --cycles 3    quicker, noisier
-    python benchmarks/watching.py --out results/watching.md       the tables that docs/monitor.md quotes
+    python benchmarks/watching.py                                 about six minutes on 2 cores
+    python benchmarks/watching.py --cycles 3                      faster, with more noise
+    python benchmarks/watching.py --out results/watching.md       also writes the tables that docs/monitor.md quotes
 
-measure   time of LogitMonitor.measure() / time of a forward of the same probe with eager attention; transformers' Llama
-          with eager attention and with scaled_dot_product_attention; 1.3 or less is wanted
-a step    time of a training step (forward, backward, fused AdamW; 2048 tokens) with a method / without; the lab's
-          decoder of width 256, 4 layers, 4 heads
+measure   time of LogitMonitor.measure() / time of a forward of the same probe with eager attention, for transformers'
+          Llama with eager attention and with scaled_dot_product_attention; the target is 1.3 or less
+a step    time of a training step (forward, backward, fused AdamW; 2048 tokens) with QuacK, QK norm or QK clip /
+          without; the lab's decoder of width 256, 4 layers, 4 heads
 
-Every time is held against that of the other just before and after it; medians over the cycles.
+Each time is divided by the mean time of the baseline just before and after it. The tables have medians over the cycles.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def table(head: list[str], rows: Iterator[list[str]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="write the tables to this file too")
+    parser.add_argument("--cycles", type=int, default=9, help="number of interleaved runs (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file")
     given = parser.parse_args()
     watching = table(["probe", "eager", "sdpa"], measuring(given.cycles))
     print()

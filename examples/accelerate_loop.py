@@ -1,7 +1,7 @@
-"""QuacK in a loop with Hugging Face Accelerate: the prepared optimizer is given to QuacK as it is.
+"""QuacK in a training loop with Hugging Face Accelerate.
 
-Attach after `accelerator.prepare`, when the weights are on their device. `register_for_checkpointing` puts QuacK's
-state into what `save_state` writes.
+Attach QuacK after `accelerator.prepare`, when the weights are on their device, and pass it the prepared optimizer.
+`accelerator.register_for_checkpointing(quack)` adds QuacK's state to the checkpoints of `save_state`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""QuacK in transformers' Trainer: one callback, and its state is in every checkpoint that Trainer writes."""
+"""QuacK in transformers' Trainer: add one callback; every checkpoint of Trainer then contains QuacK's state."""
 
 from __future__ import annotations
 

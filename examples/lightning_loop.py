@@ -1,4 +1,4 @@
-"""QuacK in Lightning: one callback, and its state is in every checkpoint that Lightning writes."""
+"""QuacK in Lightning: add one callback; every checkpoint of Lightning then contains QuacK's state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Multi-head latent attention, the paper's six matrices: where QK norm does not fit, and QuacK does.
+"""QuacK with multi-head latent attention (MLA), written with the paper's six matrices.
 
-The module declares its logit as two paths, right below the forward that makes it. That is all it takes to train it by
-the paper's Algorithm 2, whose factors are worked out by hand at the end.
+The module declares its logit as two paths, in the method `logit_paths` below `forward`. With this declaration QuacK
+trains it by the paper's Algorithm 2. At the end, one factor of Algorithm 2 is computed by hand and compared.
 
 Shapes: B batch, T tokens, H heads.
 """

@@ -1,7 +1,7 @@
-"""A whole training loop by hand: gradient accumulation, clipping, a schedule, and a checkpoint to resume from.
+"""QuacK in a plain training loop with gradient accumulation, clipping, a schedule, and a checkpoint to resume from.
 
-QuacK is two lines of it and one entry of the checkpoint: rates are relative to the weights the run began with, so a
-resumed run needs to know them. Stopped and resumed, it ends with the same weights bit for bit.
+QuacK needs two lines and one entry in the checkpoint. Rates are relative to the weights at the start of the run, so a
+resumed run must load them. A run that is stopped and resumed ends with bitwise the same weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An existing training loop with the two lines added; everything else is as it was.
+"""An existing training loop to which the two lines of QuacK were added; nothing else is changed.
 
-A small causal transformer made of torch's own layers learns to repeat what it saw four tokens ago, at a learning rate
-that is too high for its queries and keys.
+A small causal transformer of torch's own layers learns to output the token from four positions earlier. The learning
+rate is too high for its query and key weights.
 """
 
 from __future__ import annotations

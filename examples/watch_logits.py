@@ -1,9 +1,9 @@
-"""Watch the logits of every head while a model trains: in TensorBoard as it runs, and in one picture at the end.
+"""Records the logits of every head during training: in TensorBoard while it runs, and as one figure at the end.
 
-A small causal transformer learns to repeat what it saw four tokens ago. The loss says that it does; the picture says
-that the heads of the first layer do the work, and that their logits grow far beyond those of all others.
+A small causal transformer learns to output the token from four positions earlier. In the figure, the logits of the
+heads of the first layer grow far beyond those of all other heads: these heads do the work.
 
-    python examples/watch_logits.py FOLDER      keeps the picture, and what TensorBoard shows
+    python examples/watch_logits.py FOLDER      keeps the figure and the TensorBoard files in FOLDER
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""An attention nobody has seen, declared as paths: the rule needs to know nothing else.
+"""QuacK with a new kind of attention: declare its logit as paths in `logit_paths`; QuacK needs no other information.
 
-Every two heads share a query. A logit has a content term, a chain of three weights with a mixing matrix between
-query and key, and a place term, whose key is made of positions and serves all heads:
+In this attention every two heads share a query, and a logit is a sum of two terms. The content term is a product of
+three weights, with a mixing matrix between query and key. The position term has a key that is computed from positions
+and shared by all heads:
 
     logit[h] = q[h/2] mix[h] . k[h]  +  q[h/2] . p
 

@@ -58,12 +58,15 @@ def test_an_example_runs_and_its_assertions_hold(example: Path, monkeypatch: pyt
     runpy.run_path(str(example), run_name="__main__")
 
 
-def readme_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def blocks() -> list[str]:
+    files = ("README.md", "docs/attach.md", "docs/check.md")
+    return [
+        block for file in files for block in re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), re.DOTALL)
+    ]
 
 
-@pytest.mark.parametrize("block", readme_blocks(), ids=lambda block: block.splitlines()[0])
-def test_a_python_block_of_the_readme_runs(block: str) -> None:
+@pytest.mark.parametrize("block", blocks(), ids=lambda block: block.splitlines()[0])
+def test_a_python_block_of_readme_and_docs_runs(block: str) -> None:
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
 
 
@@ -76,11 +79,20 @@ def test_every_path_named_in_prose_exists(file: Path) -> None:
         assert (ROOT / name).exists() or (file.parent / name).exists(), name
 
 
-def test_the_tour_in_the_readme_names_every_file_of_the_core() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for file in (ROOT / "src/quacklr").glob("*.py"):
-        if file.name != "__init__.py":
-            assert file.name in readme, file
+def test_the_architecture_page_names_every_module_but_those_of_the_lab_and_every_package() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    for file in (ROOT / "src/quacklr").rglob("*.py"):
+        if file.name != "__init__.py" and "lab" not in file.parts:
+            assert re.search(rf"`(\w+\.)?{file.stem}`", text), file
+        assert f"{file.parent.name}/`" in text, file.parent
+
+
+def test_at_most_eight_modules_are_at_the_root() -> None:
+    assert len(list((ROOT / "src/quacklr").glob("*.py"))) <= 8
+
+
+def test_readme_has_at_most_130_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from made_ledger import HIGH, LOW, MIDDLE, SCALE, as_the_paper_says, ledger
 from quacklr.lab.config import Config, fingerprint
+from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import (
     ConstantTau,
     Default,
@@ -22,34 +23,33 @@ from quacklr.lab.methods import (
     SoftCap,
 )
 from quacklr.lab.methods import SigmaReparametrised as Sigma
-from quacklr.lab.report.command import findings_of
+from quacklr.lab.report.command import claim_results
 from quacklr.lab.studies.claims import CLAIMS
-from quacklr.lab.studies.finding import ClaimResult, Comparison
-from quacklr.lab.studies.own import OWN
+from quacklr.lab.studies.extra_claims import EXTRA_CLAIMS
 from quacklr.lab.studies.questions import DECADES, QUACK_TAUS, STUDIES, speed
 from quacklr.lab.studies.results import (
+    Comparison,
     NotRun,
     Results,
-    best_by_the_others,
+    by_seed,
     compare,
+    leave_one_out_best,
     loss,
     lr_sensitivity,
-    measured,
     t_quantile,
 )
 from quacklr.lab.studies.scale import Size, scale_of, seeded
-from quacklr.lab.studies.verdicts import agree, all_of, below, check, less, more
-from quacklr.lab.sweep.ledger import Entry
+from quacklr.lab.studies.verdicts import ClaimResult, agree, all_of, below, check, less, more
 from swept_runs import made, seeds_of, tiny_scale
 
 
 def findings(entries: list[Entry]) -> dict[str, ClaimResult]:
-    return {each.name: each for each in findings_of(Results(entries, SCALE))}
+    return {each.name: each for each in claim_results(Results(entries, SCALE))}
 
 
 def test_all_claims_hold_where_the_numbers_are_the_papers() -> None:
     found = findings(ledger())
-    assert list(found) == [*CLAIMS, *OWN]
+    assert list(found) == [*CLAIMS, *EXTRA_CLAIMS]
     assert {name: each.verdict for name, each in found.items() if each.source == "paper"} == dict.fromkeys(
         CLAIMS, "holds"
     )
@@ -117,11 +117,11 @@ def of(kind: type[Method], lr: float | None = None, attention: str = "") -> Call
         ("tau", {"when": of(ConstantTau, HIGH, "mha"), "loss": 2.2}),
     ],
 )
-def test_a_claim_fails_where_the_numbers_speak_against_it(name: str, what: dict[str, Any]) -> None:
+def test_a_claim_fails_where_the_numbers_contradict_it(name: str, what: dict[str, Any]) -> None:
     assert findings(ledger(changed(**what)))[name].verdict == "fails"
 
 
-def test_speed_is_judged_by_runs_that_took_turns_only() -> None:
+def test_speed_is_judged_by_interleaved_runs_only() -> None:
     entries = ledger()
     slow = [replace(e, step_seconds=2.0) if type(e.config.method) is Quack else e for e in entries]
     assert findings(slow)["j"].verdict == "fails"
@@ -171,10 +171,10 @@ def test_a_setting_is_chosen_on_the_other_seeds() -> None:
     lucky = dict(enumerate(seeds_of(config, [1.0, 3.0, 3.0])))
     steady = dict(enumerate(seeds_of(replace(config, method=Quack(3.0)), [2.0, 2.0, 2.0])))
     partial = {0: made(replace(config, method=Quack(0.3)), 0.0)}
-    found = best_by_the_others([lucky, steady, partial])
+    found = leave_one_out_best([lucky, steady, partial])
     # partial has one seed only; on seeds 1 and 2 steady is better (2 to 3); on 0 and 2, or 0 and 1, they are equal
     # (2 to 2), and the first is taken
-    assert measured(found, loss) == {0: 2.0, 1: 3.0, 2: 3.0}
+    assert by_seed(found, loss) == {0: 2.0, 1: 3.0, 2: 3.0}
 
 
 def test_a_run_that_diverged_counts_as_untrained() -> None:
@@ -226,20 +226,20 @@ def test_every_study_can_be_planned_at_every_scale(name: Any) -> None:
     assert all(config.training.steps < scale.base.training.steps for config in speed(scale))
 
 
-def test_a_sweep_that_is_not_through_yet_is_judged_on_the_seeds_that_all_settings_have() -> None:
+def test_an_unfinished_sweep_is_judged_on_the_seeds_that_all_settings_have() -> None:
     config = SCALE.run("mha", Quack(), HIGH)
     whole = dict(enumerate(seeds_of(config, [3.0, 3.0, 3.0])))
     better = dict(enumerate(seeds_of(replace(config, method=Quack(3.0)), [2.0, 2.0])))
-    assert measured(best_by_the_others([whole, better]), loss) == {0: 2.0, 1: 2.0}
+    assert by_seed(leave_one_out_best([whole, better]), loss) == {0: 2.0, 1: 2.0}
     with pytest.raises(NotRun):
-        best_by_the_others([{0: whole[0]}, {1: whole[1]}])
+        leave_one_out_best([{0: whole[0]}, {1: whole[1]}])
 
 
 def diverged(entry: Entry) -> Entry:
     return replace(entry, status="diverged", history=entry.history[:1], result=entry.result | {"val_loss": None})
 
 
-def test_a_default_that_diverges_before_anything_is_measured_is_broken_not_calm() -> None:
+def test_a_default_that_diverges_before_any_measurement_counts_as_unstable() -> None:
     lost = [diverged(e) if e.config.method == Default() and e.config.optimizer.lr == HIGH else e for e in ledger()]
     found = findings(lost)
     assert (found["a"].verdict, found["i"].verdict) == ("holds", "holds")
@@ -249,5 +249,5 @@ def test_a_default_that_diverges_before_anything_is_measured_is_broken_not_calm(
 def test_a_ledger_with_one_study_alone_is_judged_without_an_error(study: str) -> None:
     wanted = {fingerprint(config) for config in seeded(STUDIES[study](SCALE), 3)}
     found = findings([entry for entry in ledger() if entry.key in wanted])
-    assert len(found) == len(CLAIMS) + len(OWN)
+    assert len(found) == len(CLAIMS) + len(EXTRA_CLAIMS)
     assert found["tau"].verdict == ("holds" if study in ("norms", "interventions") else "not run")

@@ -1,4 +1,4 @@
-"""Logits from caches are those of the whole sequence, by hand in float64; and a cache is as small as theory says."""
+"""Logits computed with caches equal those of the whole sequence, and caches have the expected size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quacklr.lab.errors import UserError
 from quacklr.lab.methods import AbsorbedQKNorm, Default, Method, QKNorm, SoftCap, alter
 from quacklr.lab.model import MHA, MLA, Decoder, Shape, build
 from quacklr.lab.model.cache import Cache
-from quacklr.lab.model.decoder import unfilled
+from quacklr.lab.model.decoder import build_empty
 from quacklr.lab.presets import PRESETS
 from quacklr.lab.train.command import main as train
 
@@ -42,7 +42,7 @@ def tokens(batch: int = 2, positions: int = 24) -> Tensor:
 
 
 def perturbed(spec: MHA | MLA, method: Method, shape: Shape = SHAPE) -> Decoder:
-    """A model with nothing at its initial value, and gains far from 1."""
+    """A model with random weights and gains far from 1."""
     model = build(shape, spec, seed=0)
     alter(method, model)
     generator = torch.Generator().manual_seed(2)
@@ -56,7 +56,7 @@ def perturbed(spec: MHA | MLA, method: Method, shape: Shape = SHAPE) -> Decoder:
 
 
 def gone_on(model: Decoder, read: Tensor, sizes: list[int]) -> dict[int, Tensor]:
-    """By last position: the logits after each chunk."""
+    """The logits after each chunk, by its last position."""
     caches, ends = model.caches(len(read)), [0, *torch.tensor(sizes).cumsum(0).tolist()]
     return {end - 1: model.decode_step(read[:, start:end], caches) for start, end in pairwise(ends)}
 
@@ -83,7 +83,7 @@ def test_cached_absorbed_and_uncached_logits_agree_position_by_position(attentio
 
 
 @pytest.mark.parametrize(("attention", "method"), [(a, m) for a, m in PAIRS if m in OTHERS])
-def test_what_is_left_between_them_is_rounding(attention: str, method: str) -> None:
+def test_cached_and_uncached_logits_differ_by_rounding_only(attention: str, method: str) -> None:
     """In float64 it is a hundred million times smaller."""
     model = perturbed(ATTENTIONS[attention], METHODS[method]).double()
     expected = model(tokens())
@@ -93,7 +93,7 @@ def test_what_is_left_between_them_is_rounding(attention: str, method: str) -> N
 
 
 class Made(TorchDispatchMode):
-    """The sizes of all memory that is new, in numbers of 4 bytes."""
+    """The sizes of all new allocations, in fp32 elements."""
 
     def __init__(self, model: nn.Module) -> None:
         start: Any = super().__init__  # which has no types
@@ -110,7 +110,7 @@ class Made(TorchDispatchMode):
 
 
 def numbers(spec: MHA | MLA, method: Method) -> float:
-    """How many a position of one sequence takes in one layer, from what is really made."""
+    """Cached elements per position and layer, from the allocations themselves."""
     model = perturbed(spec, method)
     with Made(model) as made:
         caches = model.caches(batch=3, positions=7)
@@ -119,7 +119,7 @@ def numbers(spec: MHA | MLA, method: Method) -> float:
     return told / SHAPE.layers
 
 
-def test_a_position_takes_as_many_numbers_as_theory_says() -> None:
+def test_a_cache_has_the_expected_elements_per_position() -> None:
     assert numbers(ATTENTIONS["MHA"], Default()) == numbers(ATTENTIONS["MHA"], QKNorm()) == 2 * 3 * 16
     assert numbers(ATTENTIONS["GQA"], Default()) == numbers(ATTENTIONS["GQA"], SoftCap()) == 2 * 2 * 16
     for spec in (ATTENTIONS["MLA"], ATTENTIONS["MLA with latent norms"]):
@@ -137,8 +137,8 @@ def test_a_position_takes_as_many_numbers_as_theory_says() -> None:
         ("paper-mla", AbsorbedQKNorm(), 352),
     ],
 )
-def test_the_papers_models_take_as_many_numbers_as_theory_says(preset: str, method: Method, wanted: int) -> None:
-    model = unfilled(PRESETS[preset].shape, PRESETS[preset].attention, "meta")
+def test_caches_of_the_papers_models_have_the_expected_size(preset: str, method: Method, wanted: int) -> None:
+    model = build_empty(PRESETS[preset].shape, PRESETS[preset].attention, "meta")
     alter(method, model)
     assert [cache.bytes_per_position / 4 for cache in model.caches()] == [wanted] * 14
 
@@ -148,8 +148,8 @@ MANY_HEADS = MLA(heads=8, nope_dim=16, rope_dim=8, v_head_dim=16, d_cq=20, d_ckv
 
 
 @pytest.mark.parametrize("method", [Default(), AbsorbedQKNorm(), SoftCap(1.5)])
-def test_a_token_that_is_decoded_makes_no_keys_or_values_of_those_before(method: Method) -> None:
-    """Nothing is larger than the latents, 14 + 8 numbers a position; a key or value of all heads is 8 * 16."""
+def test_decoding_a_token_computes_no_keys_or_values_of_earlier_ones(method: Method) -> None:
+    """No allocation is larger than the latents, 14 + 8 elements a position; a key of all heads has 8 * 16."""
     model, read = perturbed(MANY_HEADS, method, LONG), tokens(2, 1001) % 64
     caches = model.caches(batch=2, positions=1001)
     model.decode_step(read[:, :1000], caches)
@@ -163,27 +163,27 @@ def test_a_token_that_is_decoded_makes_no_keys_or_values_of_those_before(method:
     assert max(seen, default=0) <= 1
 
 
-def test_plain_qk_norm_keeps_whole_keys() -> None:
+def test_plain_qk_norm_caches_whole_keys() -> None:
     model = perturbed(ATTENTIONS["MLA"], QKNorm(), Shape(**vars(SHAPE) | {"layers": 1}))
     caches, read = model.caches(2), tokens()
     model.decode_step(read, caches)
     a, x = block(model).attention, block(model).attention_norm(model.embedding(read))
     made = torch.cat([a.uk(a.dkv(x)).unflatten(-1, (3, -1)), a.kr(x)[:, :, None].expand(-1, -1, 3, -1)], dim=-1)
     content = (made / (made.square().mean(-1, keepdim=True) + 1e-6).sqrt() * a.k_norm.weight)[..., :16]
-    keys = held(model, caches[0])[next(n for n, (_, x) in a.cached().items() if x == 24)]
+    keys = held(model, caches[0])[next(n for n, (_, x) in a.cache_layout().items() if x == 24)]
     torch.testing.assert_close(keys[..., :16], content.transpose(1, 2))
 
 
 def held(model: Decoder, cache: Cache) -> dict[str, Tensor]:
-    """What a cache of the first layer has: no positions are added to it."""
-    room = block(model).attention.cached()
+    """The tensors in a cache of the first layer."""
+    room = block(model).attention.cache_layout()
     nothing = {name: torch.empty(2, heads, 0, size) for name, (heads, size) in room.items()}
-    return dict(zip(nothing, cache.add(**nothing), strict=True))
+    return dict(zip(nothing, cache.append(**nothing), strict=True))
 
 
 @pytest.mark.parametrize(("attention", "method"), [(a, m) for a, m in PAIRS if m in OTHERS])
-def test_later_tokens_change_nothing_that_is_remembered(attention: str, method: str) -> None:
-    """Rows and chunks stay apart: another row beside it, or a rewound cache, gives the same bits."""
+def test_later_tokens_do_not_change_cached_entries(attention: str, method: str) -> None:
+    """Other rows of the batch, or a rewound cache, do not change a bit."""
     model, read = perturbed(ATTENTIONS[attention], METHODS[method]), tokens()
     caches, fresh = model.caches(2), model.caches(2)
     model.decode_step(read[:, :9], caches)
@@ -201,7 +201,7 @@ def test_later_tokens_change_nothing_that_is_remembered(attention: str, method: 
     assert not torch.allclose(one[1], other[1])
 
 
-def test_positions_go_on_where_the_cache_ends_and_only_the_turned_part_knows_them() -> None:
+def test_positions_continue_from_the_cache_and_affect_only_the_rotary_part() -> None:
     model = perturbed(ATTENTIONS["MLA"], Default(), Shape(**vars(SHAPE) | {"layers": 1}))
     straight, shifted = model.caches(2), model.caches(2)
     model.decode_step(tokens()[:, 1:3], straight)
@@ -233,7 +233,7 @@ def test_a_full_context_is_refused(attention: str) -> None:
 
 @pytest.mark.parametrize("attention", ["GQA", "MLA"])
 @pytest.mark.parametrize("new", [1, 2])
-def test_a_cache_that_is_full_is_not_passed_over_in_silence(attention: str, new: int) -> None:
+def test_appending_to_a_full_cache_is_an_error(attention: str, new: int) -> None:
     model = perturbed(ATTENTIONS[attention], Default())
     caches = model.caches(2, positions=5)
     model.decode_step(tokens()[:, :5], caches)
@@ -242,7 +242,7 @@ def test_a_cache_that_is_full_is_not_passed_over_in_silence(attention: str, new:
 
 
 def louder(model: Decoder, role: str) -> Decoder:
-    """The model after each head's rows of a weight were scaled by another number."""
+    """The model after the rows of each head of a weight were scaled by a different factor."""
     rng = random.Random(3)
     for attention in model.attentions().values():
         linear, heads = attention.matrices()[role]
@@ -280,7 +280,7 @@ def test_absorbed_qk_norm_without_latents_is_refused(capsys: pytest.CaptureFixtu
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_that_recomputes_in_training_fills_its_caches_all_the_same() -> None:
+def test_caches_are_filled_under_activation_checkpointing() -> None:
     model, read = perturbed(ATTENTIONS["MLA"], Default()), tokens()
     model.recompute = True
     caches = model.caches(2)

@@ -1,4 +1,4 @@
-"""A run that was exported: transformers reads it and computes the same."""
+"""An exported run: transformers loads it and computes the same logits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from exported_runs import GROUPED, LATENT, NEAR, ODD, ROUND, assert_same_logits,
 from lab_runs import make_corpus
 from quacklr import QuacK, logit_paths
 from quacklr.lab.data.command import main as prepare
-from quacklr.lab.export import command, twins
-from quacklr.lab.export.tokenizer import of_bytes
-from quacklr.lab.inference.sample import SamplingParams, continued
+from quacklr.lab.export import command, transformers_model
+from quacklr.lab.export.tokenizer import byte_tokenizer
+from quacklr.lab.inference.sample import SamplingParams, sample_tokens
 from quacklr.lab.methods import Default, Method, QKNorm, Quack, SigmaReparametrised
 from quacklr.lab.model import MHA, MLA, Shape
 from quacklr.lab.optim import MuonRecipe
@@ -64,7 +64,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def exported(trained: Made, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The same, exported."""
+    """The export of a run of each kind."""
     folder = tmp_path_factory.mktemp("exports")
 
     @cache
@@ -85,18 +85,18 @@ def test_transformers_computes_the_same_logits(trained: Made, exported: Made, ki
     assert {param.dtype for param in twin.parameters()} == {torch.float32}
 
 
-def test_the_twin_is_made_of_our_own_tensors_so_that_a_large_model_is_not_in_memory_twice(trained: Made) -> None:
+def test_the_converted_model_shares_our_tensors_so_that_memory_is_not_doubled(trained: Made) -> None:
     ours = open_run(trained("GQA"))
-    twin = twins.made(ours.model, ours.config, end=0)
+    twin = transformers_model.convert(ours.model, ours.config, end=0)
     places = {weight.data_ptr() for weight in ours.model.parameters()}
     assert {weight.data_ptr() for weight in twin.parameters()} == places
     assert not any(weight.requires_grad for weight in ours.model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["GQA", "QK norm", "MLA"])
-def test_transformers_goes_on_with_the_same_tokens(trained: Made, exported: Made, kind: str) -> None:
+def test_transformers_generates_the_same_tokens(trained: Made, exported: Made, kind: str) -> None:
     prompt = [*b"the cat s"]
-    ours = list(continued(open_run(trained(kind)).model, prompt, 20, SamplingParams(temperature=0).sampler()))
+    ours = list(sample_tokens(open_run(trained(kind)).model, prompt, 20, SamplingParams(temperature=0).sampler()))
     twin: Any = AutoModelForCausalLM.from_pretrained(exported(kind))
     theirs = twin.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert theirs[0, len(prompt) :].tolist() == ours
@@ -199,7 +199,7 @@ def test_one_line_says_how_well_they_agree_and_one_how_to_use_it(
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
 
 
-def test_a_model_that_rounding_shakes_is_exported_too(corpus: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_sensitive_to_rounding_is_exported(corpus: Path, tmp_path: Path) -> None:
     """Large attention logits: no tolerance that is right for other models would do."""
     shape = Shape(d_model=64, layers=10, d_ff=64, context=64, init_std=1.0)
     config = config_of(corpus, shape, MHA(heads=2, kv_heads=2, head_dim=32), Default(), steps=5)
@@ -215,22 +215,22 @@ def test_a_model_that_rounding_shakes_is_exported_too(corpus: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "wrong", [{"rope_parameters": {"rope_type": "default", "rope_theta": 51.0}}, {"rms_norm_eps": 0.0101}]
 )
-def test_a_twin_that_computes_anything_else_is_not_left_behind(
+def test_an_export_with_other_logits_is_removed(
     trained: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
 ) -> None:
-    right = twins.settings
-    monkeypatch.setattr(twins, "settings", lambda config, end: right(config, end) | wrong)
+    right = transformers_model.settings
+    monkeypatch.setattr(transformers_model, "settings", lambda config, end: right(config, end) | wrong)
     with pytest.raises(RuntimeError, match="LlamaForCausalLM differs by"):
         command.main([str(trained("MHA")), "--out", str(tmp_path / "out")])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tokenizer_that_reads_anything_else_is_not_left_behind(
+def test_an_export_with_another_tokenizer_is_removed(
     trained: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = of_bytes()
+    wrong = byte_tokenizer()
     wrong.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    monkeypatch.setattr("quacklr.lab.export.tokenizer.of_bytes", lambda: wrong)
+    monkeypatch.setattr("quacklr.lab.export.tokenizer.byte_tokenizer", lambda: wrong)
     with pytest.raises(RuntimeError, match="transformers reads .Two  spaces"):
         command.main([str(trained("MHA")), "--out", str(tmp_path / "out")])
     assert list(tmp_path.iterdir()) == []

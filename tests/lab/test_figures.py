@@ -1,4 +1,4 @@
-"""Figures show what the ledger says: their lines are compared with its numbers."""
+"""The lines of the figures have the numbers of the ledger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quacklr.lab.methods import Default, Quack
 from quacklr.lab.report.command import draw
 from quacklr.lab.report.figures import FIGURES, critical_rate, heatmaps, interventions, logits, norms, sensitivity
 from quacklr.lab.report.style import COLOURS
-from quacklr.lab.studies.names import NAMES, PAPERS
+from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS
 from quacklr.lab.studies.results import NotRun, Results
 from quacklr.util.figures import RC
@@ -40,7 +40,7 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_their_range(results: Result
     assert panel.get_title() == "MLA, lr 0.1"
     expected = mean_curve(results, "mla", Quack, "val_loss")
     assert line(panel, "QuacK") == (list(expected)[1:], pytest.approx(list(expected.values())[1:]))
-    band: Any = panel.collections[PAPERS.index(Quack)].get_paths()[0].vertices
+    band: Any = panel.collections[PAPER_METHODS.index(Quack)].get_paths()[0].vertices
     finals = [run.result["val_loss"] for run in results.best("mla", Quack, HIGH).values()]
     at_the_end = [y for x, y in band if x == SCALE.base.training.steps]
     assert (min(at_the_end), max(at_the_end)) == pytest.approx((min(finals), max(finals)))
@@ -48,12 +48,12 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_their_range(results: Result
 
 def test_final_losses_stand_over_their_learning_rates_for_every_method(results: Results) -> None:
     figure = interventions(results)
-    for method, name in NAMES.items():
+    for method, name in METHOD_NAMES.items():
         rates, losses = line(figure.axes[7], name)
         assert rates == list(SCALE.rates)
         runs = results.best("mla", method, HIGH).values()
         assert losses[-1] == pytest.approx(mean(run.result["val_loss"] for run in runs))
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(NAMES.values())
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(METHOD_NAMES.values())
 
 
 def test_figure_1_has_the_papers_four_lines(results: Results) -> None:
@@ -85,7 +85,7 @@ def test_figure_4_follows_one_head(results: Results) -> None:
 def test_figure_5_has_a_bar_for_every_method(results: Results) -> None:
     left, right = sensitivity(results).axes
     for panel, others in ((left, {"absorbed QK norm"}), (right, set[str]())):
-        names = [name for name in NAMES.values() if name not in others]
+        names = [name for name in METHOD_NAMES.values() if name not in others]
         assert [tick.get_text() for tick in panel.get_xticklabels()] == names
     first: Any = left.patches[0]
     # 3.01 at the lowest rate, 5.3 in the middle, 5 at the highest
@@ -99,8 +99,8 @@ def test_figure_6_shows_every_layer_and_head(results: Results) -> None:
 
 
 def test_every_method_has_a_colour_of_its_own() -> None:
-    assert set(COLOURS) == set(NAMES.values())
-    assert len({to_hex(colour) for colour in COLOURS.values()}) == len(NAMES)
+    assert set(COLOURS) == set(METHOD_NAMES.values())
+    assert len({to_hex(colour) for colour in COLOURS.values()}) == len(METHOD_NAMES)
 
 
 def test_figures_are_written_in_three_formats_and_the_same_twice(results: Results, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tokens are chosen as the probabilities say, from the model's own logits, and told as soon as they are text."""
+"""Sampling follows the model's probabilities, and text is yielded as soon as its characters are complete."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lab_runs import ATTENTIONS
 from quacklr.lab.data.command import main as prepare
-from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer
+from quacklr.lab.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from quacklr.lab.errors import UserError
-from quacklr.lab.inference.sample import SamplingParams, continued
-from quacklr.lab.inference.stream import pieces
+from quacklr.lab.inference.sample import SamplingParams, sample_tokens
+from quacklr.lab.inference.stream import decode_stream
 from quacklr.lab.model import Decoder, Shape, build
 from quacklr.lab.model.cache import Cache
 
@@ -38,7 +38,7 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def test_at_temperature_0_the_likeliest_is_taken_and_no_chance_is() -> None:
+def test_temperature_0_is_greedy_and_draws_no_random_number() -> None:
     choose = SamplingParams(temperature=0, top_p=0.5).sampler()
     assert [choose(torch.tensor(logits)) for logits in ([1.0, 3.0, 2.0], [5.0, -1.0, 4.999], [0.0, 0.0, 1e-6])] == [
         1,
@@ -83,7 +83,7 @@ def test_the_nucleus_is_that_of_the_probabilities_at_the_temperature() -> None:
     assert int((hot > 0).sum()) == 3
 
 
-def test_tokens_come_as_often_as_they_are_likely() -> None:
+def test_tokens_are_sampled_with_their_probabilities() -> None:
     """Chi-square with 3 degrees of freedom is above 16.3 once in a thousand."""
     choose, shares = (
         SamplingParams(temperature=1, top_p=0.9375, seed=5).sampler(),
@@ -126,13 +126,13 @@ def test_greedy_tokens_are_those_of_the_model_without_caches(attention: str) -> 
     for _ in range(11):
         text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
     assert len(set(text[5:])) > 2
-    assert list(continued(model, b"hello", 11, SamplingParams(temperature=0).sampler())) == text[5:]
+    assert list(sample_tokens(model, b"hello", 11, SamplingParams(temperature=0).sampler())) == text[5:]
     assert model.read == [5] + [1] * 10
 
 
 def test_a_token_is_there_before_the_next_is_computed() -> None:
     model = watched("mla")
-    stream = continued(model, b"hello", 11, SamplingParams().sampler())
+    stream = sample_tokens(model, b"hello", 11, SamplingParams().sampler())
     assert model.read == []
     assert (next(stream), model.read)[1] == [5]
     assert (next(stream), model.read)[1] == [5, 1]
@@ -141,12 +141,14 @@ def test_a_token_is_there_before_the_next_is_computed() -> None:
 
 def test_the_same_seed_gives_the_same_tokens_and_another_gives_others() -> None:
     model = watched("mha")
-    one, same, other = (list(continued(model, b"duck", 12, SamplingParams(1, 1, seed).sampler())) for seed in (3, 3, 4))
+    one, same, other = (
+        list(sample_tokens(model, b"duck", 12, SamplingParams(1, 1, seed).sampler())) for seed in (3, 3, 4)
+    )
     assert one == same != other
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> FromJson:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> JsonTokenizer:
     """Byte-level BPE of a text with so many Chinese characters that some tokens end within one."""
     folder = tmp_path_factory.mktemp("words")
     rng = random.Random(0)
@@ -162,12 +164,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> FromJson:
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = ["--tokenizer", "train:300", "--val", "0.1", "--probe", "0.1"]
     assert prepare([str(folder / "text.jsonl"), "--out", str(folder / "corpus"), *options]) == 0
-    return FromJson((folder / "corpus/tokenizer.json").read_bytes(), "trained")
+    return JsonTokenizer((folder / "corpus/tokenizer.json").read_bytes(), "trained")
 
 
 def bytes_of(tokenizer: Any, token: int) -> bytes:
     """GPT-2's letters for bytes: printable ones stand for themselves, the others for 256 and on."""
-    if isinstance(tokenizer, Bytes):
+    if isinstance(tokenizer, ByteTokenizer):
         return bytes([token])
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {chr(byte): byte for byte in plain}
@@ -175,29 +177,29 @@ def bytes_of(tokenizer: Any, token: int) -> bytes:
     return bytes(letters[letter] for letter in tokenizer._tokenizer.id_to_token(token))
 
 
-def told(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """What has been told when each next token is asked for, and at the end."""
+def text_before_each_token(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    """The text yielded before each next token is requested, and at the end."""
     text, seen = "", []
 
-    def asked() -> Iterator[int]:
+    def requested() -> Iterator[int]:
         for token in tokens:
             seen.append(text)
             yield token
         seen.append(text)
 
-    for piece in pieces(tokenizer, asked()):
+    for piece in decode_stream(tokenizer, requested()):
         text += piece
     return [*seen[1:], text]
 
 
-def assert_told_in_time(tokenizer: Tokenizer, tokens: list[int]) -> None:
-    """As Python's own incremental decoder has it."""
+def assert_yielded_in_time(tokenizer: Tokenizer, tokens: list[int]) -> None:
+    """Compare with Python's incremental decoder."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     wanted, text = [], ""
     for token in tokens:
         text += decoder.decode(bytes_of(tokenizer, token))
         wanted.append(text)
-    assert told(tokenizer, tokens) == [*wanted, text + decoder.decode(b"", final=True)]
+    assert text_before_each_token(tokenizer, tokens) == [*wanted, text + decoder.decode(b"", final=True)]
 
 
 TEXTS = ["\u00fcber", "a\U0001f986b", "\u4e2d\u6587\u5b57", "e\u0301\u0308x", "\U0001f468\u200d\U0001f469", "a b  c\n"]
@@ -205,13 +207,13 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 
 
 @given(ANY_TEXT | st.sampled_from(TEXTS))
-def test_each_character_is_told_as_soon_as_its_last_byte_is_there(text: str) -> None:
-    assert_told_in_time(Bytes(), list(text.encode()))
+def test_each_character_is_yielded_with_its_last_byte(text: str) -> None:
+    assert_yielded_in_time(ByteTokenizer(), list(text.encode()))
 
 
 @given(text=ANY_TEXT | st.sampled_from(TEXTS) | st.text("\u4e2d\u6587\u5b57\u00fc \U0001f986", max_size=12))
-def test_each_character_is_told_as_soon_as_its_last_token_is_there(trained: FromJson, text: str) -> None:
-    assert_told_in_time(trained, trained.encode(text))
+def test_each_character_is_yielded_with_its_last_token(trained: JsonTokenizer, text: str) -> None:
+    assert_yielded_in_time(trained, trained.encode(text))
 
 
 LEADING = b"\xff\xff\xff\xe2\x82\xac"  # three bytes that are no text, then the euro
@@ -220,24 +222,24 @@ PARTS = st.sampled_from([b"\xe2\x82", b"\xac", b"\xf0\x9f\xa6\x86", b"\xff", b"a
 
 @given(st.binary(max_size=12) | st.lists(PARTS, max_size=8).map(b"".join))
 @example(LEADING)
-def test_pieces_of_any_bytes_are_together_what_they_decode_to(content: bytes) -> None:
-    assert "".join(pieces(Bytes(), content)) == content.decode("utf-8", "replace")
+def test_the_stream_of_any_bytes_adds_up_to_their_text(content: bytes) -> None:
+    assert "".join(decode_stream(ByteTokenizer(), content)) == content.decode("utf-8", "replace")
 
 
 @given(tokens=st.lists(st.integers(1, 290), max_size=12) | st.lists(st.integers(120, 290), max_size=12))
-def test_pieces_of_any_tokens_are_together_what_they_decode_to(trained: FromJson, tokens: list[int]) -> None:
+def test_the_stream_of_any_tokens_adds_up_to_their_text(trained: JsonTokenizer, tokens: list[int]) -> None:
     content = b"".join(bytes_of(trained, token) for token in tokens)
-    assert "".join(pieces(trained, tokens)) == content.decode("utf-8", "replace")
+    assert "".join(decode_stream(trained, tokens)) == content.decode("utf-8", "replace")
 
 
-def test_a_text_that_ends_within_a_character_ends_with_a_mark_for_it() -> None:
-    assert list(pieces(Bytes(), b"ab\xc3")) == ["a", "b", "\ufffd"]
+def test_an_incomplete_last_character_becomes_a_replacement_character() -> None:
+    assert list(decode_stream(ByteTokenizer(), b"ab\xc3")) == ["a", "b", "\ufffd"]
 
 
 def test_a_word_keeps_the_space_before_it_where_a_decoder_drops_that_of_the_first() -> None:
     vocabulary = {"\u2581the": 0, "\u2581red": 1, "\u2581duck": 2, "s": 3, "</s>": 4}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "s"))
     words.decoder = tokenizers.decoders.Metaspace()
-    tokenizer = FromJson(words.to_str().encode(), "words")
+    tokenizer = JsonTokenizer(words.to_str().encode(), "words")
     assert tokenizer.decode([0, 1, 2, 3]) == "the red ducks"
-    assert "".join(pieces(tokenizer, [0, 1, 2, 3])) == "the red ducks"
+    assert "".join(decode_stream(tokenizer, [0, 1, 2, 3])) == "the red ducks"

@@ -1,4 +1,4 @@
-"""`quacklr generate` goes on with a text from real runs, and streams it."""
+"""`quacklr generate` continues a text with real runs, and streams it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_step_that_was_saved_can_be_asked_for(finished: Path, said: Any, corpu
 
 
 class Terminal(io.StringIO):
-    """Shows what was flushed."""
+    """A terminal that shows only flushed text."""
 
     shown = ""
 
@@ -123,17 +123,17 @@ class Terminal(io.StringIO):
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, tokens: Sequence[int]) -> list[str]:
-    """The model says these; returns what is on the terminal whenever it is asked for one."""
+    """Makes the model generate these tokens; returns the text on the terminal before each of them."""
     terminal, seen = Terminal(), []
     monkeypatch.setattr(sys, "stdout", terminal)
 
-    def continued(_: Decoder, __: Sequence[int], most: int, ___: Any) -> Iterator[int]:
+    def sample_tokens(_: Decoder, __: Sequence[int], most: int, ___: Any) -> Iterator[int]:
         for token in tokens[:most]:
             seen.append(terminal.shown)
             yield token
         seen.append(terminal.shown)
 
-    monkeypatch.setattr(sample, "continued", continued)
+    monkeypatch.setattr(sample, "sample_tokens", sample_tokens)
     return seen
 
 
@@ -177,7 +177,7 @@ def test_words_that_a_tokenizer_joins_by_spaces_stay_apart(tmp_path: Path, said:
     assert out == " ".join(["the cat", *(WORDS[token] for token in follows)]) + "\n"
 
 
-def test_a_vocabulary_with_ids_that_the_tokenizer_has_not_is_no_crash(corpus: Path, tmp_path: Path, said: Any) -> None:
+def test_ids_that_the_tokenizer_does_not_have_are_never_sampled(corpus: Path, tmp_path: Path, said: Any) -> None:
     """--vocab may be rounded up."""
     config = small(corpus, Default(), ATTENTIONS["mha"], steps=6)
     run(replace(config, shape=replace(config.shape, vocab=4096)), tmp_path / "run")
@@ -219,7 +219,7 @@ def test_text_comes_while_the_process_is_at_work_and_ctrl_c_ends_it_tidily(finis
     assert (process.returncode, out, err) == (130, b"\n", b"")
 
 
-def test_a_reader_that_has_read_enough_gets_no_traceback(finished: Path, tmp_path: Path) -> None:
+def test_a_closed_pipe_gives_no_traceback(finished: Path, tmp_path: Path) -> None:
     process = started(tmp_path / "go", finished)
     assert process.stdout
     assert process.stderr

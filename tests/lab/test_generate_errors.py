@@ -38,7 +38,7 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(finished: Path, tmp_path: Path) -> Path:
-    """A run to be spoilt."""
+    """A copy of a run, to be damaged."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
@@ -72,7 +72,9 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Complaint:
         (["--device", "toaster"], "--device toaster cannot be used"),
     ],
 )
-def test_options_out_of_range_are_told(finished: Path, complaint: Complaint, options: list[str], sentence: str) -> None:
+def test_options_out_of_range_are_reported(
+    finished: Path, complaint: Complaint, options: list[str], sentence: str
+) -> None:
     assert sentence in complaint(finished, *options)
 
 
@@ -84,14 +86,14 @@ def test_options_out_of_range_are_told(finished: Path, complaint: Complaint, opt
         ("\u00fc" * 10, "--prompt has 20 tokens, and the context of this model is 16"),
     ],
 )
-def test_prompts_with_nothing_in_them_or_too_much_are_told(
+def test_prompts_with_nothing_in_them_or_too_much_are_reported(
     finished: Path, complaint: Complaint, prompt: str, sentence: str
 ) -> None:
     assert sentence in complaint(finished, prompt=prompt)
 
 
 @pytest.mark.parametrize(("given", "sentence"), [("", "--prompt is empty"), ("\0", "no token in it")])
-def test_a_stdin_with_nothing_in_it_is_told(
+def test_a_stdin_with_nothing_in_it_is_reported(
     finished: Path, complaint: Complaint, monkeypatch: pytest.MonkeyPatch, given: str, sentence: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
@@ -104,7 +106,7 @@ def test_a_real_process_says_the_same(finished: Path) -> None:
     assert done.stderr == "quacklr generate: --prompt is empty; give at least a character to go on with\n"
 
 
-def test_folders_that_are_no_run_are_told(tmp_path: Path, complaint: Complaint) -> None:
+def test_folders_that_are_no_run_are_reported(tmp_path: Path, complaint: Complaint) -> None:
     (tmp_path / "file").write_text("")
     for name in (".", "file"):
         assert f"{tmp_path / name} is not the folder of a run" in complaint(tmp_path / name)
@@ -123,7 +125,7 @@ def started(corpus: Path, out: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_a_run_that_was_killed_is_told(corpus: Path, tmp_path: Path, complaint: Complaint) -> None:
+def test_a_run_that_was_killed_is_reported(corpus: Path, tmp_path: Path, complaint: Complaint) -> None:
     process = started(corpus, tmp_path / "run")
     process.kill()
     process.wait()
@@ -134,7 +136,7 @@ def test_a_run_that_was_killed_is_told(corpus: Path, tmp_path: Path, complaint: 
     assert "--step" not in said
 
 
-def test_a_run_that_was_stopped_is_told_and_goes_on_from_a_step_if_asked(
+def test_a_run_that_was_stopped_is_reported_and_goes_on_from_a_step_if_asked(
     corpus: Path, tmp_path: Path, complaint: Complaint
 ) -> None:
     process = started(corpus, tmp_path / "run")
@@ -147,20 +149,20 @@ def test_a_run_that_was_stopped_is_told_and_goes_on_from_a_step_if_asked(
     assert main([str(tmp_path / "run"), "--prompt", "the", "--step", str(step)]) == 0
 
 
-def test_a_run_that_diverged_is_told(corpus: Path, tmp_path: Path, complaint: Complaint) -> None:
+def test_a_run_that_diverged_is_reported(corpus: Path, tmp_path: Path, complaint: Complaint) -> None:
     config = small(corpus, Default(), ATTENTIONS["mha"], steps=12)
     assert run(replace(config, optimizer=MuonRecipe(lr=1e30, rest_lr=1e30)), tmp_path / "run")["status"] == "diverged"
     assert f"the run in {tmp_path / 'run'} has diverged" in complaint(tmp_path / "run")
 
 
-def test_a_checkpoint_of_another_run_is_told(copy: Path, corpus: Path, complaint: Complaint) -> None:
+def test_a_checkpoint_of_another_run_is_reported(copy: Path, corpus: Path, complaint: Complaint) -> None:
     run(small(corpus, Default(), ATTENTIONS["mla"], steps=12), copy.parent / "other")
     shutil.rmtree(copy / "checkpoints")
     shutil.copytree(copy.parent / "other/checkpoints", copy / "checkpoints")
     assert "is of another run: its configuration is not that of this folder" in complaint(copy)
 
 
-def test_a_checkpoint_of_another_shape_is_told_though_it_says_it_is_this_runs(
+def test_a_checkpoint_of_another_shape_is_reported_though_it_says_it_is_this_runs(
     copy: Path, corpus: Path, complaint: Complaint
 ) -> None:
     config = small(corpus, Default(), ATTENTIONS["mha"], steps=12)
@@ -181,7 +183,7 @@ def test_a_checkpoint_of_another_shape_is_told_though_it_says_it_is_this_runs(
     assert "[40, 16] of float32 in the checkpoint, but [24, 16]" in said
 
 
-def test_a_damaged_checkpoint_is_told(copy: Path, complaint: Complaint) -> None:
+def test_a_damaged_checkpoint_is_reported(copy: Path, complaint: Complaint) -> None:
     path = next((copy / "checkpoints/step-0000012").glob("*.distcp"))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -190,7 +192,7 @@ def test_a_damaged_checkpoint_is_told(copy: Path, complaint: Complaint) -> None:
     assert main([str(copy), "--prompt", "the", "--step", "6"]) == 0
 
 
-def test_a_missing_vocabulary_is_told(copy: Path, complaint: Complaint) -> None:
+def test_a_missing_vocabulary_is_reported(copy: Path, complaint: Complaint) -> None:
     (copy / "vocabulary.json").unlink()
     said = complaint(copy)
     assert f"{copy} has no vocabulary.json" in said
@@ -199,14 +201,14 @@ def test_a_missing_vocabulary_is_told(copy: Path, complaint: Complaint) -> None:
     assert main([str(copy), "--prompt", "the"]) == 0
 
 
-def test_a_run_without_checkpoints_is_told(copy: Path, complaint: Complaint) -> None:
+def test_a_run_without_checkpoints_is_reported(copy: Path, complaint: Complaint) -> None:
     shutil.rmtree(copy / "checkpoints/step-0000012")
     assert "has no checkpoint of step 12; --step 6 takes" in complaint(copy)
     shutil.rmtree(copy / "checkpoints")
     assert "has no checkpoint of step 12, nor any other" in complaint(copy)
 
 
-def test_a_tokenizer_that_was_changed_is_told(tmp_path: Path, complaint: Complaint) -> None:
+def test_a_tokenizer_that_was_changed_is_reported(tmp_path: Path, complaint: Complaint) -> None:
     make_corpus(tmp_path)
     options = ["--out", str(tmp_path / "words"), "--tokenizer", "train:300", "--val", "0.1", "--probe", "0.1"]
     assert prepare([str(tmp_path / "source.jsonl"), *options]) == 0
@@ -227,7 +229,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_of_another_run(copy: Pat
     assert "is of another run: it has 256 tokens, the model 200" in complaint(copy)
 
 
-def test_a_disk_that_is_full_is_told(finished: Path) -> None:
+def test_a_disk_that_is_full_is_reported(finished: Path) -> None:
     with Path("/dev/full").open("w") as full:
         line = [sys.executable, "-m", "quacklr.cli", "generate", str(finished), "--prompt", "the"]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment())
@@ -239,7 +241,7 @@ SPOILT: dict[str, Any] = {"result.json": "{}", "environment.json": "[]", "config
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_files_that_are_not_what_quacklr_writes_are_told(copy: Path, complaint: Complaint, name: str) -> None:
+def test_files_that_are_not_what_quacklr_writes_are_reported(copy: Path, complaint: Complaint, name: str) -> None:
     (copy / name).write_text(SPOILT[name])
     complaint(copy)
 

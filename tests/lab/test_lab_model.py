@@ -130,7 +130,7 @@ def rms(x: Tensor, gain: Tensor) -> Tensor:
     return gain * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def test_qk_norm_in_mla_is_over_the_whole_query_and_key_before_they_are_turned() -> None:
+def test_qk_norm_in_mla_is_over_the_whole_query_and_key_before_the_rotation() -> None:
     model = build(SHAPE, LATENT, seed=0)
     a = block(model).attention
     a.add_qk_norm(1e-6)

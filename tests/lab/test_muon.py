@@ -38,7 +38,7 @@ def give_gradients(params: list[Tensor], step: int) -> None:
 
 
 def cut_gradients(whole: list[Tensor], blocks: list[Tensor]) -> None:
-    """The gradients of four blocks from each of the whole."""
+    """The gradient of each block, cut from that of its parameter."""
     grads = [grad for param in whole if param.grad is not None for grad in param.grad.chunk(4)]
     for block, grad in zip(blocks, grads, strict=True):
         block.grad = grad
@@ -74,7 +74,7 @@ def test_it_steps_as_torch_does_within_bf16(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_it_steps_as_the_algorithm_taken_line_by_line(options: dict[str, Any]) -> None:
+def test_steps_equal_the_algorithm_in_plain_python(options: dict[str, Any]) -> None:
     ours, theirs = make(dtype=torch.float64), make(dtype=torch.float64)
     run(Muon(ours, lr=0.1, **options), ours, *range(4))
     buffers = [torch.zeros_like(param) for param in theirs]
@@ -171,10 +171,10 @@ def test_equal_shapes_are_orthogonalised_at_once_up_to_a_bound(monkeypatch: pyte
 
     monkeypatch.setattr(muon, "orthogonalise", watched)
     params, bounded = make(), make()
-    for each, most in ((params, Muon.most), (bounded, 24 * 24 + 1)):
+    for each, most in ((params, Muon.max_stack_numel), (bounded, 24 * 24 + 1)):
         optimizer = Muon([{"params": each[:3], "lr": 0.1}, {"params": each[3:], "lr": 0.2}], lr=0.1)
         optimizer.split({each[1]: 2, each[2]: 5})
-        optimizer.most = most
+        optimizer.max_stack_numel = most
         run(optimizer, each, 0)
     assert sorted(seen[:4]) == [(1, 12, 16), (2, 8, 40), (2, 24, 24), (5, 8, 16)]
     assert sorted(seen[4:]) == [(1, 12, 16), (1, 24, 24), (1, 24, 24), (2, 8, 40), (5, 8, 16)]

@@ -1,4 +1,4 @@
-"""Muon on DTensors. Judges: the plain Muon on whole tensors in one process, and the algorithm taken line by line."""
+"""Muon on DTensors. Judges: the plain Muon on whole tensors in one process, and the algorithm in plain Python."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from muon_by_hand import reference_step
 from quacklr.core.local import shard_specs
 from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.lab.optim import Muon, MuonRecipe, muon, optimizers, orthogonalise
-from quacklr.lab.optim.dealt import shards_of
+from quacklr.lab.optim.shard_exchange import shard_shapes
 
 SHAPES = [(24, 24), (16, 40), (24, 24), (40, 16), (24, 24), (8, 40), (16, 40)]
 UNEVEN = [(10, 8), (3, 8), (10, 8), (5, 8), (1, 6), (10, 8), (3, 8)]
@@ -70,11 +70,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def stepped(_: int, case: Case) -> list[Tensor]:
-    """Parameters after four steps: on ranks of the case's, or without a mesh in one process."""
+    """Parameters after four steps, on the mesh of the case or, without one, in one process."""
     params = parameters(case, case.get("shapes", SHAPES))
     optimizer = Muon(params, lr=0.1, **case.get("options", {}))
     optimizer.split({params[i]: 2 for i in case.get("split", ())})
-    optimizer.most = case.get("most", Muon.most)
+    optimizer.max_stack_numel = case.get("most", Muon.max_stack_numel)
     for step in range(4):
         give_gradients(params, case, step)
         optimizer.step()
@@ -99,7 +99,7 @@ def test_shards_step_as_whole_matrices_in_one_process(two: Crew, dim: int, optio
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-def test_shards_step_as_the_algorithm_taken_line_by_line(two: Crew, options: dict[str, Any]) -> None:
+def test_sharded_steps_equal_the_algorithm_in_plain_python(two: Crew, options: dict[str, Any]) -> None:
     params, buffers = numbers(SHAPES, 0, torch.float64), [torch.zeros(shape).double() for shape in SHAPES]
     for step in range(4):
         for param, grad, buffer in zip(params, numbers(SHAPES, step + 1, torch.float64), buffers, strict=True):
@@ -133,7 +133,7 @@ def sizes(rank: int, dim: int) -> list[tuple[Any, Any]]:
     found = []
     for shape in [(length, 3) if dim == 0 else (3, length) for length in range(1, 14)]:
         tensor: Any = spread(torch.zeros(shape), {"mesh": (4,), "placements": [Shard(dim)]})
-        found.append((shards_of(shape, *shard_specs(tensor))[rank], tuple(tensor.to_local().shape)))
+        found.append((shard_shapes(shape, *shard_specs(tensor))[rank], tuple(tensor.to_local().shape)))
     return found
 
 
@@ -143,7 +143,7 @@ def test_the_sizes_of_shards_are_those_dtensor_makes(four: Crew, dim: int) -> No
 
 
 def collectives(_: int, case: Case, shapes: list[tuple[int, int]]) -> list[int]:
-    """How many the first and the second step have."""
+    """The number of collectives in the first and in the second step."""
     params, counts = parameters(case, shapes), []
     optimizer = Muon(params, lr=0.1, **case.get("options", {}))
     for step in range(2):
@@ -173,7 +173,7 @@ def test_a_step_has_two_collectives_a_shape(two: Crew, case: Case, shapes: Any, 
 
 
 def owned(_: int, most: int) -> list[int]:
-    """How many matrices this rank orthogonalised at a time, in a step of shapes of which none fills a round of four."""
+    """How many matrices this rank orthogonalised at a time, for shapes whose count is no multiple of four."""
     case, seen = {"mesh": (4,), "placements": [Shard(0)]}, []
 
     def watched(update_BRC: Tensor, *, overwrite: bool) -> Tensor:
@@ -182,7 +182,7 @@ def owned(_: int, most: int) -> list[int]:
 
     params = parameters(case, [(8, 8)] * 3 + [(8, 4)] * 6 + [(4, 4)] + [(4, 8)] * 9)
     optimizer = Muon(params, lr=0.1)
-    optimizer.most = most
+    optimizer.max_stack_numel = most
     give_gradients(params, case, 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "orthogonalise", watched)
@@ -191,7 +191,7 @@ def owned(_: int, most: int) -> list[int]:
 
 
 def test_no_rank_owns_more_than_one_matrix_more_than_another(four: Crew) -> None:
-    for most, at_once in ((Muon.most, 3), (64, 2)):  # two matrices of 4 x 8 numbers
+    for most, at_once in ((Muon.max_stack_numel, 3), (64, 2)):  # two matrices of 4 x 8 numbers
         ranks = four(owned, most)
         assert [sum(seen) for seen in ranks] == [5, 5, 5, 4]
         assert max(max(seen) for seen in ranks) == at_once
@@ -226,7 +226,7 @@ def test_a_decoder_under_fully_shard_trains_as_in_one_process(two: Crew, attenti
 
 
 def resumed(_: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Four steps at a stretch, and two, a save, a load into new ones, and two."""
+    """Four steps without a break; and two steps, a save, a load into new parameters, and two steps."""
     through, before = parameters(ROWS, UNEVEN), parameters(ROWS, UNEVEN)
     straight, first = Muon(through, lr=0.1), Muon(before, lr=0.1)
     for step in range(4):
@@ -260,7 +260,7 @@ def checkpointed(_: int, ranks: int) -> Any:
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
 
 
-def test_torchs_checkpoint_puts_the_momentum_together(two: Crew) -> None:
+def test_torch_distributed_checkpoint_assembles_the_momentum(two: Crew) -> None:
     torch.testing.assert_close(two(checkpointed, 2)[0], checkpointed(0, 1), rtol=1e-5, atol=1e-6)
 
 
@@ -286,7 +286,7 @@ def refusal(param: Tensor) -> str:
     return str(refused_so.value)
 
 
-def test_what_one_exchange_cannot_make_whole_is_refused_by_name(four: Crew) -> None:
+def test_placements_that_an_exchange_cannot_assemble_are_refused_by_name(four: Crew) -> None:
     first, second, *_ = four(refused)
     for said in (*first[:4], *second[:4]):
         assert "sharded over one mesh dimension, but blocks.0.q is placed as (" in said

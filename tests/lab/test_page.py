@@ -1,4 +1,4 @@
-"""The page, in a real browser: what it shows is what the ledger says, and hostile text is only text."""
+"""The page in a real browser: it shows the numbers of the ledger, and hostile text stays text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from browsers import BROWSERS
 from lab_runs import ATTENTIONS, make_corpus, small
 from quacklr.lab.config import Config
+from quacklr.lab.ledger import Entry, entry_of
 from quacklr.lab.methods import Default, QKNorm, Quack
 from quacklr.lab.optim import AdamWRecipe
-from quacklr.lab.report.page import Figure, page, peculiarities, sentence
-from quacklr.lab.studies.finding import ClaimResult, Comparison
+from quacklr.lab.report.page import PageFigure, overview, page, unusual_options
 from quacklr.lab.studies.names import describe
-from quacklr.lab.sweep.ledger import Entry, entry_of
+from quacklr.lab.studies.results import Comparison
+from quacklr.lab.studies.verdicts import ClaimResult
 from quacklr.lab.train.runner import run
 
 HOSTILE = '</script><script>window.hacked=1</script>"><img src=x onerror="window.hacked=1">{{7*7}}&amp;'
@@ -108,7 +109,7 @@ def made(browser: Browser, folder: Path, entries: list[Entry], *rest: Any) -> St
 
 @pytest.fixture(scope="module")
 def study(browser: Browser, entries: list[Entry], tmp_path_factory: pytest.TempPathFactory) -> Study:
-    figures = [Figure("loss", "Figure 1", "Lower is better.", SVG)]
+    figures = [PageFigure("loss", "Figure 1", "Lower is better.", SVG)]
     return made(browser, tmp_path_factory.mktemp("page"), entries, FINDINGS, figures, "A study")
 
 
@@ -241,7 +242,7 @@ def test_hostile_text_is_shown_as_text_and_runs_nothing(browser: Browser, entrie
     history = [row | {"rate": {HOSTILE: row["norm"]["uq"]}} for row in entries[0].history if "norm" in row]
     bad = Entry(config, "crashed", HOSTILE, {}, history, environment={"system": HOSTILE})
     finding = ClaimResult(HOSTILE, HOSTILE, "paper", "holds", HOSTILE, HOSTILE, (replace(EVIDENCE[0], label=HOSTILE),))
-    study = made(browser, tmp_path, [bad], [finding], [Figure(HOSTILE, HOSTILE, HOSTILE, SVG)], HOSTILE)
+    study = made(browser, tmp_path, [bad], [finding], [PageFigure(HOSTILE, HOSTILE, HOSTILE, SVG)], HOSTILE)
     claim = (".name", "h4", ".claim .quiet", ".claim > p:nth-of-type(2)", ".evidence tbody th")
     run = ("#table .reason", "#run-facts", "#config", "#measure", ".plot .legendtext >> nth=-1")
     with study.open(0) as tab:
@@ -270,7 +271,7 @@ def test_the_page_and_its_plots_follow_a_dark_scheme(study: Study) -> None:
         expect(curve).not_to_have_css("stroke", stroke)
 
 
-def test_paper_gets_claims_figures_and_the_whole_table_but_no_controls(study: Study) -> None:
+def test_a_printed_page_has_claims_figures_and_the_whole_table_but_no_controls(study: Study) -> None:
     with study.open(4, viewport={"width": 700, "height": 900}) as tab:
         tab.emulate_media(media="print", color_scheme="dark")
         tab.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -295,5 +296,5 @@ def test_runs_that_differ_in_an_option_without_a_column_look_different(entries: 
     config = entries[0].config
     wider = replace(config, shape=replace(config.shape, d_model=32))
     longer = replace(config, training=replace(config.training, steps=50), machine=replace(config.machine, threads=2))
-    assert peculiarities([config, wider, config, seed(longer, 3)]) == ["", "d_model 32", "", "steps 50"]
-    assert "of 2 sizes (2 layers of width 16; 2 layers of width 32)" in sentence([config, wider])
+    assert unusual_options([config, wider, config, seed(longer, 3)]) == ["", "d_model 32", "", "steps 50"]
+    assert "of 2 sizes (2 layers of width 16; 2 layers of width 32)" in overview([config, wider])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quacklr.lab.errors import UserError
-from quacklr.lab.optim import WSD, Constant, Cosine, Schedule, check, factor, set_lr
+from quacklr.lab.optim import WSD, Constant, Cosine, Schedule, factor, set_lr, validate_schedule
 
 ROOT_HALF = 0.5**0.5
 BY_HAND: list[tuple[Schedule, list[float]]] = [
@@ -30,7 +30,7 @@ BY_HAND: list[tuple[Schedule, list[float]]] = [
 @pytest.mark.parametrize(("schedule", "expected"), BY_HAND, ids=str)
 def test_a_schedule_is_what_one_works_out_by_hand(schedule: Schedule, expected: list[float]) -> None:
     steps = len(expected)
-    check(schedule, steps)
+    validate_schedule(schedule, steps)
     assert [factor(schedule, step, steps) for step in range(steps)] == pytest.approx(expected, abs=1e-15)
 
 
@@ -67,9 +67,9 @@ def test_every_group_gets_the_factor_of_its_own_peak() -> None:
     ],
 )
 def test_a_schedule_longer_than_the_run_is_refused(schedule: Schedule, message: str) -> None:
-    check(schedule, 11)
+    validate_schedule(schedule, 11)
     with pytest.raises(UserError, match=f"^{message}$"):
-        check(schedule, 10)
+        validate_schedule(schedule, 10)
 
 
 @pytest.mark.parametrize(

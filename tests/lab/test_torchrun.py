@@ -43,7 +43,7 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 
 def torchrun(options: str, out: Path, *more: str | Path) -> subprocess.Popen[str]:
-    """`quacklr train` in two processes, the words of which come out together; it waits in the middle."""
+    """`quacklr train` in two processes with one output stream; it pauses in the middle."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options.split(), "-m"]
     command += ["quacklr", "train", "--out", str(out), *map(str, more)]
     pause(out, KILL_AFTER)
@@ -53,7 +53,7 @@ def torchrun(options: str, out: Path, *more: str | Path) -> subprocess.Popen[str
 
 
 def words_of(job: subprocess.Popen[str]) -> str:
-    """All that a job said, when it has ended; one that does not end is killed with all its processes."""
+    """The output of a job after it has ended; after a timeout the job is killed with all its processes."""
     try:
         return job.communicate(timeout=60 * MINUTES)[0]
     except subprocess.TimeoutExpired:
@@ -163,7 +163,7 @@ def test_a_folder_of_another_job_is_refused_also_when_torchrun_tries_again(
 
 def saved_and_killed(rank: int, folder: Path, step: int, dies: bool) -> None:
     """A save of all ranks, in which the second dies when it has written its part, before the others know."""
-    write = storage.Writer.write_data
+    write = storage.CheckpointWriter.write_data
 
     def write_and_die(*args: Any) -> None:
         write(*args)
@@ -172,7 +172,7 @@ def saved_and_killed(rank: int, folder: Path, step: int, dies: bool) -> None:
     model = nn.Linear(3, 4)
     nn.init.constant_(model.weight, step)
     if dies and rank == 1:
-        pytest.MonkeyPatch().setattr(storage.Writer, "write_data", write_and_die)
+        pytest.MonkeyPatch().setattr(storage.CheckpointWriter, "write_data", write_and_die)
     with Checkpoints(folder, "a-b", keep=2) as saves:
         saves.save(step, {f"model.{name}": value for name, value in model.state_dict().items()}, {"step": step})
 

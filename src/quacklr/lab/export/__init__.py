@@ -1,1 +1,1 @@
-"""A trained model for others: `quacklr export` writes it as transformers reads it, and compares the two."""
+"""`quacklr export`: a trained model as a checkpoint of transformers, whose logits are compared with ours."""

@@ -1,4 +1,4 @@
-"""Whether what was written is the run: transformers reads it, and its logits and ids are compared with ours.
+"""Check an export: transformers loads it, and its logits and token ids are compared with ours.
 
 Shapes: B batch, T position, V vocabulary.
 """
@@ -16,15 +16,15 @@ from quacklr.lab.model import Decoder
 from quacklr.lab.train.trained import Trained
 
 SEQUENCES, POSITIONS = 2, 512
-"""How many tokens are compared, at most: a part of the context that a large model reads in a minute on a CPU."""
-ROUNDINGS = 10
-"""How many times what rounding does to our own logits theirs may differ. Where they are the same, it is about once."""
+"""Most sequences and positions to compare: a large model takes about a minute for them on a CPU."""
+TOLERANCE = 10
+"""Largest difference, in units of the effect of rounding on our own logits. Equal models differ by about 1."""
 TEXT = "Two  spaces,\ttabs\n\nand lines; it's 3.14 \u00fc\u00df\u0101 \u65e5\u672c \U0001f986 <s></s> <|endoftext|>\n"
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far their logits are from ours at most, and how large ours are."""
+    """The largest difference between their logits and ours, and our largest logit."""
 
     name: str
     difference: float
@@ -32,7 +32,7 @@ class Agreement:
 
 
 def agreement(run: Trained, folder: Path) -> Agreement:
-    """Compare; RuntimeError, for it would be a bug, if they are not the same. It leaves the run's weights nudged."""
+    """Compare logits and token ids; RuntimeError, as for a bug, if they differ. Perturbs the run's weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -40,31 +40,31 @@ def agreement(run: Trained, folder: Path) -> Agreement:
         ids, ours = tokenizer(text)["input_ids"], run.tokenizer.encode(text)
         if ids != ours:
             raise RuntimeError(f"transformers reads {text!r} as {ids}, and the run as {ours}")
-    twin = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     shape, generator = run.config.shape, torch.Generator().manual_seed(0)
     size = (SEQUENCES, min(POSITIONS, shape.context))
     tokens_BT = torch.randint(run.model.embedding.num_embeddings, size, generator=generator)
     with torch.inference_mode():
-        logits_BTV, theirs_BTV = run.model(tokens_BT), twin(tokens_BT, use_cache=False).logits
+        logits_BTV, theirs_BTV = run.model(tokens_BT), model(tokens_BT, use_cache=False).logits
         if not logits_BTV.isfinite().all():
             raise UserError("the model's logits are no numbers, so there is nothing to export: its run has diverged")
-        nudge(run.model, generator)
-        rounding = largest(run.model(tokens_BT) - logits_BTV)
-    found = Agreement(type(twin).__name__, largest(theirs_BTV - logits_BTV), largest(logits_BTV))
-    if not found.difference <= ROUNDINGS * rounding:
+        perturb(run.model, generator)
+        rounding = max_abs(run.model(tokens_BT) - logits_BTV)
+    found = Agreement(type(model).__name__, max_abs(theirs_BTV - logits_BTV), max_abs(logits_BTV))
+    if not found.difference <= TOLERANCE * rounding:
         raise RuntimeError(f"{found.name} differs by {found.difference:.1e}, and rounding makes {rounding:.1e} of that")
     return found
 
 
-def nudge(model: Decoder, generator: torch.Generator) -> None:
-    """Move every weight by about half of its last bit, which says what rounding does to this very model.
+def perturb(model: Decoder, generator: torch.Generator) -> None:
+    """Change every weight by about half of its last bit, to measure the effect of rounding on this model.
 
-    No fixed tolerance would: where attention logits are large, the last bits of weights move its logits a thousandth.
+    A fixed tolerance would not do: with large attention logits, the last bits change the output by a thousandth.
     """
     for weight in model.parameters():
         weight.mul_(torch.randn(weight.shape, generator=generator).mul_(2**-24).add_(1))
 
 
-def largest(x_BTV: Tensor) -> float:
-    """Its largest absolute value."""
+def max_abs(x_BTV: Tensor) -> float:
+    """The largest absolute value."""
     return float(x_BTV.abs().max())

@@ -1,4 +1,4 @@
-"""`quacklr export`: a run as a checkpoint of transformers."""
+"""`quacklr export`: write a run as a checkpoint of transformers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from quacklr.lab.data.extra import extra
+from quacklr.lab.data.extra import requires_extra
 from quacklr.lab.errors import UserError, exit_code
-from quacklr.lab.export import tokenizer, twins
+from quacklr.lab.export import tokenizer, transformers_model
 from quacklr.lab.export.check import agreement
 from quacklr.lab.files import read_json, write_json
 from quacklr.lab.options import read
@@ -24,7 +24,7 @@ from quacklr.util import terminal
 ABOUT = """\
 Write the model of a finished run as a checkpoint of transformers (safetensors), with its configuration and tokenizer.
 
-MHA becomes Llama, MHA with QK norm Qwen3, and MLA with latent norms DeepSeek-V3. What was written is read again by
+MHA becomes Llama, MHA with QK norm Qwen3, and MLA with latent norms DeepSeek-V3. The export is loaded by
 transformers, and its logits are compared with ours.
 
     quacklr export runs/mine --out exports/mine
@@ -32,44 +32,44 @@ transformers, and its logits are compared with ours.
 
 
 @dataclass(frozen=True)
-class Export:
-    """What goes where."""
+class ExportOptions:
+    """Options of `quacklr export`."""
 
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]]
     """The folder of a run of `quacklr train`."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to write, which must be new or empty."""
     step: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Take the checkpoint of this step, also of a run that has not finished."""
+    """Load the checkpoint of this step; the run need not have finished."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: 0, or 2 for what a user can mend."""
-    return exit_code("quacklr export", lambda: _export(read(Export, "quacklr export", argv, ABOUT)))
+    """Run the command: 0, or 2 for an error that the user can correct."""
+    return exit_code("quacklr export", lambda: _export(read(ExportOptions, "quacklr export", argv, ABOUT)))
 
 
 @terminal.tolerant()
-def _export(given: Export) -> int:
-    twins.twin_of(Folder(given.run).config())  # before a large checkpoint is read for nothing
-    with told(given.out):
-        if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
-            raise UserError(f"--out {given.out} is there already; choose a folder that is new or empty")
+def _export(options: ExportOptions) -> int:
+    transformers_model.architecture(Folder(options.run).config())  # fails before a large checkpoint is loaded
+    with write_errors(options.out):
+        if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+            raise UserError(f"--out {options.out} is there already; choose a folder that is new or empty")
     with quiet_transformers():
-        run = open_run(given.run, given.step)
-        with appearing(given.out) as folder:
-            with told(given.out):
-                write(run, given.run, folder)
+        run = open_run(options.run, options.step)
+        with atomic_folder(options.out) as folder:
+            with write_errors(options.out):
+                write(run, options.run, folder)
             found = agreement(run, folder)
     agreed = f"logits of up to {found.largest:.1f} differ by at most {found.difference:.1g}"
-    print(f"{given.run} as {found.name}: {given.out} ({agreed})")
-    print(f'import transformers; transformers.pipeline("text-generation", "{given.out}")("The ")')
+    print(f"{options.run} as {found.name}: {options.out} ({agreed})")
+    print(f'import transformers; transformers.pipeline("text-generation", "{options.out}")("The ")')
     return 0
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and warnings in here; UserError if the package is not there."""
-    with extra("an export", "hf"):
+    """Disable progress bars and warnings of transformers; UserError if it is not installed."""
+    with requires_extra("an export", "hf"):
         from transformers.utils import logging as of_transformers
     logging: Any = of_transformers  # half of it has no types
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -84,47 +84,47 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def appearing(out: Path) -> Iterator[Path]:
-    """A folder that takes its name when all is done; on any error, and after Ctrl-C, it is removed.
+def atomic_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to `out` at the end, and removed on any error or Ctrl-C.
 
-    A process killed in between leaves `.<name>.exporting`, which the next export of that name removes.
+    A killed process leaves `.<name>.exporting`, which the next export of that name removes.
     """
-    place = out.resolve()
-    part = place.with_name(f".{place.name}.exporting")
+    target = out.resolve()
+    part = target.with_name(f".{target.name}.exporting")
     try:
-        with told(out):
+        with write_errors(out):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         yield part
-        with told(out):
-            part.replace(place)
+        with write_errors(out):
+            part.replace(target)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
 
 
 def write(run: Trained, path: Path, folder: Path) -> None:
-    """Weights, configuration and tokenizer; `path` is the run's folder."""
-    twin: Any = twins.made(run.model, run.config, run.tokenizer.end)
-    twin.generation_config.max_length = run.config.shape.context
-    strangers = list(range(run.tokenizer.vocab, run.model.embedding.num_embeddings))
-    twin.generation_config.suppress_tokens = strangers or None  # ids that the tokenizer does not have
-    twin.save_pretrained(folder)
-    tokenizer.made(run, path).save_pretrained(folder)
-    known = folder / "tokenizer_config.json"  # transformers 5 has another name for the class, which 4 does not know
-    write_json(known, read_json(known) | {"tokenizer_class": "PreTrainedTokenizerFast"})
-    for weights in folder.glob("*.safetensors"):  # which only their owner could read, unlike the rest
+    """Write weights, configuration and tokenizer to `folder`; `path` is the run's folder."""
+    model: Any = transformers_model.convert(run.model, run.config, run.tokenizer.end)
+    model.generation_config.max_length = run.config.shape.context
+    unknown = list(range(run.tokenizer.vocab, run.model.embedding.num_embeddings))
+    model.generation_config.suppress_tokens = unknown or None  # ids that the tokenizer does not have
+    model.save_pretrained(folder)
+    tokenizer.convert(run, path).save_pretrained(folder)
+    config = folder / "tokenizer_config.json"  # transformers 4 does not know the name that 5 gives to the class
+    write_json(config, read_json(config) | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    for weights in folder.glob("*.safetensors"):  # safetensors makes them readable by the owner only
         shutil.copymode(folder / "config.json", weights)
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
-    """UserError for what the system says about a full disk or a forbidden directory."""
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn an error of writing to `path` into a UserError: a full disk, a folder without permission."""
     from safetensors import SafetensorError
 
     try:
         yield
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    except SafetensorError as error:  # what the system says, in its words
+    except SafetensorError as error:
         raise UserError(f"cannot write {path}: {error}") from error

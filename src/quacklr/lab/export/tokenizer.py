@@ -1,4 +1,4 @@
-"""The tokenizer of a run as transformers reads it: the same ids for the same text, and nothing added."""
+"""Convert the tokenizer of a run to transformers: the same text gives the same ids, without added tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quacklr.lab.data.manifest import TOKENIZER
-from quacklr.lab.data.tokenizer import Bytes
+from quacklr.lab.data.tokenizer import ByteTokenizer
 from quacklr.lab.train.trained import Trained
 
 if TYPE_CHECKING:
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
-"""What byte 0 is called where tokens must have names."""
+"""The name of byte 0 as a token."""
 
 
-def made(run: Trained, path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of the run in this folder; special tokens in a text are text, as they were in the corpus."""
+def convert(run: Trained, path: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of the run in `path`. Special tokens in a text are split like other text, as in the corpus."""
     from transformers import PreTrainedTokenizerFast
 
     kind: Any = PreTrainedTokenizerFast
-    is_bytes = isinstance(run.tokenizer, Bytes)
+    is_bytes = isinstance(run.tokenizer, ByteTokenizer)
     end = END if is_bytes else run.tokenizer.end_token
     return kind(
-        tokenizer_object=of_bytes() if is_bytes else of_file(path / TOKENIZER),
+        tokenizer_object=byte_tokenizer() if is_bytes else file_tokenizer(path / TOKENIZER),
         bos_token=end,
         eos_token=end,
         split_special_tokens=True,
@@ -34,8 +34,8 @@ def made(run: Trained, path: Path) -> PreTrainedTokenizerFast:
     )
 
 
-def of_file(path: Path) -> Tokenizer:
-    """What a corpus was written with. Its post-processor is dropped: it may add tokens that no training has seen."""
+def file_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of the corpus, without its post-processor, which could add tokens."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path))
@@ -45,12 +45,12 @@ def of_file(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def of_bytes() -> Tokenizer:
-    """UTF-8, a byte a token, as BPE that never merges. Byte 0 has no token, so that a NUL in a text is dropped."""
+def byte_tokenizer() -> Tokenizer:
+    """One token per UTF-8 byte, as BPE without merges. NUL characters are dropped: byte 0 ends a document."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    letter_of_byte: Any = bytes_to_unicode  # which has no types
+    letter_of_byte: Any = bytes_to_unicode  # untyped
     letters = {letter: byte for byte, letter in letter_of_byte().items() if byte}
     tokenizer = Tokenizer(models.BPE(vocab={END: 0} | letters, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

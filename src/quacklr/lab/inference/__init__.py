@@ -1,1 +1,1 @@
-"""A trained model at work: token after token from its caches, as `quacklr generate` shows it."""
+"""Text generation with a trained model: sampling, and `quacklr generate`."""

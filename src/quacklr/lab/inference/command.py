@@ -1,4 +1,4 @@
-"""`quacklr generate`: a run goes on with a text."""
+"""`quacklr generate`: continue a text with the model of a run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Annotated
 
 import tyro
 
-from quacklr.lab.errors import UserError, exit_code, refuse_unless_positive
+from quacklr.lab.errors import UserError, exit_code, validate_positive
 from quacklr.lab.inference.sample import SamplingParams, written
-from quacklr.lab.inference.stream import pieces
+from quacklr.lab.inference.stream import decode_stream
 from quacklr.lab.options import read
 from quacklr.lab.train.trained import Trained, open_run
 
 ABOUT = """\
-Let the model of a finished run go on with a text, token after token, as they come.
+Continue a text with the model of a finished run, and print the tokens as they are sampled.
 
-The prompt and what follows it are printed to stdout, how it went to stderr. It ends with the document, after --tokens,
-or when the context is full.
+The prompt and its continuation are printed to stdout, a summary to stderr. Generation stops at the end of the document,
+after --tokens, or when the context is full.
 
     quacklr generate runs/mine --prompt "import "
     quacklr generate runs/mine --prompt - --temperature 0.7 --top-p 0.9 < prompt.txt
@@ -30,60 +30,54 @@ or when the context is full.
 
 
 @dataclass(frozen=True)
-class Generate:
-    """What goes on with what."""
+class GenerateOptions:
+    """Options of `quacklr generate`."""
 
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]]
     """The folder of a run of `quacklr train`."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")]
-    """What to go on with; - reads it from stdin. (--prompt=-x if it begins with a dash.)"""
+    """The text to continue; - reads it from stdin. (--prompt=-x if it begins with a dash.)"""
     tokens: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Tokens to add, if the document does not end before; as many as the context has room for unless given."""
+    """Most tokens to generate; until the context is full unless given."""
     sampling: SamplingParams = field(default=SamplingParams())
     step: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Take the checkpoint of this step, also of a run that has not finished."""
+    """Load the checkpoint of this step; the run need not have finished."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(tokens=1 if self.tokens is None else self.tokens)
+        validate_positive(tokens=1 if self.tokens is None else self.tokens)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: 0, or 2 for what a user can mend."""
+    """Run the command: 0, or 2 for an error that the user can correct."""
     return exit_code("quacklr generate", lambda: _main(argv))
 
 
 def _main(argv: Sequence[str]) -> int:
-    given = read(Generate, "quacklr generate", argv, ABOUT)
-    text = readable(standard_input() if given.prompt == "-" else given.prompt.encode())
-    if not text:
-        raise UserError("--prompt is empty; give at least a character to go on with")
-    run = open_run(given.run, given.step, given.device)
+    options = read(GenerateOptions, "quacklr generate", argv, ABOUT)
+    text = prompt_text(options.prompt)
+    run = open_run(options.run, options.step, options.device)
     prompt = run.tokenizer.encode(text)
-    most = room(run, prompt, given.tokens)
-    tell(run, text, prompt, most, given.sampling)
+    print_continuation(run, text, prompt, max_new_tokens(run, prompt, options.tokens), options.sampling)
     return 0
 
 
-def standard_input() -> bytes:
-    """All of stdin; UserError if it cannot be read."""
+def prompt_text(option: str) -> str:
+    """The value of --prompt, or stdin for `-`; UserError if it cannot be read, or is empty or not UTF-8."""
     try:
-        return sys.stdin.buffer.read()
+        text = (sys.stdin.buffer.read() if option == "-" else option.encode()).decode()
     except OSError as error:
         raise UserError(f"--prompt - cannot read stdin: {error.strerror or error}") from error
-
-
-def readable(content: bytes) -> str:
-    """UTF-8 as text; UserError if it is something else."""
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise UserError(f"--prompt is no text in UTF-8: {error}") from error
+    if not text:
+        raise UserError("--prompt is empty; give at least a character to go on with")
+    return text
 
 
-def room(run: Trained, prompt: Sequence[int], wanted: int | None) -> int:
-    """How many tokens may follow a prompt; UserError if there is no room for them."""
+def max_new_tokens(run: Trained, prompt: Sequence[int], wanted: int | None) -> int:
+    """How many tokens to generate at most; UserError if they do not fit into the context."""
     context = run.config.shape.context
     if not prompt:
         raise UserError("--prompt has no token in it that this model knows; give another text to go on with")
@@ -100,30 +94,30 @@ def room(run: Trained, prompt: Sequence[int], wanted: int | None) -> int:
     return context - len(prompt) if wanted is None else wanted
 
 
-def tell(run: Trained, text: str, prompt: Sequence[int], most: int, choice: SamplingParams) -> None:
-    """Print the prompt, and what comes after it while it comes; then how it went."""
+def print_continuation(run: Trained, text: str, prompt: Sequence[int], count: int, params: SamplingParams) -> None:
+    """Print the prompt, its continuation while it is sampled, and a summary."""
     times: list[float] = []
 
     def timed() -> Iterator[int]:
-        for token in written(run, prompt, most, choice):
+        for token in written(run, prompt, count, params):
             times.append(time.perf_counter())
             yield token
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # where a terminal cannot show a character
-    say(text)
+        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot show
+    print_now(text)
     try:
-        for piece in pieces(run.tokenizer, timed(), prompt):
-            say(piece)
+        for part in decode_stream(run.tokenizer, timed(), prompt):
+            print_now(part)
     except KeyboardInterrupt:
-        say("\n")
+        print_now("\n")
         raise
-    say("\n")
+    print_now("\n")
     print(summary(run, len(prompt), times), file=sys.stderr)
 
 
-def say(text: str) -> None:
-    """Print it now; UserError if it cannot be written, but for a reader who has read enough."""
+def print_now(text: str) -> None:
+    """Print and flush; UserError if that fails, except for a closed pipe."""
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
@@ -133,10 +127,9 @@ def say(text: str) -> None:
 
 
 def summary(run: Trained, prompt: int, times: Sequence[float]) -> str:
-    """How many tokens it was, how fast they came after the first, and what the caches take."""
+    """The number of tokens, their rate after the first one, and the size of the caches."""
     tokens = len(times)
-    caches = run.model.caches(positions=1)
-    size = sum(cache.bytes_per_position for cache in caches)
+    size = sum(cache.bytes_per_position for cache in run.model.caches(positions=1))
     speed = f", {(tokens - 1) / (times[-1] - times[0]):,.0f} a second" if tokens > 1 else ""
     full = "; the context is full" if prompt + tokens == run.config.shape.context else ""
     count = f"{tokens} token{'' if tokens == 1 else 's'}"

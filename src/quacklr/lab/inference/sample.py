@@ -1,4 +1,4 @@
-"""The next token, from the logits; and the one after that, from the caches.
+"""Sampling from a model token by token, with caches.
 
 Shapes: V vocabulary.
 """
@@ -11,29 +11,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quacklr.lab.errors import UserError, refuse_negative, refuse_unless
+from quacklr.lab.errors import UserError, validate, validate_non_negative
 from quacklr.lab.model import Decoder
 from quacklr.lab.train.trained import Trained
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen from what the model thinks likely."""
+    """How the next token is sampled from the logits."""
 
     temperature: float = 1.0
-    """Logits are divided by it: below 1 likely tokens become likelier; 0 always takes the likeliest."""
+    """Logits are divided by it: values below 1 favour likely tokens; 0 always takes the likeliest."""
     top_p: float = 1.0
-    """Choose among the likeliest tokens that have this much of the probability together; 1 for all."""
+    """Sample among the likeliest tokens whose probabilities add up to this; 1 for all."""
     seed: int = 0
-    """The same seed gives the same text."""
+    """Seed of the random numbers; the same seed gives the same text."""
 
     def __post_init__(self) -> None:
-        refuse_negative(temperature=self.temperature)
-        refuse_unless(lambda share: 0 < share <= 1, "above 0 and at most 1", {"top_p": self.top_p})
-        refuse_unless(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": self.seed})
+        validate_non_negative(temperature=self.temperature)
+        validate(lambda share: 0 < share <= 1, "above 0 and at most 1", {"top_p": self.top_p})
+        validate(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": self.seed})
 
     def sampler(self) -> Callable[[Tensor], int]:
-        """A function that chooses a token from (V,) logits, and another one the next time. Drawn on the CPU."""
+        """A function that samples a token from (V,) logits, with its own random generator on the CPU."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def choose(logits_V: Tensor) -> int:
@@ -47,8 +47,8 @@ class SamplingParams:
         return choose
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """(V,) float64: softmax at the temperature, and of that the smallest nucleus with a share of `top_p`."""
-        shifted_V = logits_V.double() - logits_V.max()  # so that no temperature is too small to divide by
+        """(V,) float64: softmax at the temperature, restricted to the smallest nucleus with probability `top_p`."""
+        shifted_V = logits_V.double() - logits_V.max()  # so that dividing by a small temperature cannot overflow
         probability_V, order_V = (shifted_V / self.temperature).softmax(dim=0).sort(descending=True, stable=True)
         before_V = probability_V.cumsum(dim=0) - probability_V
         nucleus_V = probability_V.where(before_V < self.top_p, 0)
@@ -56,22 +56,22 @@ class SamplingParams:
 
 
 @torch.inference_mode()
-def continued(model: Decoder, prompt: Sequence[int], most: int, choose: Callable[[Tensor], int]) -> Iterator[int]:
-    """That many tokens after a prompt. The prompt is read at once, then each token by itself."""
-    if (end := len(prompt) + most) > model.shape.context:
+def sample_tokens(model: Decoder, prompt: Sequence[int], count: int, choose: Callable[[Tensor], int]) -> Iterator[int]:
+    """Yield `count` tokens that follow a prompt. The prompt is one forward pass, then each token is one."""
+    if (end := len(prompt) + count) > model.shape.context:
         raise UserError(f"a sequence of {end} tokens, but the model's context is {model.shape.context}")
-    caches = model.caches(positions=len(prompt) + most)
+    caches = model.caches(positions=end)
     device = model.embedding.weight.device
     tokens = list(prompt)
-    for _ in range(most):
+    for _ in range(count):
         tokens = [choose(model.decode_step(torch.tensor([tokens], device=device), caches)[0])]
         yield tokens[0]
 
 
-def written(run: Trained, prompt: Sequence[int], most: int, choice: SamplingParams) -> Iterator[int]:
-    """What a run goes on with: at most that many tokens, only such as its tokenizer has, and none after the end."""
-    choose, vocab = choice.sampler(), run.tokenizer.vocab  # the model may have more
-    for token in continued(run.model, prompt, most, lambda logits_V: choose(logits_V[:vocab])):
+def written(run: Trained, prompt: Sequence[int], count: int, params: SamplingParams) -> Iterator[int]:
+    """Yield at most `count` tokens of the run's vocabulary that follow a prompt, up to the end of the document."""
+    choose, vocab = params.sampler(), run.tokenizer.vocab  # the embedding can have more rows
+    for token in sample_tokens(run.model, prompt, count, lambda logits_V: choose(logits_V[:vocab])):
         if token == run.tokenizer.end:
             return
         yield token

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: a character may take several tokens, and how one reads depends on the one before."""
+"""Incremental decoding of tokens to text. A character can take several tokens, and tokens depend on their context."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from quacklr.lab.data import Tokenizer
 
-UNREADABLE = "\ufffd"  # what a tokenizer makes of a part of a character
-LONGEST = 3  # how many there are of these, at most, where the rest of a character may still come
+REPLACEMENT = "\ufffd"  # the decoded text of an incomplete character
+MAX_INCOMPLETE = 3  # most replacement characters at the end that can come from one incomplete character
 
 
-def pieces(tokenizer: Tokenizer, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
-    """The text of tokens that follow others, piece by piece, each as soon as it is whole; together they are all of it.
+def decode_stream(tokenizer: Tokenizer, tokens: Iterable[int], prompt: Sequence[int] = ()) -> Iterator[str]:
+    """Yield the text of tokens that follow a prompt, each part as soon as its characters are complete.
 
-    What may be the beginning of a character waits for the next token, and is told as it is when there is none.
+    An incomplete character waits for the next token; at the end it is yielded as replacement characters.
     """
-    window, told = list(before), len(tokenizer.decode(before))
-    fresh: list[int] = []
+    window, done = list(prompt), len(tokenizer.decode(prompt))  # tokens to decode, and characters yielded before
+    new: list[int] = []
     for token in tokens:
         window.append(token)
-        fresh.append(token)
+        new.append(token)
         text = tokenizer.decode(window)
-        whole = max(told, len(text) - _unreadable_end(text))
-        if whole > told:
-            yield text[told:whole]
-            told = whole
-        if whole == len(text):  # so that the next is decoded after these, and not after all
-            window, fresh = fresh, []
-            told = len(tokenizer.decode(window))
-    yield from filter(None, [tokenizer.decode(window)[told:]])
+        complete = max(done, len(text) - _incomplete_length(text))
+        if complete > done:
+            yield text[done:complete]
+            done = complete
+        if complete == len(text):  # drop older tokens, so that the window stays short
+            window, new = new, []
+            done = len(tokenizer.decode(window))
+    yield from filter(None, [tokenizer.decode(window)[done:]])
 
 
-def _unreadable_end(text: str) -> int:
-    """How many characters at the end may be parts of one that is not there yet."""
-    return min(LONGEST, len(text) - len(text.rstrip(UNREADABLE)))
+def _incomplete_length(text: str) -> int:
+    """The number of characters at the end that can belong to an incomplete character."""
+    return min(MAX_INCOMPLETE, len(text) - len(text.rstrip(REPLACEMENT)))

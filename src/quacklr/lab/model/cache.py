@@ -1,6 +1,6 @@
-"""What a layer remembers of the positions that it has read, so that the next one costs one position's work.
+"""The key-value (or latent) cache of one attention layer, for decoding token by token.
 
-Shapes: B batch, G head, S position so far, T new position, X numbers of a head.
+Shapes: B batch, G head, S position so far, T new position, X elements per head.
 """
 
 from __future__ import annotations
@@ -13,26 +13,29 @@ from torch import Tensor
 
 
 class Cache:
-    """Named tensors of one layer, made once for all the positions that there may be, and filled from the left.
+    """Named tensors of one layer, allocated once for the maximum number of positions.
 
-    `room` says how many heads each has, and how many numbers a head has of a position.
+    `layout` gives for each tensor the number of heads, and the elements per head and position. `options` are those of
+    `torch.empty`.
     """
 
-    def __init__(self, room: Mapping[str, tuple[int, int]], batch: int, positions: int, **kind: Any) -> None:
-        self._kept = {name: torch.empty(batch, heads, positions, x, **kind) for name, (heads, x) in room.items()}
+    def __init__(self, layout: Mapping[str, tuple[int, int]], batch: int, positions: int, **options: Any) -> None:
+        self._tensors = {
+            name: torch.empty(batch, heads, positions, x, **options) for name, (heads, x) in layout.items()
+        }
         self.positions, self.length = positions, 0
 
-    def add(self, **new_BGTX: Tensor) -> list[Tensor]:
-        """Remember new positions; what is remembered of all of them, in the order of the arguments."""
+    def append(self, **new_BGTX: Tensor) -> list[Tensor]:
+        """Append new positions, and return the tensors of all positions so far, in the order of the arguments."""
         start, end = self.length, self.length + next(iter(new_BGTX.values())).shape[2]
         if end > self.positions:
             raise ValueError(f"a cache with room for {self.positions} positions cannot remember {end}")
         for name, tensor_BGTX in new_BGTX.items():
-            self._kept[name][:, :, start:end] = tensor_BGTX
+            self._tensors[name][:, :, start:end] = tensor_BGTX
         self.length = end
-        return [self._kept[name][:, :, :end] for name in new_BGTX]
+        return [self._tensors[name][:, :, :end] for name in new_BGTX]
 
     @property
     def bytes_per_position(self) -> float:
-        """How much memory a position of one sequence takes."""
-        return sum(kept.nbytes / (kept.shape[0] * kept.shape[2]) for kept in self._kept.values())
+        """Memory of one position of one sequence."""
+        return sum(tensor.nbytes / (tensor.shape[0] * tensor.shape[2]) for tensor in self._tensors.values())

@@ -20,7 +20,7 @@ from quacklr.lab.model.mha import MultiHead
 from quacklr.lab.model.mla import Latent
 from quacklr.lab.model.norm import RMSNorm
 from quacklr.lab.model.rope import Rotary
-from quacklr.lab.model.sigma import once_followed
+from quacklr.lab.model.sigma import checkpoint_contexts
 from quacklr.lab.model.spec import MHA, MLA, Shape
 
 
@@ -34,12 +34,12 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(shape.d_ff, shape.d_model, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """Each position by itself."""
+        """Transform each position independently."""
         return self.down(F.silu(self.gate(x_BTC)) * self.up(x_BTC))
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normed copy of the stream and added to it."""
+    """Pre-norm block: attention and feed-forward, each with an RMS norm before it and a residual connection."""
 
     def __init__(self, shape: Shape, spec: MHA | MLA) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(shape)
 
     def forward(self, x_BTC: Tensor, rotary: Rotary, cache: Cache | None = None) -> Tensor:
-        """The stream after this block."""
+        """(B, T, C): the residual stream after this block."""
         x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary, cache)
         return x_BTC + self.feed_forward(self.feed_forward_norm(x_BTC))
 
 
 class Decoder(nn.Module):
-    """Tokens to the logits of the next ones, or to the mean loss when the targets are given."""
+    """The language model: logits of the next tokens, or the mean loss if targets are given."""
 
     def __init__(self, shape: Shape, spec: MHA | MLA) -> None:
         super().__init__()
@@ -66,35 +66,36 @@ class Decoder(nn.Module):
         self.rotary = Rotary(spec.head_dim if isinstance(spec, MHA) else spec.rope_dim, shape.context, shape.rope_theta)
         self.blocks = nn.ModuleList([Block(shape, spec) for _ in range(shape.layers)])
         self.norm = RMSNorm(shape.d_model, shape.norm_eps)
-        self.recompute = False  # whether a backward makes the inside of each block again, instead of keeping it
+        self.recompute = False  # activation checkpointing: the backward pass recomputes the inside of each block
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """(B, T, V) logits, or the mean cross-entropy in float32."""
-        logits_BTV = F.linear(self._read(tokens_BT), self.embedding.weight)
+        logits_BTV = F.linear(self._hidden_states(tokens_BT), self.embedding.weight)
         if targets_BT is None:
             return logits_BTV
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
     def caches(self, batch: int = 1, positions: int | None = None) -> list[Cache]:
-        """A cache for each block, empty, with room for that many positions; for the whole context unless given."""
-        kind = {"device": self.embedding.weight.device, "dtype": self.embedding.weight.dtype}
+        """An empty cache for each block, for at most that many positions (default: the context)."""
+        options = {"device": self.embedding.weight.device, "dtype": self.embedding.weight.dtype}
         positions = self.shape.context if positions is None else positions
-        return [Cache(attention.cached(), batch, positions, **kind) for attention in self.attentions().values()]
+        layouts = [attention.cache_layout() for attention in self.attentions().values()]
+        return [Cache(layout, batch, positions, **options) for layout in layouts]
 
     def decode_step(self, tokens_BT: Tensor, caches: Sequence[Cache]) -> Tensor:
-        """(B, V) logits of what comes after tokens that follow those in the caches, where they are remembered too."""
-        return F.linear(self._read(tokens_BT, caches)[:, -1], self.embedding.weight)
+        """(B, V) logits of the next token, after tokens that follow those in the caches. Appends to the caches."""
+        return F.linear(self._hidden_states(tokens_BT, caches)[:, -1], self.embedding.weight)
 
-    def _read(self, tokens_BT: Tensor, caches: Sequence[Cache] = ()) -> Tensor:
-        """(B, T, C): the normed stream after the last block."""
+    def _hidden_states(self, tokens_BT: Tensor, caches: Sequence[Cache] = ()) -> Tensor:
+        """(B, T, C): the residual stream after the last block and norm."""
         end = tokens_BT.shape[1] + (caches[0].length if caches else 0)
         if end > self.shape.context:
             raise UserError(f"a sequence of {end} tokens, but the model's context is {self.shape.context}")
         x_BTC = self.embedding(tokens_BT)
-        every: Sequence[Cache | None] = caches or [None] * len(self.blocks)
-        for block, cache in zip(self.blocks, every, strict=True):
+        cache_of_block: Sequence[Cache | None] = caches or [None] * len(self.blocks)
+        for block, cache in zip(self.blocks, cache_of_block, strict=True):
             if self.recompute and torch.is_grad_enabled() and cache is None:
-                x_BTC = checkpoint(block, x_BTC, self.rotary, use_reentrant=False, context_fn=once_followed)
+                x_BTC = checkpoint(block, x_BTC, self.rotary, use_reentrant=False, context_fn=checkpoint_contexts)
             else:
                 x_BTC = block(x_BTC, self.rotary, cache)
         return self.norm(x_BTC)
@@ -104,7 +105,7 @@ class Decoder(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, Attention)}
 
     def initialise(self, seed: int) -> None:
-        """Matrices from N(0, init_std), gains 1; the same on every device, because the numbers are drawn on the CPU."""
+        """Draw matrices from N(0, init_std) and set gains to 1. Same on every device: it draws on the CPU."""
         generator = torch.Generator().manual_seed(seed)
         for param in self.parameters():
             with torch.no_grad():
@@ -114,8 +115,8 @@ class Decoder(nn.Module):
                     param.fill_(1.0)
 
 
-def unfilled(shape: Shape, spec: MHA | MLA, device: Any = "cpu") -> Decoder:
-    """A model whose weights are yet to be made or loaded, made on the device and nowhere else first."""
+def build_empty(shape: Shape, spec: MHA | MLA, device: Any = "cpu") -> Decoder:
+    """A model with uninitialised weights, allocated directly on the device."""
     size = "of these sizes"
     try:
         with torch.device("meta"):
@@ -132,6 +133,6 @@ def unfilled(shape: Shape, spec: MHA | MLA, device: Any = "cpu") -> Decoder:
 
 def build(shape: Shape, spec: MHA | MLA, seed: int, device: Any = "cpu") -> Decoder:
     """A model with its initial weights."""
-    model = unfilled(shape, spec, device)
+    model = build_empty(shape, spec, device)
     model.initialise(seed)
     return model

@@ -1,4 +1,4 @@
-"""Multi-head attention, with grouped keys and values if wanted, as in Llama and Qwen3.
+"""Multi-head attention, or grouped-query attention, as in Llama and Qwen3.
 
 Shapes: B batch, T position, C width, H head, G head of keys and values, D size of a head.
 """
@@ -15,7 +15,7 @@ from quacklr.lab.model.spec import MHA, Shape
 
 
 class MultiHead(Attention):
-    """q, k and v straight from the residual stream."""
+    """MHA or GQA: queries, keys and values are projections of the residual stream."""
 
     logit_roles = ("q", "k")
 
@@ -28,16 +28,16 @@ class MultiHead(Attention):
         self.o = nn.Linear(spec.heads * spec.head_dim, shape.d_model, bias=False)
 
     def forward(self, x_BTC: Tensor, rotary: Rotary, cache: Cache | None = None) -> Tensor:
-        """What each position reads from those up to it, also from those that are cached."""
+        """(B, T, C): attention over all positions up to each one, cached positions included."""
         start = cache.length if cache else 0
         q_BTHD = self.q(x_BTC).unflatten(-1, (self.heads, -1))
         k_BTGD = self.k(x_BTC).unflatten(-1, (self.kv_heads, -1))
         v_BTGD = self.v(x_BTC).unflatten(-1, (self.kv_heads, -1))
-        q_BTHD, k_BTGD = self.normed(q_BTHD, k_BTGD)
+        q_BTHD, k_BTGD = self.apply_qk_norm(q_BTHD, k_BTGD)
         return self.o(self.attend(rotary(q_BTHD, start), rotary(k_BTGD, start), v_BTGD, cache))
 
-    def cached(self) -> dict[str, tuple[int, int]]:
-        """Keys, as they are compared with, and values."""
+    def cache_layout(self) -> dict[str, tuple[int, int]]:
+        """Rotated keys, and values."""
         return {"k": (self.kv_heads, self.query_size), "v": (self.kv_heads, self.query_size)}
 
     def logit_paths(self) -> list[LogitPath]:
@@ -45,5 +45,5 @@ class MultiHead(Attention):
         return [] if self.scale_free else mha(self.weight("q"), self.weight("k"))
 
     def matrices(self) -> dict[str, tuple[nn.Linear, int]]:
-        """A head's rows lie together."""
+        """The rows of a head are contiguous."""
         return {"q": (self.q, self.heads), "k": (self.k, self.kv_heads), "v": (self.v, self.kv_heads)}

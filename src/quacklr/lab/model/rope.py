@@ -1,6 +1,6 @@
-"""Rotary positions: each pair of a head's numbers is turned by an angle that grows with the position.
+"""Rotary position embedding: rotates pairs of elements by an angle proportional to the position.
 
-Number i is paired with number i + D/2 (the half-split order of Llama and Qwen, not the interleaved one of GPT-J).
+Element i is paired with element i + D/2 (the half-split order of Llama and Qwen, not the interleaved one of GPT-J).
 Shapes: B batch, T position, H head, D size of a head.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Rotary(nn.Module):
-    """The cosines and sines of the first `context` positions; not part of a checkpoint."""
+    """Rotary position embedding for `context` positions. Its tables are not saved in checkpoints."""
 
     cos_TD: Tensor
     sin_TD: Tensor
@@ -26,7 +26,7 @@ class Rotary(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Fill the tables, in float32; again after `to_empty`."""
+        """Fill the tables, in float32. Must be called again after `to_empty`."""
         device = self.cos_TD.device
         rate_F = 1.0 / self.theta ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
         angle_TF = torch.arange(self.context, device=device, dtype=torch.float32)[:, None] * rate_F
@@ -35,35 +35,35 @@ class Rotary(nn.Module):
             self.sin_TD.copy_(torch.cat([-angle_TF.sin(), angle_TF.sin()], dim=-1))
 
     def forward(self, x_BTHD: Tensor, start: int = 0) -> Tensor:
-        """The same, turned; position start + t stands at index t."""
+        """Rotate x; index t is position start + t."""
         end = start + x_BTHD.shape[1]
-        turning = turn if torch.compiler.is_compiling() else _turn  # a compiler finds the short gradient by itself
-        return turning(x_BTHD, self.cos_TD[start:end, None], self.sin_TD[start:end, None])
+        apply = rotate if torch.compiler.is_compiling() else _rotate  # a compiler shortens the backward pass itself
+        return apply(x_BTHD, self.cos_TD[start:end, None], self.sin_TD[start:end, None])
 
 
-class Turn(torch.autograd.Function):
-    """x cos + swap(x) sin, where the sines of the first half are negative; its gradient is the turn back.
+class Rotate(torch.autograd.Function):
+    """x cos + swap(x) sin, where the sines of the first half are negative; its gradient is the inverse rotation.
 
-    Written out because autograd would keep four intermediate tensors of x's size and walk them all again.
+    Autograd would save four intermediate tensors of x's size.
     """
 
     @staticmethod
     def forward(ctx: Any, x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-        """Only the tables are needed to turn back."""
+        """Save only the tables."""
         ctx.save_for_backward(cos_T1D, sin_T1D)
-        return turn(x_BTHD, cos_T1D, sin_T1D)
+        return rotate(x_BTHD, cos_T1D, sin_T1D)
 
     @staticmethod
     def backward(ctx: Any, grad_BTHD: Tensor) -> tuple[Tensor, None, None]:
-        """Turn by the opposite angle."""
+        """Rotate by the opposite angle."""
         cos_T1D, sin_T1D = ctx.saved_tensors
-        return turn(grad_BTHD, cos_T1D, -sin_T1D), None, None
+        return rotate(grad_BTHD, cos_T1D, -sin_T1D), None, None
 
 
-_turn: Any = Turn.apply
+_rotate: Any = Rotate.apply
 
 
-def turn(x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+def rotate(x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """x cos + swap(x) sin, in float32; the result in the dtype of x."""
     full_BTHD = x_BTHD.float()
     swapped_BTHD = full_BTHD.roll(full_BTHD.shape[-1] // 2, dims=-1)

@@ -1,9 +1,9 @@
-"""How the lab trains: Muon and AdamW, a recipe that says which parameter gets which, and a schedule for their lr."""
+"""Optimizers of the lab: Muon and AdamW, the recipe that assigns parameters to them, and learning-rate schedules."""
 
 from quacklr.lab.optim.muon import Muon
 from quacklr.lab.optim.newton_schulz import orthogonalise
 from quacklr.lab.optim.recipe import AdamWRecipe, MuonRecipe, Recipe, optimizers
-from quacklr.lab.optim.schedule import WSD, Constant, Cosine, Schedule, check, factor, set_lr
+from quacklr.lab.optim.schedule import WSD, Constant, Cosine, Schedule, factor, set_lr, validate_schedule
 
 __all__ = [
     "WSD",
@@ -14,9 +14,9 @@ __all__ = [
     "MuonRecipe",
     "Recipe",
     "Schedule",
-    "check",
     "factor",
     "optimizers",
     "orthogonalise",
     "set_lr",
+    "validate_schedule",
 ]

@@ -1,9 +1,9 @@
-"""Orthogonalise matrices: U S V' becomes about U V', in five steps of a quintic, x <- (a + b x x' + c (x x')^2) x.
+"""Newton-Schulz orthogonalisation: U S V' becomes about U V', in five steps x <- (a + b x x' + c (x x')^2) x.
 
-A step multiplies by a polynomial of the Gram matrix x x', and so does a run of steps: of a matrix much longer than
-wide it is cheaper to multiply small polynomials and touch x once a run. Rounding errors of a Gram matrix grow twelve
-times a step, so a run is three steps at most: in fp32 the result is then as exact as step by step (five in a run lose
-two digits). In bf16 it would not be, so there it is step by step.
+Each step multiplies x by a polynomial of its Gram matrix x x', and several steps multiply it by a product of such
+polynomials. If x is much longer than wide, it is cheaper to multiply these small matrices first and then x once. The
+rounding error of a Gram matrix grows twelvefold in a step, so at most three steps are merged: in fp32 the result is
+then as exact as that of single steps (five merged steps lose two digits). In bf16 steps are never merged.
 
 Shapes: B matrices, R rows, C columns, S the smaller of R and C.
 """
@@ -15,23 +15,23 @@ from torch import Tensor
 
 A, B, C = 3.4445, -4.7750, 2.0315  # Keller Jordan's, which are torch.optim.Muon's
 EPS = 1e-7  # smallest norm to divide by
-STEP_BY_STEP, RUNS = (1, 1, 1, 1, 1), (3, 2)
+SINGLE, MERGED = (1, 1, 1, 1, 1), (3, 2)  # steps per multiplication of x
 
 
 def orthogonalise(update_BRC: Tensor, *, overwrite: bool = False) -> Tensor:
-    """Each matrix with its singular values moved to 0.68 to 1.21; those below 0.0015 of its norm only up to 485 fold.
+    """Orthogonalise each matrix: singular values become 0.68 to 1.21, but those below 0.0015 of the norm grow 485 fold.
 
-    In the dtype that `precision` says. The same twice, bitwise; on a CPU a matrix also gives the same bits whatever
-    the others in its batch are (tests hold that for MKL; cuBLAS may take another kernel for another batch). About
-    five arrays of this size are held at once, one of them `update_BRC` itself if it may be overwritten.
+    The result has the dtype given by `precision`. It is deterministic. On a CPU it does not depend on the other
+    matrices of the batch (tested with MKL; cuBLAS may select another kernel for another batch). About five tensors of
+    this size are allocated at once; with `overwrite` one of them is `update_BRC` itself.
     """
     x_BRC = update_BRC.to(precision(update_BRC))
     norm_B11 = torch.linalg.vector_norm(x_BRC, dim=(1, 2), keepdim=True).clamp(min=EPS)
     x_BRC = x_BRC.div_(norm_B11) if overwrite else x_BRC / norm_B11
-    spare_BRC = torch.empty_like(x_BRC)  # x moves to and fro: on a CPU fresh pages cost as much as a product
+    spare_BRC = torch.empty_like(x_BRC)  # two buffers: on a CPU a new allocation costs as much as a product
     _, rows, columns = x_BRC.shape
     is_long = max(rows, columns) >= 2 * min(rows, columns) and x_BRC.dtype != torch.bfloat16
-    for steps in RUNS if is_long else STEP_BY_STEP:
+    for steps in MERGED if is_long else SINGLE:
         gram_BSS = x_BRC @ x_BRC.mT if rows <= columns else x_BRC.mT @ x_BRC
         constant, matrix_BSS = _polynomial(gram_BSS, steps)
         pair = (matrix_BSS, x_BRC) if rows <= columns else (x_BRC, matrix_BSS)
@@ -41,9 +41,9 @@ def orthogonalise(update_BRC: Tensor, *, overwrite: bool = False) -> Tensor:
 
 
 def precision(tensor: Tensor) -> torch.dtype:
-    """What a matrix is orthogonalised in: bf16 on a GPU that has units for it, elsewhere fp32, and float64 if it is.
+    """The dtype for orthogonalising a tensor: float64 if it has it; else bf16 on GPUs with bf16 units, else fp32.
 
-    A CPU always takes fp32, even one that is faster in bf16, so that results do not depend on the machine.
+    On a CPU it is fp32 even where bf16 would be faster, so that results do not depend on the machine.
     """
     if tensor.dtype == torch.float64:
         return torch.float64
@@ -52,9 +52,9 @@ def precision(tensor: Tensor) -> torch.dtype:
 
 
 def _polynomial(gram_BSS: Tensor, steps: int) -> tuple[float, Tensor]:
-    """What x is multiplied by in that many steps, given its Gram matrix: a constant, plus a matrix.
+    """The factor of x after that many steps, as (constant, matrix), given the Gram matrix of x.
 
-    After one step they stay apart, since a diagonal in bf16 would lose the digits of the constant.
+    For a single step the constant is not added to the diagonal, because bf16 would round it.
     """
     first_BSS = torch.baddbmm(gram_BSS, gram_BSS, gram_BSS, beta=B, alpha=C)
     if steps == 1:

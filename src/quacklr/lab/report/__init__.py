@@ -1,1 +1,1 @@
-"""From a ledger to what people look at: figures, a table of claims, one page."""
+"""Reports from a ledger: figures, tables of claims and methods, and one HTML page."""

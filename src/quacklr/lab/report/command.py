@@ -1,4 +1,4 @@
-"""`quacklr report`: from a ledger to figures, a table of claims, and one page."""
+"""`quacklr report`: make figures, a table of claims, and one page from a ledger."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import tyro
 
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.files import atomic_write
+from quacklr.lab.ledger import Ledger
 from quacklr.lab.options import read
 from quacklr.lab.report import markdown
 from quacklr.lab.report.figures import FIGURES, Draw
-from quacklr.lab.report.page import Figure, page
+from quacklr.lab.report.page import PageFigure, page
 from quacklr.lab.report.style import hide_empty_panels
 from quacklr.lab.studies.claims import CLAIMS
-from quacklr.lab.studies.finding import ClaimResult
-from quacklr.lab.studies.own import OWN
+from quacklr.lab.studies.extra_claims import EXTRA_CLAIMS
 from quacklr.lab.studies.results import NotRun, Results
 from quacklr.lab.studies.scale import Size, scale_of
-from quacklr.lab.studies.verdicts import check
-from quacklr.lab.sweep.ledger import Ledger
+from quacklr.lab.studies.verdicts import ClaimResult, check
 from quacklr.util import terminal
 from quacklr.util.figures import FORMATS, RC, drawn
 
@@ -36,18 +35,18 @@ class ReportOptions:
     """
 
     ledger: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DIR")]] = Path("results")
-    """Folder with the ledger that `quacklr sweep` wrote; everything is written beside it."""
+    """Folder with the ledger that `quacklr sweep` wrote; the report is written to the same folder."""
     size: Size = field(default=Size())
 
 
-def findings_of(results: Results) -> list[ClaimResult]:
-    """Every claim of the paper, then our own questions."""
+def claim_results(results: Results) -> list[ClaimResult]:
+    """Check every claim: the paper's, then the others."""
     paper = [check(name, "paper", claim, results) for name, claim in CLAIMS.items()]
-    return paper + [check(name, "own", claim, results) for name, claim in OWN.items()]
+    return paper + [check(name, "own", claim, results) for name, claim in EXTRA_CLAIMS.items()]
 
 
-def draw(figures: dict[str, Draw], results: Results, folder: Path) -> list[Figure]:
-    """Write every figure that can be drawn in every format, and return them for the page."""
+def draw(figures: dict[str, Draw], results: Results, folder: Path) -> list[PageFigure]:
+    """Write every figure that has runs, in every format, and return them for the page."""
     shown = []
     for name, function in figures.items():
         with mpl.rc_context(RC):
@@ -58,61 +57,60 @@ def draw(figures: dict[str, Draw], results: Results, folder: Path) -> list[Figur
         hide_empty_panels(figure)
         files = {kind: drawn(figure, kind) for kind in FORMATS}
         for kind, content in files.items():
-            with atomic_write(folder / f"{name}.{kind}") as out:
-                out.write(content)
+            write(folder / f"{name}.{kind}", content)
         title, _, caption = (function.__doc__ or "").partition("\n\n")
-        shown.append(Figure(name, title, " ".join(caption.split()), files["svg"].decode()))
+        shown.append(PageFigure(name, title, " ".join(caption.split()), files["svg"].decode()))
     return shown
 
 
 def missing(results: Results) -> str:
-    """What a ledger lacks if there is nothing to report on, and the way out."""
+    """The end of the error message if there are no runs to report: why, and how to get them."""
     scale, crashed = results.scale.name, len(results.crashed)
     if not crashed:
         return f"of the scale {scale}; see --scale, --steps and --corpus"
     return f"that ended: {crashed} of the scale {scale} have crashed; `quacklr sweep STUDY --retry` runs them again"
 
 
-def lost(results: Results) -> str:
-    """How many of the runs diverged, and how many others crashed."""
+def summary(results: Results) -> str:
+    """How many runs there are, how many of them diverged, and how many others crashed."""
     diverged = sum(entry.status == "diverged" for entry in results.entries)
     share = "all" if diverged == len(results.entries) else str(diverged)
-    parts = [f", {share} of them diverged"] if diverged else []
-    return "".join([*parts, *([f", {len(results.crashed)} others crashed"] if results.crashed else [])])
+    parts = [f"{len(results.entries)} runs at the scale {results.scale.name}"]
+    parts += [f"{share} of them diverged"] if diverged else []
+    return ", ".join([*parts, *([f"{len(results.crashed)} others crashed"] if results.crashed else [])])
 
 
-def write(path: Path, text: str) -> Path:
-    """A text file, whole or not there."""
+def write(path: Path, content: str | bytes) -> Path:
+    """Write a file atomically."""
     with atomic_write(path) as file:
-        file.write(text.encode())
+        file.write(content.encode() if isinstance(content, str) else content)
     return path
 
 
 @terminal.tolerant()
-def report(given: ReportOptions) -> int:
-    """Make everything."""
-    source = given.ledger / "ledger.jsonl"
+def report(options: ReportOptions) -> int:
+    """Write the whole report, and print the verdicts."""
+    folder, source = options.ledger, options.ledger / "ledger.jsonl"
     entries = list(Ledger(source).entries().values())
     if not entries:
-        raise UserError(f"{source} has no runs yet; make some with `quacklr sweep STUDY --out {given.ledger}`")
-    results = Results(entries, scale_of(given.size))
+        raise UserError(f"{source} has no runs yet; make some with `quacklr sweep STUDY --out {folder}`")
+    results = Results(entries, scale_of(options.size))
     if not results.entries:
         raise UserError(f"{source} has no runs {missing(results)}")
-    findings = findings_of(results)
-    figures = draw(FIGURES, results, given.ledger / "figures")
-    about = f"{len(results.entries)} runs at the scale {results.scale.name}{lost(results)}"
-    tables = f"# What was found\n\n{about}.\n\n{markdown.claims(findings)}\n# Evidence\n\n{markdown.evidence(findings)}"
+    claims, about = claim_results(results), summary(results)
+    figures = draw(FIGURES, results, folder / "figures")
+    tables = f"# What was found\n\n{about}.\n\n{markdown.claims(claims)}\n# Evidence\n\n{markdown.evidence(claims)}"
     written = [
-        write(given.ledger / "claims.md", tables),
-        write(given.ledger / "methods.md", f"# Methods\n\n{about}.\n\n{markdown.methods(results)}"),
-        write(given.ledger / "report.html", page(entries, findings, figures, "Does QuacK hold?")),
+        write(folder / "claims.md", tables),
+        write(folder / "methods.md", f"# Methods\n\n{about}.\n\n{markdown.methods(results)}"),
+        write(folder / "report.html", page(entries, claims, figures, "Does QuacK hold?")),
     ]
-    for each in findings:
+    for each in claims:
         print(f"{each.verdict:>9}  {each.name}: {each.claim}")
     print(f"{about}: {', '.join(str(path) for path in written)}, and {len(figures)} figures beside them")
     return 0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: 0, or 2 for what a user can mend."""
+    """Run the command: 0, or 2 for an error that the user can correct."""
     return exit_code("quacklr report", lambda: report(read(ReportOptions, "quacklr report", argv)))

@@ -1,25 +1,27 @@
-"""The paper's four figures and two more, each a function of the results alone; a part that was not run is left out.
+"""The paper's four figures and two more, each a function of the results; parts without runs are left out.
 
-Lines are means over seeds, bands their range; a method is at its best setting, chosen for each seed on the others.
+Lines are means over seeds, bands their range; a method is at its best setting, selected for each seed on the others.
+The docstring of a figure is its title and its caption.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from functools import partial
 from statistics import mean
 from typing import Any
 
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import ConstantTau, Default, Method, QKNorm, Quack
-from quacklr.lab.report.style import colour, curve, dots, panels, validation
-from quacklr.lab.studies.names import NAMES, PAPERS
+from quacklr.lab.report.style import Points, colour, line_with_seeds, method_curve, panels, validation
+from quacklr.lab.studies.claims import BOTH
+from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS
-from quacklr.lab.studies.results import NotRun, Results, Seeds, loss, lr_sensitivity, measured
-from quacklr.lab.studies.verdicts import title
-from quacklr.lab.sweep.ledger import Entry
+from quacklr.lab.studies.results import NotRun, Results, RunsBySeed, available, by_seed, loss, lr_sensitivity
+from quacklr.lab.studies.verdicts import method_label
 
 Draw = Callable[[Results], Figure]
 
@@ -38,9 +40,7 @@ def critical_rate(results: Results) -> Figure:
         (QKNorm(), "QK norm", "-"),
     )
     for method, label, dash in lines:
-        with suppress(NotRun):
-            runs = results.best("mha", method, results.scale.high)
-            curve(axes, runs, validation, color=colour(method), label=label, linestyle=dash)
+        method_curve(axes, results, "mha", method, results.scale.high, validation, label=label, linestyle=dash)
     if not axes.lines:
         raise NotRun("no run with MHA at the highest learning rate")
     axes.set(xlabel="step", ylabel="validation loss", title=f"MHA, Muon at lr {results.scale.high:g}")
@@ -56,60 +56,42 @@ def interventions(results: Results) -> Figure:
     """
     rates = results.scale.rates
     figure, grid = panels(2, len(rates) + 1, 2.7, 2.5)
-    for attention, row in zip(("mha", "mla"), grid, strict=True):
+    for attention, row in zip(BOTH, grid, strict=True):
         for axes, lr in zip(row, rates, strict=False):
-            for method in PAPERS:
-                with suppress(NotRun):
-                    runs = results.best(attention, method, lr)
-                    curve(
-                        axes,
-                        runs,
-                        validation,
-                        color=colour(method),
-                        label=NAMES[method],
-                        linestyle=dash(attention, method),
-                    )
+            for method in PAPER_METHODS:
+                method_curve(axes, results, attention, method, lr, validation, linestyle=linestyle(attention, method))
             axes.set(title=f"{attention.upper()}, lr {lr:g}", xlabel="step")
-            focus(axes)
+            limit_y(axes)
         row[0].set_ylabel("validation loss")
-        final_losses(results, attention, row[-1])
+        for method in METHOD_NAMES:
+            final_losses(results, attention, method, row[-1])
+        row[-1].set(xscale="log", xlabel="learning rate", title=f"{attention.upper()}, at the end")
     if not any(axes.lines for row in grid for axes in row):
         raise NotRun("no run of any method")
-    named: dict[str, Any] = {}
-    for row in reversed(grid):  # MHA's last: there no line is dashed
-        named |= dict(zip(*reversed(row[-1].get_legend_handles_labels()), strict=True))
-    shown = [named[name] for name in NAMES.values() if name in named]
+    handles: dict[str, Any] = {}
+    for row in reversed(grid):  # MHA last, because no line of it is dashed
+        handles |= dict(zip(*reversed(row[-1].get_legend_handles_labels()), strict=True))
+    shown = [handles[name] for name in METHOD_NAMES.values() if name in handles]
     figure.legend(handles=shown, loc="outside lower center", ncols=len(shown))
     return figure
 
 
-def final_losses(results: Results, attention: str, axes: Any) -> None:
-    """Loss at the end against the learning rate."""
-    for method in NAMES:
-        found = {}
-        for lr in results.scale.rates:
-            with suppress(NotRun):
-                found[lr] = measured(results.best(attention, method, lr), loss)
-        if found:
-            style = {
-                "color": colour(method),
-                "label": NAMES[method],
-                "linestyle": dash(attention, method),
-                "marker": ".",
-            }
-            dots(axes, list(found), list(found.values()), **style)
-    axes.set(xscale="log", xlabel="learning rate", title=f"{attention.upper()}, at the end")
+def final_losses(results: Results, attention: str, method: type[Method], axes: Any) -> None:
+    """Draw the final loss of a method against the learning rate."""
+    losses = available(results.scale.rates, lambda lr: by_seed(results.best(attention, method, lr), loss))
+    style = {"color": colour(method), "label": METHOD_NAMES[method], "linestyle": linestyle(attention, method)}
+    line_with_seeds(axes, losses, marker=".", **style)
 
 
-def dash(attention: str, method: type[Method]) -> str:
-    """QK norm is dashed in MLA; what the paper does not test is dotted."""
-    if method not in PAPERS:
+def linestyle(attention: str, method: type[Method]) -> str:
+    """QK norm is dashed in MLA; methods that the paper does not test are dotted."""
+    if method not in PAPER_METHODS:
         return ":"
     return "--" if attention == "mla" and method is QKNorm else "-"
 
 
-def focus(axes: Any) -> None:
-    """Leave out of a panel what lies far above the lowest line: the first fifth of training, mostly."""
+def limit_y(axes: Any) -> None:
+    """Exclude values far above the lowest line: mostly the first fifth of training."""
     ends = [line.get_ydata()[-1] for line in axes.lines if len(line.get_ydata())]
     axes.set_visible(bool(ends))
     if ends:
@@ -123,27 +105,24 @@ def norms(results: Results) -> Figure:
     """
     lr = results.scale.high
     figure, [[left, right]] = panels(1, 2, 4.2, 3.2)
-    shades = {0.01: "#c7e9c0", 0.1: "#74c476", 1.0: "#0b6e4f", 10.0: "#00261a"}
-    for tau, shade in shades.items():
-        for method, line in ((Quack(tau), "-"), (Quack(tau, norm="spectral"), "--")):
-            with suppress(NotRun):
-                runs = results.best("mha", method, lr)
-                curve(left, runs, validation, color=shade, linestyle=line, label=f"tau {tau:g}, {method.norm}")
+    for tau, shade in zip(DECADES, ("#c7e9c0", "#74c476", "#0b6e4f", "#00261a"), strict=True):
+        for method, dash in ((Quack(tau), "-"), (Quack(tau, norm="spectral"), "--")):
+            line = {"color": shade, "linestyle": dash, "label": f"tau {tau:g}, {method.norm}"}
+            method_curve(left, results, "mha", method, lr, validation, **line)
     left.set(xlabel="step", ylabel="validation loss", title=f"MHA, QuacK, lr {lr:g}")
-    focus(left)
-    kinds: dict[str, list[tuple[float, Method]]] = {
-        "QuacK, Frobenius": [(tau, Quack(tau)) for tau in QUACK_TAUS],
-        "QuacK, spectral": [(tau, Quack(tau, norm="spectral")) for tau in DECADES],
-        "constant tau": [(tau, ConstantTau(tau) if tau != 1 else Default()) for tau in CONSTANT_TAUS],
+    limit_y(left)
+    kinds: dict[str, dict[float, Method]] = {
+        "QuacK, Frobenius": {tau: Quack(tau) for tau in QUACK_TAUS},
+        "QuacK, spectral": {tau: Quack(tau, norm="spectral") for tau in DECADES},
+        "constant tau": {tau: ConstantTau(tau) if tau != 1 else Default() for tau in CONSTANT_TAUS},
     }
     for label, settings in kinds.items():
-        found = {}
-        for tau, setting in settings:
-            with suppress(NotRun):
-                found[tau] = measured(results.best("mha", setting, lr), loss)
-        if found:
-            line = "--" if "spectral" in label else "-"
-            dots(right, list(found), list(found.values()), color=colour(settings[0][1]), label=label, linestyle=line)
+        losses_of_setting = available(
+            settings.values(), lambda setting: by_seed(results.best("mha", setting, lr), loss)
+        )
+        losses = {tau: losses_of_setting[each] for tau, each in settings.items() if each in losses_of_setting}
+        dash = "--" if "spectral" in label else "-"
+        line_with_seeds(right, losses, color=colour(next(iter(settings.values()))), label=label, linestyle=dash)
     if not right.lines:
         raise NotRun("no run of QuacK or a constant tau")
     if left.lines:
@@ -161,22 +140,19 @@ def logits(results: Results) -> Figure:
     spec, lr = results.scale.attentions["mla"], results.scale.high
     layer, head = results.scale.base.shape.layers // 2, spec.heads // 2
     figure, [axes] = panels(1, 2, 4.0, 3.0)
-    for panel, name, label in zip(
-        axes, ("max", "step_change"), ("largest logit", "mean |change| in a step"), strict=True
-    ):
-        for method in PAPERS:
-            with suppress(NotRun):
-                runs = results.best("mla", method, lr)
-                curve(panel, runs, of_head(name, layer, head), color=colour(method), label=NAMES[method])
+    names = {"max": "largest logit", "step_change": "mean |change| in a step"}
+    for panel, (name, label) in zip(axes, names.items(), strict=True):
+        for method in PAPER_METHODS:
+            method_curve(panel, results, "mla", method, lr, of_head(name, layer, head))
         panel.set(yscale="log", xlabel="step", ylabel=label, title=f"MLA, lr {lr:g}, layer {layer}, head {head}")
     if not axes[0].lines:
         raise NotRun("no run with MLA")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PAPERS))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PAPER_METHODS))
     return figure
 
 
-def of_head(name: str, layer: int, head: int) -> Callable[[Entry], Iterable[tuple[int, Any]]]:
-    """The curve of one statistic of one head, counted from 0; what is above 0, as on a logarithmic axis."""
+def of_head(name: str, layer: int, head: int) -> Points:
+    """The curve of a statistic of one head, counted from 0; only values above 0, for a logarithmic axis."""
 
     def points(entry: Entry) -> Iterable[tuple[int, Any]]:
         found = ((step, table[layer][head]) for step, table in entry.curve("logits", name) if step)
@@ -193,15 +169,12 @@ def sensitivity(results: Results) -> Figure:
     a dot for every seed.
     """
     figure, [row] = panels(1, 2, 4.0, 2.8)
-    for axes, attention in zip(row, ("mha", "mla"), strict=True):
-        found = {}
-        for method in NAMES:
-            with suppress(NotRun):
-                found[method] = lr_sensitivity(results, attention, method)
-        for place, (method, values) in enumerate(found.items()):
-            axes.bar(place, mean(values.values()), color=colour(method), alpha=0.6)
-            axes.scatter([place] * len(values), list(values.values()), s=9, color="black", zorder=3)
-        axes.set_xticks(range(len(found)), [NAMES[method] for method in found], rotation=40, ha="right")
+    for axes, attention in zip(row, BOTH, strict=True):
+        by_method = available(METHOD_NAMES, partial(lr_sensitivity, results, attention))
+        for x, (method, values) in enumerate(by_method.items()):
+            axes.bar(x, mean(values.values()), color=colour(method), alpha=0.6)
+            axes.scatter([x] * len(values), list(values.values()), s=9, color="black", zorder=3)
+        axes.set_xticks(range(len(by_method)), [METHOD_NAMES[method] for method in by_method], rotation=40, ha="right")
         axes.set(title=attention.upper(), ylabel="learning-rate sensitivity")
     if not any(axes.patches for axes in row):
         raise NotRun("no method was run at all learning rates")
@@ -213,28 +186,20 @@ def heatmaps(results: Results) -> Figure:
 
     The largest logit of every layer and head at the end of training at the highest learning rate, mean over seeds.
     """
-    lr = results.scale.high
-    found: list[tuple[str, list[tuple[Seeds, list[list[float]]]]]] = []
-    for attention in ("mha", "mla"):
-        row: list[tuple[Seeds, list[list[float]]]] = []
-        for method in PAPERS:
-            with suppress(NotRun):
-                runs = results.best(attention, method, lr)
-                row.append((runs, mean_table(runs)))
-        found.append((attention, row))
-    columns = max(len(row) for _, row in found)
+    rows = [labelled_tables(results, attention) for attention in BOTH]
+    columns = max(len(row) for row in rows)
     if not columns:
         raise NotRun("no run at the highest learning rate")
     figure, grid = panels(2, columns, 2.0, 2.1)
-    values = [value for _, row in found for _, table in row for line in table for value in line]
+    values = [value for row in rows for table in row.values() for line in table for value in line]
     lowest, highest = max(min(values), 1.0), max(values)
-    colours = LogNorm(min(lowest, highest / 1.01), highest)
-    for (attention, row), axes_row in zip(found, grid, strict=True):
+    norm = LogNorm(min(lowest, highest / 1.01), highest)
+    for row, axes_row in zip(rows, grid, strict=True):
         for axes in axes_row[len(row) :]:
             axes.set_visible(False)
-        for (runs, table), axes in zip(row, axes_row, strict=False):
-            image = axes.imshow(table, norm=colours, cmap="magma", origin="lower")
-            axes.set(title=f"{attention.upper()}, {title(runs)}", xlabel="head", ylabel="layer")
+        for (label, table), axes in zip(row.items(), axes_row, strict=False):
+            image = axes.imshow(table, norm=norm, cmap="magma", origin="lower")
+            axes.set(title=label, xlabel="head", ylabel="layer")
             axes.title.set_fontsize(7)
             axes.set_xticks(range(len(table[0])))
             axes.set_yticks(range(len(table)))
@@ -242,20 +207,30 @@ def heatmaps(results: Results) -> Figure:
     return figure
 
 
-def mean_table(runs: Seeds) -> list[list[float]]:
+def labelled_tables(results: Results, attention: str) -> dict[str, list[list[float]]]:
+    """The table of largest logits of each of the paper's methods, by `MHA, QuacK (tau 1)`."""
+
+    def labelled(method: type[Method]) -> tuple[str, list[list[float]]]:
+        runs = results.best(attention, method, results.scale.high)
+        return f"{attention.upper()}, {method_label(runs)}", mean_table(runs)
+
+    return dict(available(PAPER_METHODS, labelled).values())
+
+
+def mean_table(runs: RunsBySeed) -> list[list[float]]:
     """Layers x heads: the largest logit at the last measurement, mean over the seeds that have one."""
-    each = ([table for _, table in entry.curve("logits", "max")] for entry in runs.values())
-    tables = [tables[-1] for tables in each if tables]
+    measured = ([table for _, table in entry.curve("logits", "max")] for entry in runs.values())
+    tables = [tables[-1] for tables in measured if tables]
     if not tables:
         raise NotRun("no logits were measured")
     return [
-        [mean(shown(table[layer][head]) for table in tables) for head in range(len(tables[0][0]))]
-        for layer in range(len(tables[0]))
+        [mean(positive(value) for value in head) for head in zip(*layer, strict=True)]
+        for layer in zip(*tables, strict=True)
     ]
 
 
-def shown(value: float | None) -> float:
-    """A logit that a logarithmic scale can show; one that is no number is very large."""
+def positive(value: float | None) -> float:
+    """A logit for a logarithmic scale: at least 0.001, and 1e9 for NaN or infinity, which the ledger has as null."""
     return max(value, 1e-3) if value is not None else 1e9
 
 

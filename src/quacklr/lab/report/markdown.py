@@ -1,38 +1,38 @@
-"""Tables for reading where there is no browser: what was claimed and found, and what each method reached."""
+"""Markdown tables: the claims with their evidence, and the results of each method."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from statistics import mean
 
-from quacklr.lab.studies.finding import ClaimResult
-from quacklr.lab.studies.names import NAMES
-from quacklr.lab.studies.results import NotRun, Results, chosen, largest_logit, lr_sensitivity
-from quacklr.lab.studies.verdicts import level, power
+from quacklr.lab.methods import Method
+from quacklr.lab.studies.names import METHOD_NAMES
+from quacklr.lab.studies.results import Results, available, largest_logit, lr_sensitivity, settings_text
+from quacklr.lab.studies.verdicts import ClaimResult, geometric_mean, mean_and_sd
 
-MARKS = {"paper": "The paper's claims", "own": "Questions of our own"}
+HEADINGS = {"paper": "The paper's claims", "own": "Questions of our own"}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
 
 
-def claims(findings: Sequence[ClaimResult]) -> str:
+def claims(results: Sequence[ClaimResult]) -> str:
     """Every claim with its verdict, in two tables."""
     parts = []
-    for source, heading in MARKS.items():
-        rows = [(each.name, each.claim, f"**{each.verdict}**") for each in findings if each.source == source]
+    for source, heading in HEADINGS.items():
+        rows = [(each.name, each.claim, f"**{each.verdict}**") for each in results if each.source == source]
         if rows:
             parts.append(f"## {heading}\n\n{table(('', 'claim', 'verdict'), rows)}")
     return "\n".join(parts)
 
 
-def evidence(findings: Sequence[ClaimResult]) -> str:
-    """What was found about each claim, and the comparisons that the verdict rests on."""
+def evidence(results: Sequence[ClaimResult]) -> str:
+    """The summary of each claim, and the comparisons that decide it."""
     parts = []
-    for each in findings:
+    for each in results:
         lines = "".join(f"- {comparison}\n" for comparison in each.evidence)
         text = f"### {each.name}: {each.verdict}\n\n{each.claim}\n\nFound: {each.summary}.\n"
         parts.append(text + (f"\n{lines}" if lines else ""))
@@ -40,32 +40,28 @@ def evidence(findings: Sequence[ClaimResult]) -> str:
 
 
 def methods(results: Results) -> str:
-    """For both kinds of attention what each method reached at each learning rate, at its best setting."""
-    parts = []
-    rates = results.scale.rates
+    """For each kind of attention a table of methods at their best settings, with a column for each learning rate."""
+    rates, high = results.scale.rates, f"lr {results.scale.high:g}"
     head = (
         "method",
         *(f"lr {lr:g}" for lr in rates),
-        f"largest logit at lr {rates[-1]:g}",
+        f"largest logit at {high}",
         "lr sensitivity",
-        f"setting at lr {rates[-1]:g}",
+        f"setting at {high}",
     )
+    parts = []
     for attention in results.scale.attentions:
-        rows = []
-        for method, name in NAMES.items():
-            cells, best, top, sensitive = [], "", "", ""
-            for lr in rates:
-                with suppress(NotRun):
-                    runs = results.best(attention, method, lr)
-                    if lr == rates[-1]:
-                        best, top = chosen(runs), power(runs, largest_logit)
-                    cells.append(level(runs))
-                    continue
-                cells.append("")
-            with suppress(NotRun):
-                values = lr_sensitivity(results, attention, method).values()
-                sensitive = f"{sum(values) / len(values):.3f}"
-            if any(cells):
-                rows.append((name, *cells, top, sensitive, best))
-        parts.append(f"## {attention.upper()}, validation loss\n\n{table(head, rows)}")
+        rows = [method_row(results, attention, method) for method in METHOD_NAMES]
+        parts.append(f"## {attention.upper()}, validation loss\n\n{table(head, filter(None, rows))}")
     return "\n".join(parts)
+
+
+def method_row(results: Results, attention: str, method: type[Method]) -> list[str]:
+    """The row of a method in `methods`; empty if it was not run."""
+    rates, high = results.scale.rates, results.scale.high
+    losses = available(rates, lambda lr: mean_and_sd(results.best(attention, method, lr)))
+    logit = available([high], lambda lr: geometric_mean(results.best(attention, method, lr), largest_logit))
+    sensitivity = available([high], lambda _: f"{mean(lr_sensitivity(results, attention, method).values()):.3f}")
+    setting = available([high], lambda lr: settings_text(results.best(attention, method, lr)))
+    cells = [losses.get(lr, "") for lr in rates] + [each.get(high, "") for each in (logit, sensitivity, setting)]
+    return [METHOD_NAMES[method], *cells] if losses else []

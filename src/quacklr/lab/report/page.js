@@ -1,13 +1,13 @@
 "use strict";
-/* The page around a run: sorting and filtering the table, and which run is open. The last is in the address. */
+/* Sorting and filtering the table of runs, and opening the run that the URL fragment names. */
 
 const table = $("table");
 const rows = table ? [...table.tBodies[0].rows] : [];
 const texts = new Map(rows.map((row) => [row, `${row.dataset.name} ${row.textContent}`.replace(/\s+/g, " ")]));
 
-/** What a row is sorted by: a number where the cell has one, null where there is none to have. */
-function sortValue(row, place) {
-  const { textContent, dataset } = row.cells[place];
+/** The sort key of a row: a number or text, or null for an empty cell. */
+function sortValue(row, index) {
+  const { textContent, dataset } = row.cells[index];
   if (dataset.value === undefined) return textContent.trim() || null;
   return dataset.value === "" ? null : Number(dataset.value);
 }
@@ -19,22 +19,22 @@ function compare(one, other, sign) {
 }
 
 function sortBy(header) {
-  const place = header.cellIndex;
+  const index = header.cellIndex;
   const up = header.getAttribute("aria-sort") !== "ascending";
   for (const each of header.parentElement.cells) each.removeAttribute("aria-sort");
   header.setAttribute("aria-sort", up ? "ascending" : "descending");
-  const keyed = rows.map((row) => [row, sortValue(row, place)]);
+  const keyed = rows.map((row) => [row, sortValue(row, index)]);
   keyed.sort((one, other) => compare(one[1], other[1], up ? 1 : -1));
   table.tBodies[0].append(...keyed.map(([row]) => row));
 }
 
-/** Finds a phrase in any case; a number at its end is whole, so that `tau 1` does not find `tau 10`. */
+/** A case-insensitive pattern for a phrase; `tau 1` does not match `tau 10`. */
 function pattern(phrase) {
   const exact = phrase.replace(/[^\w\s]/g, "\\$&").replace(/\s+/g, " ");
   return new RegExp(/\s[\d.]+$/.test(phrase) ? `${exact}(?![\\d.])` : exact, "i");
 }
 
-/** A row is shown when it has every phrase of the search, which commas divide, and each choice. */
+/** Show the rows that contain all comma-separated phrases of the search and match all selected options. */
 function filter() {
   const { text, ...chosen } = Object.fromEntries(new FormData($("filters")));
   const patterns = text.split(",").map((phrase) => pattern(phrase.trim()));
@@ -46,7 +46,7 @@ function filter() {
   $("shown").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} runs`;
 }
 
-/** Show what the address asks for; anything but a run closes the one that is open. */
+/** Open the run that the URL fragment names; any other fragment closes the open run. */
 function route() {
   const key = /^#run=(.*)$/.exec(location.hash)?.[1];
   for (const row of rows) row.setAttribute("aria-current", row.dataset.key === key);
@@ -71,10 +71,10 @@ if (table) {
     const chosen = String(getSelection());
     if (!chosen && !event.target.closest("a")) location.hash = `run=${event.target.closest("tr").dataset.key}`;
   });
-  filter(); // a reload may bring back what was typed
+  filter(); // a reload can restore the fields
 }
 
-let unfolded = []; // what printing opened, to be closed again
+let unfolded = []; // opened for printing, closed afterwards
 addEventListener("beforeprint", () => {
   unfolded = [...document.querySelectorAll("details:not([open])")];
   for (const each of unfolded) each.open = true;

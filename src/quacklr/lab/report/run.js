@@ -1,8 +1,8 @@
 "use strict";
-/* One run: what it was, its curves, and its heads at each measured step. Text gets in as text nodes only. */
+/* The view of one run: its configuration, its curves, and a heatmap of its heads. Text is inserted as text nodes only. */
 
 const $ = (id) => document.getElementById(id);
-const coarse = matchMedia("(pointer: coarse)"); // fingers scroll the page, so they must not zoom the plots
+const coarse = matchMedia("(pointer: coarse)"); // on touch screens, plots must not zoom when the page is scrolled
 const LABELS = {
   "logits.max": "largest logit",
   "logits.step_change": "mean change of the logits by one step",
@@ -12,7 +12,7 @@ const LABELS = {
 };
 const GROUPS = { norm: (role) => `norm of ${role}`, rate: (role) => `learning rate of ${role}, relative to the base` };
 let opened = null; // the run that is shown
-let before = null; // the one that was shown before it
+let before = null; // the run that was shown before it
 
 /** An element with attributes and children; strings become text. */
 function make(tag, attributes, ...children) {
@@ -29,22 +29,22 @@ const largest = (values) => values.reduce((one, other) => Math.max(one, other), 
 const smallest = (values) => values.reduce((one, other) => Math.min(one, other), Infinity);
 const mean = (values) => values.reduce((one, other) => one + other, 0) / values.length;
 
-/** Whether values span so much that only a logarithmic scale shows them all. */
+/** Whether the values need a logarithmic scale. */
 const spansDecades = (values) => values.length > 0 && smallest(values) > 0 && largest(values) > 30 * smallest(values);
 
-/** [step, layers x heads] wherever it was measured, such as tables(run, "logits", "max"). */
+/** [step, layers x heads] for each measurement, such as tables(run, "logits", "max"). */
 function tables(run, group, name) {
   return run.history.filter((row) => row[group]?.[name]).map((row) => [row.step, row[group][name]]);
 }
 
-/** A curve of one number made from all heads. */
+/** A curve of one number that combines all heads. */
 function overHeads(run, group, name, combine) {
   const points = tables(run, group, name).map(([step, table]) => [step, seen(table.flat())]);
   const found = points.filter(([, values]) => values.length);
   return { x: found.map(([step]) => step), y: found.map(([, values]) => combine(values)) };
 }
 
-/** The curves of all heads as one trace with gaps between them: hundreds of heads stay quick to draw. */
+/** The curves of all heads as one trace with gaps, which is fast for hundreds of heads. */
 function eachHead(run, group, name) {
   const found = tables(run, group, name);
   const trace = { x: [], y: [], text: [] };
@@ -60,14 +60,14 @@ function eachHead(run, group, name) {
   return trace;
 }
 
-/** What a column of a table stands for: not every weight has a block for every head. */
+/** The label of a column: a weight can have a block per head, per group, or one for all heads. */
 function column(run, blocks, place) {
   if (blocks === run.config.attention.heads) return `head ${place}`;
   return blocks === 1 ? "all heads" : `group ${place}`;
 }
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;"); // plotly reads some tags in text
+const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;"); // plotly interprets some tags
 
 function trace(name, points, color, more = {}) {
   const { dash = "solid", width = 2, ...rest } = more;
@@ -81,7 +81,7 @@ function validation(run) {
   return { x: rows.map((row) => row.step), y: rows.map((row) => row.val_loss) };
 }
 
-/** Every chart of a run, as its title and traces; those without numbers are left out. */
+/** The charts of a run, as [title, traces]; charts without numbers are omitted. */
 function charts(run) {
   const dotted = { dash: "dot", width: 1.5 };
   const faint = { width: 1, opacity: 0.35 };
@@ -109,7 +109,7 @@ function charts(run) {
   return Object.entries(found).filter(([, traces]) => traces.some(({ y }) => seen(y).length));
 }
 
-/** Plotly's megabytes are in the page as text: a page of which no run is opened never pays for them. */
+/** Run plotly.js, which the page has as text, when it is first needed. */
 function plotly() {
   if (!window.Plotly) document.head.append(make("script", {}, $("plotly").textContent));
   return window.Plotly;
@@ -169,13 +169,13 @@ function offerMeasures(run) {
   if (offered.some((option) => option.value === chosen)) $("measure").value = chosen;
 }
 
-/** The tables of the chosen measure; its name may itself have a dot. */
+/** The tables of the selected measure, whose name can contain a dot. */
 function chosenTables() {
   const [group, ...name] = $("measure").value.split(".");
   return tables(opened, group, name.join("."));
 }
 
-/** Let the slider run over the steps of the chosen measure, as near as can be to the step it stood at. */
+/** Set the slider to the steps of the selected measure, at the one nearest to `step`. */
 function fitSlider(step) {
   const steps = chosenTables().map(([each]) => each);
   const far = steps.map((each) => Math.abs(each - step));
@@ -183,7 +183,7 @@ function fitSlider(step) {
   $("slider").value = far.indexOf(smallest(far));
 }
 
-/** Colours mean the same at every step of the run, so that moving the slider shows growth. */
+/** Draw the heatmap. The colour scale is the same at every step, so moving the slider shows growth. */
 function drawHeat() {
   const found = chosenTables();
   if (!found.length) return;
@@ -215,7 +215,7 @@ function drawHeat() {
   $("legend").replaceChildren(show(low), bar, show(high), make("span", {}, scale));
 }
 
-/** A line for each part, with its options as pairs: `heads 4`, `betas 0.9, 0.95`. */
+/** A row for each part of the configuration, with its options as pairs: `heads 4`, `betas 0.9, 0.95`. */
 function drawConfig(run) {
   const environment = { ...run.environment, ...run.environment.packages };
   delete environment.packages;

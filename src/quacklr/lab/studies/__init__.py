@@ -1,1 +1,1 @@
-"""Questions, and the grids of runs that answer them."""
+"""Studies: grids of runs, the claims that they test, and the statistics that decide them."""

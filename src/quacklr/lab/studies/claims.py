@@ -1,184 +1,184 @@
-"""The paper's Experiments section as checks on a ledger: one function a sentence, and the sentence is its docstring."""
+"""The claims of the paper's Experiments section: one function each, with the claim as its docstring."""
 
 from __future__ import annotations
 
-from quacklr.lab.methods import ConstantTau, Default, QKClipping, QKNorm, Quack
-from quacklr.lab.studies.names import NAMES, PAPERS
+from collections.abc import Sequence
+from functools import partial
+
+from quacklr.lab.methods import ConstantTau, Default, Method, QKClipping, QKNorm, Quack
+from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS
 from quacklr.lab.studies.questions import DECADES, timed
 from quacklr.lab.studies.results import (
     Results,
+    by_seed,
     compare,
     largest_logit,
     loss,
-    measured,
     middle_step_change,
     step_change,
     step_time,
 )
 from quacklr.lab.studies.verdicts import (
+    LOGIT,
     MARGIN,
-    STABLE,
     Answer,
     Claim,
-    against,
+    Tested,
     agree,
-    all_of,
+    answer,
     below,
-    differ,
+    difference,
+    geometric_mean,
     less,
-    level,
-    levels,
+    logit_above_stable,
+    mean_and_sd,
+    method_means,
     more,
-    power,
+    place,
 )
 
 BOTH = ("mha", "mla")
-LOGIT, CHANGE, TIME = "log10 of the largest logit", "log10 of a step's mean change of logits", "log10 of a step's time"
-DOUBLE = 0.3  # log10 of 2
+CHANGE, TIME = "log10 of a step's mean change of logits", "log10 of a step's time"
+below_double = partial(below, limit=0.3)  # log10 of 2
 
 
 def lowering_stabilises(results: Results) -> Answer:
     """Lowering the learning rates of query and key weights alone stabilises a high learning rate."""
-    lr = results.scale.high
+    where, lr = place("mha", results.scale.high), results.scale.high
     default, lowered = results.best("mha", Default, lr), results.best("mha", ConstantTau(0.1), lr)
-    where = f"MHA, lr {lr:g}"
-    better = differ(where, lowered, default)
-    calm = against(where, lowered, STABLE, largest_logit, f"{LOGIT} - {STABLE:g}")
-    wild = against(where, default, STABLE, largest_logit, f"{LOGIT} - {STABLE:g}")
-    verdict = all_of([less(better), less(calm), more(wild)])
     text = (
-        f"with a tenth of the rate on queries and keys the loss is {level(lowered)} instead of {level(default)}, "
-        f"the largest logit {power(lowered, largest_logit)} instead of {power(default, largest_logit)} ({where})"
+        f"with a tenth of the rate on queries and keys the loss is {mean_and_sd(lowered)} instead of "
+        f"{mean_and_sd(default)}, the largest logit {geometric_mean(lowered, largest_logit)} instead of "
+        f"{geometric_mean(default, largest_logit)} ({where})"
     )
-    return Answer(verdict, text, [better, calm, wild])
+    calm, wild = logit_above_stable(where, lowered), logit_above_stable(where, default)
+    return answer(text, (less, difference(where, lowered, default)), (less, calm), (more, wild))
 
 
 def low_rate_agreement(results: Results) -> Answer:
     """At the lowest learning rate all methods perform similarly."""
-    lr, evidence = results.scale.rates[0], []
+    lr, tested = results.scale.rates[0], []
     for attention in BOTH:
         norm = results.best(attention, QKNorm, lr)
-        for method in PAPERS:
-            if method is not QKNorm:
-                runs = results.best(attention, method, lr)
-                evidence.append(differ(f"{attention.upper()}, lr {lr:g}", runs, norm))
-    text = "; ".join(levels(results, attention, PAPERS, lr) for attention in BOTH)
-    return Answer(all_of(agree(each) for each in evidence), f"{text} (the same is within {MARGIN:g})", evidence)
+        others = (results.best(attention, method, lr) for method in PAPER_METHODS if method is not QKNorm)
+        tested += [(agree, difference(place(attention, lr), runs, norm)) for runs in others]
+    text = "; ".join(method_means(results, attention, PAPER_METHODS, lr) for attention in BOTH)
+    return answer(f"{text} (the same is within {MARGIN:g})", *tested)
 
 
 def higher_is_better(results: Results) -> Answer:
     """Performance is improved by raising the learning rate above the lowest, where the method is stable."""
     lowest, *others = results.scale.rates
-    evidence, texts = [], []
+    return compare_rates(results, results.scale.rates, [(lr, lowest) for lr in others])
+
+
+def compare_rates(results: Results, rates: Sequence[float], pairs: Sequence[tuple[float, float]]) -> Answer:
+    """Whether the first rate of each pair has the lower loss, for the methods that are stable at all rates."""
+    tested, texts = [], []
     for attention in BOTH:
         for method in (QKNorm, Quack):
-            low = results.best(attention, method, lowest)
-            levels_here = [f"{level(low)} at {lowest:g}"]
-            for lr in others:
-                high = results.best(attention, method, lr)
-                evidence.append(differ(f"{attention.upper()}, lr {lr:g} - lr {lowest:g}", high, low))
-                levels_here.append(f"{level(high)} at {lr:g}")
-            texts.append(f"{attention.upper()} {NAMES[method]} {', '.join(levels_here)}")
-    return Answer(all_of(less(each) for each in evidence), "; ".join(texts), evidence)
+            runs = {lr: results.best(attention, method, lr) for lr in rates}
+            for one, other in pairs:
+                where = f"{place(attention, one)} - lr {other:g}"
+                tested.append((less, difference(where, runs[one], runs[other])))
+            means = ", ".join(f"{mean_and_sd(runs[lr])} at {lr:g}" for lr in rates)
+            texts.append(f"{attention.upper()} {METHOD_NAMES[method]} {means}")
+    return answer("; ".join(texts), *tested)
 
 
 def clip_is_not_enough(results: Results) -> Answer:
     """QK clip is not enough at the highest learning rate: it ends above QuacK, and furthest in MLA."""
-    lr = results.scale.high
-    gaps = {}
-    evidence = []
+    lr, gaps, evidence = results.scale.high, {}, []
     for attention in BOTH:
         clip, quack = results.best(attention, QKClipping, lr), results.best(attention, Quack, lr)
-        evidence.append(differ(f"{attention.upper()}, lr {lr:g}", clip, quack))
+        evidence.append(difference(place(attention, lr), clip, quack))
         gaps[attention] = {seed: loss(clip[seed]) - loss(quack[seed]) for seed in clip.keys() & quack.keys()}
-    worst = compare(f"QK clip's gap to QuacK, MLA - MHA, lr {lr:g}", gaps["mla"], gaps["mha"])
-    text = "; ".join(levels(results, attention, (Default, QKClipping, Quack), lr) for attention in BOTH)
-    return Answer(all_of(more(each) for each in [*evidence, worst]), text, [*evidence, worst])
+    evidence.append(compare(f"QK clip's gap to QuacK, MLA - MHA, lr {lr:g}", gaps["mla"], gaps["mha"]))
+    text = "; ".join(method_means(results, attention, (Default, QKClipping, Quack), lr) for attention in BOTH)
+    return answer(text, *((more, each) for each in evidence))
 
 
 def constant_loses(results: Results) -> Answer:
     """A constant tau is stable, but loses to QuacK in MHA and in MLA."""
-    lr, verdicts, evidence = results.scale.high, [], []
+    lr, tested = results.scale.high, []
     for attention in BOTH:
-        where = f"{attention.upper()}, lr {lr:g}"
+        where = place(attention, lr)
         constant, quack = results.best(attention, ConstantTau, lr), results.best(attention, Quack, lr)
-        gap = differ(where, constant, quack)
-        calm = against(where, constant, STABLE, largest_logit, f"{LOGIT} - {STABLE:g}")
-        verdicts += [more(gap), less(calm)]
-        evidence += [gap, calm]
-    text = "; ".join(levels(results, attention, (ConstantTau, Quack), lr) for attention in BOTH)
-    return Answer(all_of(verdicts), text, evidence)
+        tested += [(more, difference(where, constant, quack)), (less, logit_above_stable(where, constant))]
+    text = "; ".join(method_means(results, attention, (ConstantTau, Quack), lr) for attention in BOTH)
+    return answer(text, *tested)
 
 
 def norm_is_slightly_better(results: Results) -> Answer:
     """QuacK is slightly worse than QK norm in MHA: behind it, but nearer to it than to the default."""
-    lr = results.scale.high
+    lr, where = results.scale.high, place("mha", results.scale.high)
     quack, norm, default = (results.best("mha", method, lr) for method in (Quack, QKNorm, Default))
-    behind = differ(f"MHA, lr {lr:g}", quack, norm)
-    losses = [measured(runs, loss) for runs in (quack, norm, default)]
+    behind = difference(where, quack, norm)
+    losses = [by_seed(runs, loss) for runs in (quack, norm, default)]
     shared = set.intersection(*(set(each) for each in losses))
     middle = {seed: (losses[1][seed] + losses[2][seed]) / 2 for seed in shared}
-    near = compare(f"MHA, lr {lr:g}: QuacK - the middle of QK norm and default, validation loss", losses[0], middle)
-    return Answer(
-        all_of([more(behind), less(near)]), levels(results, "mha", (QKNorm, Quack, Default), lr), [behind, near]
-    )
+    near = compare(f"{where}: QuacK - the middle of QK norm and default, validation loss", losses[0], middle)
+    return answer(method_means(results, "mha", (QKNorm, Quack, Default), lr), (more, behind), (less, near))
 
 
 def best_for_latent_decoding(results: Results) -> Answer:
     """QuacK is the best of the paper's methods that allow latent decoding in MLA, at the highest learning rate."""
-    lr = results.scale.high
+    return best_in_mla(results, (Default, QKClipping, ConstantTau), results.scale.high)
+
+
+def best_in_mla(results: Results, others: Sequence[type[Method]], lr: float | None) -> Answer:
+    """Whether QuacK has the lowest loss in MLA, at a learning rate or with each method at its best rate."""
+    where = "MLA, each at its best lr" if lr is None else place("mla", lr)
     quack = results.best("mla", Quack, lr)
-    others = (Default, QKClipping, ConstantTau)
-    evidence = [differ(f"MLA, lr {lr:g}", quack, results.best("mla", other, lr)) for other in others]
-    return Answer(
-        all_of(less(each) for each in evidence), levels(results, "mla", (Quack, *others, QKNorm), lr), evidence
-    )
+    tested = [(less, difference(where, quack, results.best("mla", other, lr))) for other in others]
+    return answer(method_means(results, "mla", (Quack, *others, QKNorm), lr), *tested)
 
 
 def norms_differ_little(results: Results) -> Answer:
     """Frobenius and spectral norm differ little, at every tau of the paper."""
     lr, evidence = results.scale.high, []
     for tau in DECADES:
-        spectral = results.best("mha", Quack(tau, norm="spectral"), lr)
-        evidence.append(differ(f"MHA, lr {lr:g}", spectral, results.best("mha", Quack(tau), lr)))
+        spectral, frobenius = results.best("mha", Quack(tau, norm="spectral"), lr), results.best("mha", Quack(tau), lr)
+        evidence.append(difference(place("mha", lr), spectral, frobenius))
     widest = max(evidence, key=lambda each: abs(each.mean))
     text = f"over {len(evidence)} values of tau the difference is at most {abs(widest.mean):.3f} ({widest})"
-    return Answer(all_of(agree(each) for each in evidence), f"{text}; little is within {MARGIN:g}", evidence)
+    return answer(f"{text}; little is within {MARGIN:g}", *((agree, each) for each in evidence))
 
 
 def both_bounded(results: Results) -> Answer:
     """QuacK controls the largest logit as well as the change in logits."""
-    lr, verdicts, evidence, texts = results.scale.high, [], [], []
+    lr, texts = results.scale.high, []
+    tested: list[Tested] = []
     for attention in BOTH:
-        where = f"{attention.upper()}, lr {lr:g}"
+        where = place(attention, lr)
         quack, default = results.best(attention, Quack, lr), results.best(attention, Default, lr)
-        lower = [
-            differ(where, quack, default, largest_logit, LOGIT),
-            differ(where, quack, default, step_change, CHANGE),
-        ]
         label = f"{where}: QuacK's change at the end - in the middle of training, {CHANGE}"
-        growth = compare(label, measured(quack, step_change), measured(quack, middle_step_change))
-        calm = against(where, quack, STABLE, largest_logit, f"{LOGIT} - {STABLE:g}")
-        verdicts += [*(less(each) for each in lower), less(calm), below(growth, DOUBLE)]
-        evidence += [*lower, calm, growth]
-        texts.append(
-            f"{where}: largest logit {power(quack, largest_logit)} (default {power(default, largest_logit)}), "
-            f"mean change of a step {power(quack, step_change)} (default {power(default, step_change)})"
+        growth = compare(label, by_seed(quack, step_change), by_seed(quack, middle_step_change))
+        tested += [
+            (less, difference(where, quack, default, largest_logit, LOGIT)),
+            (less, difference(where, quack, default, step_change, CHANGE)),
+            (less, logit_above_stable(where, quack)),
+            (below_double, growth),
+        ]
+        logits, changes = (
+            f"{geometric_mean(quack, measure)} (default {geometric_mean(default, measure)})"
+            for measure in (largest_logit, step_change)
         )
-    return Answer(all_of(verdicts), "; ".join(texts), evidence)
+        texts.append(f"{where}: largest logit {logits}, mean change of a step {changes}")
+    return answer("; ".join(texts), *tested)
 
 
 def faster(results: Results) -> Answer:
     """A step with QuacK is faster than one with QK norm, and than one with QK clip."""
-    taken = Results((each for each in results.every if each.environment.get("turns")), timed(results.scale))
+    interleaved = Results((each for each in results.ledger if each.environment.get("turns")), timed(results.scale))
     lr, evidence, texts = results.scale.high, [], []
     for attention in BOTH:
-        quack = taken.best(attention, Quack, lr)
+        quack = interleaved.best(attention, Quack, lr)
         for rival in (QKNorm, QKClipping):
-            slower = differ(f"{attention.upper()}", taken.best(attention, rival, lr), quack, step_time, TIME)
-            evidence.append(slower)
-            texts.append(f"{attention.upper()} {NAMES[rival]} / QuacK {10**slower.mean:.3f}")
-    return Answer(all_of(more(each) for each in evidence), f"time of a step, {', '.join(texts)}", evidence)
+            runs = interleaved.best(attention, rival, lr)
+            evidence.append(difference(attention.upper(), runs, quack, step_time, TIME))
+            texts.append(f"{attention.upper()} {METHOD_NAMES[rival]} / QuacK {10 ** evidence[-1].mean:.3f}")
+    return answer(f"time of a step, {', '.join(texts)}", *((more, each) for each in evidence))
 
 
 CLAIMS: dict[str, Claim] = {

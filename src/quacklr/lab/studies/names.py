@@ -1,4 +1,4 @@
-"""How methods and runs are called wherever people read about them."""
+"""Names of methods and runs in tables, figures and messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quacklr.lab.methods import (
     SoftCap,
 )
 
-NAMES: dict[type, str] = {
+METHOD_NAMES: dict[type, str] = {
     Default: "default",
     QKNorm: "QK norm",
     AbsorbedQKNorm: "absorbed QK norm",
@@ -27,36 +27,35 @@ NAMES: dict[type, str] = {
     SoftCap: "soft-capping",
     SigmaReparametrised: "sigma-Reparam",
 }
-"""By type of method, in the order in which they are listed everywhere."""
+"""By type of method, in the order of all tables and legends."""
 
-PAPERS: tuple[type[Method], ...] = (Default, QKNorm, QKClipping, ConstantTau, Quack)
-"""Those that the paper compares."""
+PAPER_METHODS: tuple[type[Method], ...] = (Default, QKNorm, QKClipping, ConstantTau, Quack)
+"""The methods that the paper compares."""
 
 
 def method_name(method: Method) -> str:
-    """The method, whatever its settings."""
-    return NAMES[type(method)]
+    """The name of a method, without its settings."""
+    return METHOD_NAMES[type(method)]
 
 
 def settings_of(method: Method) -> str:
-    """The settings that are not at their default, and the first one always: `tau 0.3, norm spectral`."""
-    values = values_of(method)
-    plain = values_of(type(method)())
+    """The first setting and all that are not at their default: `tau 0.3, norm spectral`."""
+    defaults = values_of(type(method)())
     shown = [
         f"{name} {value:g}" if isinstance(value, float) else name if value is True else f"{name} {value}"
-        for place, (name, value) in enumerate(values.items())
-        if place == 0 or value != plain[name]
+        for index, (name, value) in enumerate(values_of(method).items())
+        if index == 0 or value != defaults[name]
     ]
     return ", ".join(shown)
 
 
-def plain(number: float) -> str:
-    """For reading: no exponents, three digits or all before the point."""
+def readable_number(number: float) -> str:
+    """A number without exponent, with at least three digits."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def describe(config: Config) -> str:
-    """A run in one line."""
+    """A run in one line, such as `MLA, QuacK (tau 1), muon lr 0.1, seed 0`."""
     settings = settings_of(config.method)
     parts = [kind_of("attention", config.attention).upper()]
     parts += ["latent norms"] if getattr(config.attention, "latent_norm", False) else []

@@ -1,7 +1,6 @@
-"""The studies: each a question, and the grid of runs that answers it.
+"""The studies: each is a question, and the grid of runs that answers it.
 
-A study says nothing about seeds, places or what has been run already: `quacklr sweep` adds those. Where two studies
-contain the same run, it is done once.
+`quacklr sweep` adds the seeds, and skips runs that are in the ledger. A run that is in two studies is run once.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from quacklr.lab.studies.scale import StudyScale
 Study = Callable[[StudyScale], Iterator[Config]]
 
 DECADES = (0.01, 0.1, 1.0, 10.0)  # the paper's values of tau
-QUACK_TAUS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0)  # and points between, where each is at its best
-CONSTANT_TAUS = (0.01, 0.03, 0.1, 0.3, 1.0)  # with 1 it is the default, which is broken already
-OTHERS: tuple[Method, ...] = (MuonSplit(), SoftCap(), SigmaReparametrised())  # what the paper does not test
+QUACK_TAUS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0)  # and values between, near the best
+CONSTANT_TAUS = (0.01, 0.03, 0.1, 0.3, 1.0)  # 1 is the default
+OTHERS: tuple[Method, ...] = (MuonSplit(), SoftCap(), SigmaReparametrised())  # not tested by the paper
 TIMED_STEPS = 60
-ADAMW_RATE = 3e-2  # where AdamW's default breaks at the size `cpu`
+ADAMW_RATE = 3e-2  # where the default is unstable with AdamW, at the scale `cpu`
 
 
 def critical(scale: StudyScale) -> Iterator[Config]:
@@ -45,14 +44,14 @@ def critical(scale: StudyScale) -> Iterator[Config]:
         yield scale.run("mha", method, scale.high)
 
 
-def settings(place: int) -> list[Method]:
-    """The paper's methods, each with the settings that it may choose from; `place` counts rates from the top.
+def method_settings(rank: int) -> list[Method]:
+    """The paper's methods with the settings to select from; `rank` 0 is the highest learning rate.
 
     The lower the learning rate, the larger the best tau. A constant tau of 1 is the default.
     """
-    thresholds = ((100.0, 30.0), (100.0,), (100.0,))[place]
-    constant = ((0.1, 0.3, 0.03), (3.0,), (3.0, 10.0))[place]
-    quack = ((1.0, 3.0, 0.3), (3.0, 10.0), (3.0, 10.0))[place]
+    thresholds = ((100.0, 30.0), (100.0,), (100.0,))[rank]
+    constant = ((0.1, 0.3, 0.03), (3.0,), (3.0, 10.0))[rank]
+    quack = ((1.0, 3.0, 0.3), (3.0, 10.0), (3.0, 10.0))[rank]
     return [
         Default(),
         QKNorm(),
@@ -68,16 +67,16 @@ def interventions(scale: StudyScale) -> Iterator[Config]:
     Scientific: the method, the attention, the learning rate. Nuisance, best of each: tau, threshold. Fixed: model,
     data, steps; the answer holds for those only.
     """
-    for place, lr in enumerate(reversed(scale.rates)):
-        for method in settings(place):
+    for rank, lr in enumerate(reversed(scale.rates)):
+        for method in method_settings(rank):
             for attention in scale.attentions:
                 yield scale.run(attention, method, lr)
 
 
 def norms(scale: StudyScale) -> Iterator[Config]:
-    """Figure 3: does it matter how weights are measured, and how well must tau be known?
+    """Figure 3: does the norm matter, and how sensitive is the loss to tau?
 
-    Scientific: Frobenius, spectral, or no adapting at all (a constant tau); tau. Fixed: MHA at the highest rate.
+    Scientific: Frobenius norm, spectral norm, or a constant tau; tau. Fixed: MHA at the highest rate.
     """
     spectral = (Quack(tau, norm="spectral") for tau in DECADES)
     constant = (ConstantTau(tau) if tau != 1 else Default() for tau in CONSTANT_TAUS)
@@ -88,7 +87,7 @@ def norms(scale: StudyScale) -> Iterator[Config]:
 def rivals(scale: StudyScale) -> Iterator[Config]:
     """Does per-head Muon, soft-capping or sigma-Reparam remove the need for QuacK at the highest learning rate?
 
-    Scientific: the method, the attention. Nuisance: which weights sigma-Reparam norms. Fixed: the learning rate.
+    Scientific: the method, the attention. Nuisance: which weights sigma-Reparam normalises. Fixed: the learning rate.
     """
     for method in (*OTHERS, SigmaReparametrised("qk")):
         for attention in scale.attentions:
@@ -96,7 +95,7 @@ def rivals(scale: StudyScale) -> Iterator[Config]:
 
 
 def sensitivity(scale: StudyScale) -> Iterator[Config]:
-    """With `interventions` and `rivals`: how much does each method depend on a well chosen learning rate?
+    """With `interventions` and `rivals`: how sensitive is each method to the learning rate?
 
     Scientific: the method, the learning rate. Fixed: the rivals' settings.
     """
@@ -107,9 +106,9 @@ def sensitivity(scale: StudyScale) -> Iterator[Config]:
 
 
 def latents(scale: StudyScale) -> Iterator[Config]:
-    """Where latents have norms, does QuacK do better when it knows that they cut dq and dkv off?
+    """If latents have norms, does QuacK do better with paths that end at the norms, without dq and dkv?
 
-    Scientific: Algorithm 2 to the letter, or with the cut. Fixed: MLA with latent norms, the highest rate, tau 1.
+    Scientific: Algorithm 2 literally, or with the shorter paths. Fixed: MLA with latent norms, the highest rate, tau 1.
     """
     spec = scale.attentions["mla"]
     assert isinstance(spec, MLA)
@@ -121,7 +120,7 @@ def latents(scale: StudyScale) -> Iterator[Config]:
 def absorbed(scale: StudyScale) -> Iterator[Config]:
     """Does the QK norm that keeps latent decoding (arXiv 2606.16310) remove the need for QuacK in MLA?
 
-    Scientific: the norm on both parts of queries and keys; what it is compared with is in `interventions`. Fixed:
+    Scientific: the norm on both parts of queries and keys; the runs to compare with are in `interventions`. Fixed:
     MLA, the learning rates.
     """
     for lr in reversed(scale.rates):
@@ -129,23 +128,23 @@ def absorbed(scale: StudyScale) -> Iterator[Config]:
 
 
 def adamw(scale: StudyScale) -> Iterator[Config]:
-    """Does it hold with AdamW instead of Muon?
+    """Do the results hold with AdamW instead of Muon?
 
-    Scientific: the method. Nuisance: tau. Fixed: MHA, AdamW for all weights at a rate where the default breaks.
+    Scientific: the method. Nuisance: tau. Fixed: MHA, AdamW for all weights at a rate where the default is unstable.
     """
     for method in (Default(), QKNorm(), Quack(0.3), Quack(0.1), ConstantTau(0.1)):
         yield scale.run("mha", method, ADAMW_RATE, optimizer=AdamWRecipe())
 
 
 def timed(scale: StudyScale) -> StudyScale:
-    """The scale with runs just long enough to time a step."""
+    """The scale with shorter runs, to measure the time of a step."""
     training = replace(scale.base.training, steps=TIMED_STEPS)
     schedule = Constant(min(TIMED_STEPS // 2, scale.base.schedule.warmup))
     return replace(scale, base=replace(scale.base, training=training, schedule=schedule))
 
 
 def speed(scale: StudyScale) -> Iterator[Config]:
-    """What does a step of each method cost? A step of each in turn, in one process; a seed is a repetition.
+    """What does a step of each method cost? The steps are interleaved in one process; a seed is a repetition.
 
     Scientific: the method, the attention. Fixed: everything else.
     """
@@ -165,14 +164,6 @@ def demo(scale: StudyScale) -> Iterator[Config]:
 
 
 STUDIES: dict[str, Study] = {
-    "critical": critical,
-    "interventions": interventions,
-    "rivals": rivals,
-    "latents": latents,
-    "absorbed": absorbed,
-    "norms": norms,
-    "adamw": adamw,
-    "sensitivity": sensitivity,
-    "speed": speed,
-    "demo": demo,
+    study.__name__: study
+    for study in (critical, interventions, rivals, latents, absorbed, norms, adamw, sensitivity, speed, demo)
 }

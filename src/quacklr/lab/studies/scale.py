@@ -1,4 +1,4 @@
-"""A size at which studies are run: a preset, its kinds of attention, and the learning rates that matter there."""
+"""A scale of the studies: a preset, its kinds of attention, and its learning rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quacklr.lab.model import MHA, MLA
 from quacklr.lab.presets import ATTENTIONS, PRESETS
 
 RATES: dict[str, tuple[float, ...]] = {
-    "cpu": (1e-3, 1e-2, 1e-1),  # the paper's in thirds: the rate at which logits explode falls as the model grows
+    "cpu": (1e-3, 1e-2, 1e-1),  # above the paper's, because the rate at which logits explode falls as models grow
     "100m": (3e-4, 3e-3, 3e-2),
     "paper": (3e-4, 3e-3, 3e-2),
 }
@@ -23,17 +23,17 @@ RATES: dict[str, tuple[float, ...]] = {
 
 @dataclass(frozen=True)
 class StudyScale:
-    """Everything that a study leaves fixed."""
+    """The part of a configuration that studies do not vary, and the values of what they vary."""
 
     name: str
     base: Config
     attentions: dict[str, MHA | MLA]
     rates: tuple[float, ...]
-    """Base learning rates, from the lowest to the one at which the default breaks."""
+    """Learning rates, ascending. At the last one the default is unstable."""
 
     @property
     def high(self) -> float:
-        """The highest of the learning rates."""
+        """The highest learning rate."""
         return self.rates[-1]
 
     def run(self, attention: str, method: Method, lr: float, **changes: Any) -> Config:
@@ -41,6 +41,14 @@ class StudyScale:
         optimizer = replace(changes.pop("optimizer", self.base.optimizer), lr=lr)
         config = replace(self.base, attention=self.attentions[attention], **changes)
         return replace(config, method=method, optimizer=optimizer)
+
+    def contains(self, config: Config) -> bool:
+        """Whether a run is of this scale: equal to the base in everything that studies do not vary."""
+        base = self.base
+        varied = {name: getattr(base, name) for name in ("attention", "method", "optimizer")}
+        training = replace(config.training, seed=base.training.seed)
+        machine = replace(config.machine, threads=base.machine.threads)
+        return replace(config, **varied, training=training, machine=machine) == base
 
 
 @dataclass(frozen=True)
@@ -50,30 +58,28 @@ class Size:
     scale: Annotated[Literal["cpu", "100m", "paper"], tyro.conf.arg(help_behavior_hint="")] = "cpu"
     """The size of the models; the larger ones need GPUs."""
     corpus: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
-    """Other data than that of the scale."""
+    """Training data; that of the scale unless given."""
     steps: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Shorter or longer runs than those of the scale."""
+    """Steps of each run; those of the scale unless given."""
 
 
 def scale_of(size: Size) -> StudyScale:
-    """The scale that the options mean, named for people: `cpu`, `cpu, 150 steps`."""
+    """The scale that the options select, with a name such as `cpu` or `cpu, 150 steps`."""
     preset = "paper-mha" if size.scale == "paper" else size.scale
-    given: dict[str, Any] = {
-        name: value for name, value in {"corpus": size.corpus, "steps": size.steps}.items() if value is not None
-    }
     base = PRESETS[preset]
     if size.steps is not None and size.steps < base.schedule.warmup:
         raise UserError(f"--steps {size.steps} is less than the warmup of {base.schedule.warmup} steps")
+    options: dict[str, Any] = {"corpus": size.corpus, "steps": size.steps}
+    training = replace(base.training, **{name: value for name, value in options.items() if value is not None})
     watch = replace(base.watch, eval_every=base.watch.eval_every // 2, probe_every=base.watch.probe_every // 2)
-    base = replace(base, training=replace(base.training, **given), watch=watch)  # smoother curves
-    name = size.scale + "".join(
-        [f", {size.steps} steps" if size.steps else "", f", {size.corpus}" if size.corpus else ""]
+    parts = [size.scale, *([f"{size.steps} steps"] if size.steps else []), *([size.corpus] if size.corpus else [])]
+    return StudyScale(
+        ", ".join(parts), replace(base, training=training, watch=watch), ATTENTIONS[preset], RATES[size.scale]
     )
-    return StudyScale(name, base, ATTENTIONS[preset], RATES[size.scale])
 
 
 def seeded(configs: Iterator[Config], seeds: int) -> Iterator[Config]:
-    """All of them with seed 0, then all with seed 1, and so on: what is stopped early has whole seeds."""
+    """All configurations with seed 0, then all with seed 1, and so on, so an interrupted sweep has complete seeds."""
     grid = list(configs)
     for seed in range(seeds):
         for config in grid:

@@ -1,4 +1,4 @@
-"""Which model of transformers computes the same as ours, how it is configured, and our weights under its names.
+"""Convert a trained model to the transformers architecture that computes the same function.
 
     MHA                      Llama
     MHA with QK norm         Qwen3
@@ -26,57 +26,59 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LATENT_EPS = 1e-6
-"""What DeepSeek-V3's norms of latents add to the mean square, whatever its configuration says."""
+"""Epsilon of DeepSeek-V3's latent norms, which is not configurable."""
 
 
-def twin_of(config: Config) -> str:
-    """Llama, Qwen3 or DeepseekV3; UserError, with the way out, if transformers has no model that computes the same."""
+def architecture(config: Config) -> str:
+    """Llama, Qwen3 or DeepseekV3; UserError if no architecture of transformers computes the same function."""
     width, eps = config.shape.d_model, config.shape.norm_eps
     match config.attention, config.method:
         case _, SoftCap():
-            raise no_twin(
+            raise unsupported(
                 "Llama and DeepSeek-V3 do not cap their logits, and Gemma 2, which does, has other blocks; train with "
                 "another --method"
             )
         case MHA(), QKNorm():
             return "Qwen3"
         case MHA(heads), _ if width % heads:
-            raise no_twin(f"its Llama wants --heads to divide --d-model; train with others than {heads} and {width}")
+            raise unsupported(
+                f"its Llama wants --heads to divide --d-model; train with others than {heads} and {width}"
+            )
         case MHA(), _:
             return "Llama"
         case MLA(), QKNorm() | AbsorbedQKNorm():
-            raise no_twin("none has MLA with a norm on queries and keys; train with another --method")
+            raise unsupported("none has MLA with a norm on queries and keys; train with another --method")
         case MLA(latent_norm=False), _:
-            raise no_twin("DeepSeek-V3 norms the latents of MLA, and this model does not; train with --latent-norm")
+            raise unsupported("DeepSeek-V3 norms the latents of MLA, and this model does not; train with --latent-norm")
         case _ if eps != LATENT_EPS:
-            raise no_twin(f"DeepSeek-V3 norms latents with an eps of 1e-6; train with --norm-eps 1e-6, not {eps:g}")
+            raise unsupported(f"DeepSeek-V3 norms latents with an eps of 1e-6; train with --norm-eps 1e-6, not {eps:g}")
     return "DeepseekV3"
 
 
-def no_twin(why: str) -> UserError:
-    """The refusal of a run that stays ours."""
+def unsupported(why: str) -> UserError:
+    """The error for a run that cannot be exported."""
     return UserError(
         f"no model of transformers computes what this run has trained: {why}; or use it from Python, by "
         "quacklr.lab.train.trained.open_run"
     )
 
 
-def made(model: Decoder, config: Config, end: int) -> PreTrainedModel:
-    """The twin, with the very tensors of our model wherever it has them in the same order; `end` ends a document."""
+def convert(model: Decoder, config: Config, end: int) -> PreTrainedModel:
+    """The model of transformers. It shares tensors with ours where the layout is equal; `end` ends a document."""
     import transformers
 
-    name = twin_of(config)
-    configured = getattr(transformers, f"{name}Config")(**settings(config, end))
-    configured.quacklr = {"version": quacklr.__version__, "method": kind_of("method", config.method)}
-    configured.rope_theta = config.shape.rope_theta  # where older readers look; they would take their default instead
+    name = architecture(config)
+    hf_config = getattr(transformers, f"{name}Config")(**settings(config, end))
+    hf_config.quacklr = {"version": quacklr.__version__, "method": kind_of("method", config.method)}
+    hf_config.rope_theta = config.shape.rope_theta  # where older versions read it
     with torch.device("meta"):
-        twin: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(configured)
-    twin.load_state_dict(weights(model), strict=True, assign=True)
-    return twin
+        converted: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(hf_config)
+    converted.load_state_dict(weights(model), strict=True, assign=True)
+    return converted
 
 
 def settings(config: Config, end: int) -> dict[str, Any]:
-    """The twin's configuration. A document begins where another ends, so both have the same token."""
+    """The configuration of the transformers model. One token both ends a document and begins the next."""
     shape, spec = config.shape, config.attention
     decoder = {
         "vocab_size": shape.vocab,
@@ -107,7 +109,7 @@ def settings(config: Config, end: int) -> dict[str, Any]:
 
 
 def weights(model: Decoder) -> dict[str, Tensor]:
-    """Our weights, under the names that all three twins share but for those of the attention."""
+    """Our weights by their names in transformers; only those of the attention depend on the architecture."""
     embedding = model.embedding.weight
     named: dict[str, Tensor] = {"model.embed_tokens": embedding, "model.norm": model.norm.weight, "lm_head": embedding}
     blocks: Iterable[Any] = model.blocks
@@ -121,14 +123,14 @@ def weights(model: Decoder) -> dict[str, Tensor]:
 
 
 def multi_head(attention: Attention) -> dict[str, Tensor]:
-    """As Llama and Qwen3 name them."""
+    """The weights of MHA by their names in Llama and Qwen3."""
     norms = {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
     modules = {f"{role}_proj": getattr(attention, role) for role in "qkvo"} | norms
     return {name: module.weight for name, module in modules.items() if module is not None}
 
 
 def latent(attention: Latent) -> dict[str, Tensor]:
-    """As DeepSeek-V3 has them: both parts of a head's queries in one matrix, and so are its key and its value."""
+    """The weights of MLA by their names in DeepSeek-V3, which packs the parts of a query, and a key with its value."""
     a, heads = attention, attention.heads
     gains = {"q_a_layernorm": a.q_latent_norm, "kv_a_layernorm": a.kv_latent_norm}
     return {name: norm.weight for name, norm in gains.items() if norm is not None} | {
@@ -146,5 +148,5 @@ def by_head(linear: nn.Linear, heads: int) -> Tensor:
 
 
 def interleaved(rows_HRX: Tensor) -> Tensor:
-    """DeepSeek's order: the two that are turned together, i and i + R/2 with us, are 2i and 2i + 1."""
+    """Rows in DeepSeek's order: it rotates rows 2i and 2i + 1 as a pair, where we rotate i and i + R/2."""
     return rows_HRX.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)

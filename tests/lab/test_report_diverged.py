@@ -1,4 +1,4 @@
-"""A report on runs that were lost says so: all of them diverged, or some, or nothing was measured of them."""
+"""Reports on runs that diverged: all or some of them, with or without measurements."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from quacklr.lab import demo
+from quacklr.lab.ledger import Entry
 from quacklr.lab.report import command
 from quacklr.lab.studies.questions import STUDIES
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of, seeded
-from quacklr.lab.sweep.ledger import Entry
 from swept_runs import made
 
 SCALE = scale_of(Size())
@@ -23,7 +23,7 @@ NOTHING = [[None] * 4] * 4
 
 
 def runs(seeds: int = 1) -> list[Entry]:
-    """Those of the demo, which have both attentions."""
+    """The runs of the demo, which have both kinds of attention."""
     return [made(config, 3.0 + config.training.seed / 100) for config in seeded(STUDIES["demo"](SCALE), seeds)]
 
 
@@ -58,7 +58,7 @@ def reported(folder: Path, entries: list[Entry], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("how", LOSSES)
-def test_runs_that_were_all_lost_have_a_report(
+def test_a_ledger_whose_runs_all_diverged_has_a_report(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entries = [LOSSES[how](run) for run in runs()]
@@ -72,7 +72,7 @@ def test_runs_that_were_all_lost_have_a_report(
     assert (tmp_path / "report.html").read_text().count('data-status="diverged"') == 8 * ("diverged" in about)
 
 
-def test_how_many_of_a_methods_runs_were_lost_stands_beside_their_loss(
+def test_the_number_of_diverged_runs_is_shown_with_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "FIGURES", {})
@@ -90,7 +90,7 @@ def test_a_single_run_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert reported(tmp_path, [change(run) for run in runs()[:1]], monkeypatch) == 0
 
 
-def test_runs_that_all_crashed_are_told(
+def test_a_ledger_whose_runs_all_crashed_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entries = [Entry(run.config, "crashed", "out of memory") for run in runs()]
@@ -102,7 +102,7 @@ def test_runs_that_all_crashed_are_told(
 
 
 @pytest.mark.parametrize("how", [how for how in LOSSES if "never, but" not in how])
-def test_a_demo_whose_runs_were_all_lost_ends_with_its_table(
+def test_a_demo_whose_runs_all_diverged_prints_its_table(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "draw", lambda figures, results, _: [figure(results) for figure in figures.values()][:0])
