@@ -1,8 +1,7 @@
-"""Attention whose logits are a function of its products, measured: heads that are mixed are refused, others are found.
+"""Measuring attention whose logits are a function of its products: mixed heads are declined, others are found.
 
-The judge changes the rows of one head at a time and looks at what goes into the softmax: if a logit moves with the rows
-of two heads, relative to the others of its row, heads are mixed. What is learned is drawn anew for the judge, so that
-nothing starts at zero or as the identity.
+The tests change the rows of one head at a time. Heads are mixed if a logit, relative to the others of its row, changes
+with the rows of two heads. For this, learned tensors are random, not zero or the identity.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Functions of queries and keys before their product, measured: what is on a path, what is bounded, what is refused.
+"""Measuring functions of queries and keys before their product: on a path, bounded, or not describable by paths.
 
-The judge multiplies the weights of queries and of keys by a large number and sees how the largest logit grows: in
-proportion (they are on the path), not at all (they are on none), or more than that (no path can say so).
+The tests multiply the weights of queries and keys by a large number. The weights are on a path if the largest logit
+grows in proportion, and on none if it does not grow. If it grows faster, no path describes it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.compare import differences
 from quacklr.find.discover import found_by_rule
 
-def told(ruled, seen, model):
+def outcome_of(ruled, seen, model):
     if ruled is None:
         return "not found"
     if ruled.unknown:
@@ -25,11 +25,11 @@ def told(ruled, seen, model):
 
 torch.manual_seed(0)
 outcome = {}
-for asked in sys.argv[1:]:
-    name, *options = asked.split()
+for case in sys.argv[1:]:
+    name, *options = case.split()
     model = timm.create_model(name, pretrained=False, **dict.fromkeys(options, True))
     ruled, seen = found_by_rule(model), measured_paths(model, torch.randn(1, *model.default_cfg["input_size"]))
-    outcome[asked] = sorted({told(ruled.get(module), finding, model) for module, finding in seen.items()})
+    outcome[case] = sorted({outcome_of(ruled.get(module), finding, model) for module, finding in seen.items()})
 print(json.dumps(outcome))
 """
 EXPECTED = {

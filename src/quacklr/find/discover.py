@@ -76,7 +76,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
         found = _measured(model, sample, found)
     paths = LogitPaths(found)
     if not paths:
-        raise ValueError(f"{type(model).__name__} has {_nothing(found, sample is None)}")
+        raise ValueError(f"{type(model).__name__} has {_no_paths(found, sample is None)}")
     if unknown := [name for name, finding in found.items() if finding.unknown]:
         warnings.warn(
             f"attention is left alone in {len(unknown)} of {len(found)} modules, first {unknown[0] or 'the model'}: "
@@ -86,7 +86,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
     return paths
 
 
-def _nothing(found: Mapping[str, Finding], rules_only: bool) -> str:
+def _no_paths(found: Mapping[str, Finding], rules_only: bool) -> str:
     """The message for a model without paths: the reasons, and what to do."""
     reasons = _reasons(_left_alone(found))
     if found and not any(finding.unknown or finding.declared for finding in found.values()):

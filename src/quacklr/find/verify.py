@@ -46,16 +46,16 @@ class Verification:
     def __init__(self, model: nn.Module, found: Mapping[str, Finding], verify: bool) -> None:
         self._found = dict(found)
         ruled = [name for name, finding in found.items() if finding.origin == BY_RULE and not finding.unknown]
-        why = SWITCHED_OFF if not verify else _cannot(model) or WAITS
+        why = SWITCHED_OFF if not verify else _unverifiable(model) or WAITS
         self.notes: dict[str, str] = dict.fromkeys(ruled, why)
         self._batch = FirstBatch(model, ruled) if why == WAITS and ruled else None
-        self._kinds = {
+        self._unknown_classes = {
             name: type(module).__name__
             for name, module in named_modules(model)
             if name in ruled and found[name].paths and not is_trusted(module)
         }
         if why not in (WAITS, SWITCHED_OFF):
-            self._warn_of_guesses()
+            self._warn_unverified()
 
     def before_step(self) -> None:
         """Verify, if there was a batch. In a step with a closure, as Lightning's, the batch comes during the step."""
@@ -72,22 +72,22 @@ class Verification:
         notes: dict[str, str] = {}
         for name, (module, call) in self._batch.calls.items():
             if (called := module()) is not None:
-                notes |= self._measured(name, called, call)
+                notes |= self._notes_for(name, called, call)
         self.notes = {name: notes.get(name, NOT_SEEN if self._batch.calls else NO_BATCH) for name in self.notes}
         self.remove()
-        self._warn_of_guesses()
+        self._warn_unverified()
 
-    def _warn_of_guesses(self) -> None:
+    def _warn_unverified(self) -> None:
         """One warning for each reason why attentions of unknown classes were not verified."""
         guessed: dict[str, list[str]] = {}
-        for name in self._kinds:
+        for name in self._unknown_classes:
             if self.notes[name] != VERIFIED:
                 guessed.setdefault(self.notes[name], []).append(name)
         for why, names in guessed.items():
-            kinds = sorted({self._kinds[name] for name in names})
+            classes = sorted({self._unknown_classes[name] for name in names})
             where = names[0] or "the model"
             where += f" and {len(names) - 1} more" if len(names) > 1 else ""
-            warnings.warn(GUESSED.format(where, " and ".join(kinds), why), stacklevel=2)
+            warnings.warn(GUESSED.format(where, " and ".join(classes), why), stacklevel=2)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -95,7 +95,7 @@ class Verification:
             self._batch.remove()
             self._batch = None
 
-    def _measured(self, outer: str, module: nn.Module, call: Arguments) -> dict[str, str]:
+    def _notes_for(self, outer: str, module: nn.Module, call: Arguments) -> dict[str, str]:
         """The note for each attention in a module that was called."""
         why = "its inputs are too long to be measured"
         for part in slices(call):
@@ -107,33 +107,28 @@ class Verification:
         else:
             return {name: f"not verified: {why}" for name in self.notes if is_inside(name, outer)}
         seen = {".".join(filter(None, (outer, name))): finding for name, finding in seen.items()}
-        return {name: note for name, found in seen.items() if (note := self._compared(name, found, outer, module))}
+        return {name: note for name, found in seen.items() if (note := self._note_for(name, found, outer, module))}
 
-    def _compared(self, name: str, measured: Finding, outer: str, module: nn.Module) -> str:
+    def _note_for(self, name: str, measured: Finding, outer: str, module: nn.Module) -> str:
         """The note for an attention; empty if no rule found it. ValueError if a rule is wrong."""
         attention = dict(named_modules(module))[name.removeprefix(outer).lstrip(".")]
         ruled = self._found.get(name)
         if ruled is None:
-            declared = [other for other, finding in self._found.items() if finding.declared]
-            if measured.paths and not any(is_inside(name, other) for other in declared):
+            declared = any(finding.declared and is_inside(name, other) for other, finding in self._found.items())
+            if measured.paths and not declared:
                 warnings.warn(NOT_FOUND.format(name or "the model", type(attention).__name__), stacklevel=2)
-            return ""
-        if name not in self.notes:
+        if ruled is None or name not in self.notes:
             return ""
         if measured.undecided:
             return f"not verified: {measured.reason}"
-        if measured.unknown:
-            wrong = (
-                f"it says {'that it is on a path' if ruled.paths else ruled.reason}, but measured is: {measured.reason}"
-            )
-        else:
-            wrong = differences(ruled.paths, measured.paths, unwrapped(module))
-        if wrong:
+        said = "that it is on a path" if ruled.paths else ruled.reason
+        wrong = f"it says {said}, but measured is: {measured.reason}" if measured.unknown else ""
+        if wrong := wrong or differences(ruled.paths, measured.paths, unwrapped(module)):
             raise wrong_rule(name, attention, wrong, TAKE_MEASURED)
         return VERIFIED
 
 
-def _cannot(model: nn.Module) -> str:
+def _unverifiable(model: nn.Module) -> str:
     """The reason why a model cannot be verified while it trains; empty if it can."""
     if any(each._compiled_call_impl is not None for each in wrappers(model)):
         return COMPILED

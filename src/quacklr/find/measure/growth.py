@@ -20,7 +20,6 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from quacklr.find.measure.projection_rows import gradient_per_row
 from quacklr.find.measure.records import Attention, Projection
 from quacklr.util.autograd import gradients
 
@@ -69,7 +68,7 @@ class Slope:
             return torch.zeros(())
         if self.part == "logits":
             return gradient.abs().mean()
-        return gradient_per_row(numbered[self.at], gradient, Tensor.mean)
+        return numbered[self.at].gradient_per_row(gradient, Tensor.mean)
 
     def change(self, before: Tensor, after: Tensor) -> Change:
         """How the slope changes from a forward pass to the one at the larger scale.

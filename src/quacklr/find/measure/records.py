@@ -6,13 +6,16 @@ output ends at the leaves of earlier records, and is short.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
+from quacklr.find.parameter_rows import mask_key
 from quacklr.util.autograd import leaves_of
+
+THRESHOLD = 1e-6  # relative to the largest gradient of a row: smaller ones are rounding
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +33,48 @@ class Projection:
     rows: tuple[tuple[int, int], ...]  # (axis of the output, axis of the weight) for all axes that both have
     calls: tuple[int, ...]  # of modules that were running, outermost first
     number: int  # position among projections and products in the order they ran; -1 for a learned tensor
+
+    def gradient_per_row(self, gradient: Tensor, reduce: Callable[..., Tensor] = Tensor.amax) -> Tensor:
+        """The absolute gradient of the output, reduced over all axes but those of the rows."""
+        kept = [axis for axis, _ in self.rows]
+        others = [axis for axis in range(gradient.ndim) if axis not in kept]
+        size = gradient.detach().abs()
+        return reduce(size, others) if others else size
+
+    def rows_with(self, gradient: Tensor) -> RowMask:
+        """The rows whose output has a gradient."""
+        largest = self.gradient_per_row(gradient)
+        nonzero = (largest > THRESHOLD * largest.max()).cpu()
+        in_output = sorted(self.rows)
+        order = sorted(range(len(in_output)), key=lambda i: in_output[i][1])
+        axes = {axis for _, axis in self.rows}
+        shape = [size if axis in axes else 1 for axis, size in enumerate(self.weight.shape)]
+        return RowMask(self, nonzero.permute(order).reshape(shape))
+
+    def is_sparse(self, gradient: Tensor) -> bool:
+        """Whether single entries of the output have no gradient, as after a ReLU. Whole rows may have none by chance.
+
+        Otherwise the entries with a gradient are some rows, the same for every token that has any.
+        """
+        if len(self.rows) != 1 or self.output is None:
+            return False
+        by_row = gradient.movedim(self.rows[0][0], 0).flatten(1) != 0
+        rows, tokens = by_row.any(1), by_row.any(0)
+        one_token = bool(tokens.sum() == 1 < len(tokens))  # that the other tokens have none may be chance, too
+        return one_token or not bool(by_row[rows][:, tokens].all())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMask:
+    """Some rows of a projection: a mask in the shape of its weight, with size 1 along the axes that it sums over."""
+
+    projection: Projection
+    mask: Tensor
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        """Equal for the same rows of the same weight."""
+        return id(self.projection.weight), mask_key(self.mask)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

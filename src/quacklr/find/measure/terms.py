@@ -12,8 +12,7 @@ from torch import Tensor
 from quacklr.find.measure.growth import Change, Slope
 from quacklr.find.measure.homogeneity import Homogeneity
 from quacklr.find.measure.mixing import Heads, are_mixed
-from quacklr.find.measure.projection_rows import RowMask, is_sparse, rows_with_gradient
-from quacklr.find.measure.records import Attention, Factor, Product, Projection, recorded_in
+from quacklr.find.measure.records import Attention, Factor, Product, Projection, RowMask, recorded_in
 from quacklr.util.autograd import gradients
 
 Chain = tuple[RowMask, ...]  # from the projection next to the logit to the one that reads the input
@@ -63,7 +62,7 @@ class TermFinder:
         found = self.homogeneity
         if not found.finite:
             return NOT_FINITE
-        if found.unreached or any(is_sparse(p, at) for p in found.on_paths for at in found.leaf_gradients[p][:1]):
+        if found.unreached or any(p.is_sparse(at) for p in found.on_paths for at in found.leaf_gradients[p][:1]):
             return SPARSE
         if self.mixed:
             return MIXED
@@ -144,7 +143,7 @@ class TermFinder:
         Learned tensors do not count, because different keys may read different rows of them.
         """
         return {
-            (factor, projection): rows_with_gradient(projection, at_leaf).key
+            (factor, projection): projection.rows_with(at_leaf).key
             for factor, gradient in at.items()
             for projection, at_leaf in self._at_projections(factor, gradient)
             if projection.output is not None
@@ -218,7 +217,7 @@ class TermFinder:
 
     def _continued(self, projection: Projection, gradient: Tensor) -> Iterator[Chain]:
         """The chains of a projection and those behind it; also of it alone, if it reads another input too."""
-        rows = rows_with_gradient(projection, gradient)
+        rows = projection.rows_with(gradient)
         behind = self.homogeneity.contributing.get(projection, [])
         leaves = [earlier.leaf for earlier in behind]
         at = gradients(projection.output, leaves, gradient) if projection.output is not None else ()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from quacklr.find.finding import Finding, UnreadableError, unknown
 from quacklr.find.parameter_rows import NotRowsError
-from quacklr.find.rules.fused import fused
+from quacklr.find.rules.fused import fused, multihead
 from quacklr.find.rules.latent import latent
 from quacklr.find.rules.module_source import calls_attention, names_used
-from quacklr.find.rules.multihead import multihead
 from quacklr.find.rules.separate import separate
 
 RULES = (multihead, fused, latent, separate)
@@ -39,7 +38,7 @@ def by_rule(module: Any) -> Finding | None:
 def _looks_like_attention(module: nn.Module) -> bool:
     """Whether a module has projections and calls a kernel, or has a softmax and projections with names such as `q`."""
     own = [name for name, child in module.named_children() if _is_projection(child)]
-    own += [name for name, parameter in module.named_parameters(recurse=False) if _is_matrix(parameter)]
+    own += [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim > 1]
     if len(own) > 1 and any(KERNEL.search(name) for name in names_used(module)):
         return True
     return any(QUERY_OR_KEY.fullmatch(name) for name in own) and calls_attention(module)
@@ -48,8 +47,4 @@ def _looks_like_attention(module: nn.Module) -> bool:
 def _is_projection(child: nn.Module) -> bool:
     """Whether a module has a matrix, and at most one level of submodules."""
     nested = any(list(part.children()) for part in child.children())
-    return not nested and any(_is_matrix(parameter) for parameter in child.parameters())
-
-
-def _is_matrix(parameter: Tensor) -> bool:
-    return parameter.ndim > 1
+    return not nested and any(parameter.ndim > 1 for parameter in child.parameters())

@@ -24,6 +24,7 @@ TRUSTED = {
     *("torch", "transformers", "timm", "torchtitan", "megatron", "litgpt", "olmo", "olmo_core", "diffusers", "peft"),
     "llmfoundry.models.layers.attention",
 }
+HARMLESS_DECORATORS = ("torch.", "staticmethod", "classmethod", "property")
 RESHAPES = {"view", "reshape", "unflatten"}
 NONLINEAR = re.compile(r"elu|relu|softplus|sigmoid|silu|gelu|exp|ELU|ReLU|Softplus|Sigmoid|SiLU|GELU")
 ROPE_NAME = re.compile(r"rope|pos_emb|rotary", re.I)
@@ -72,17 +73,14 @@ def _softmaxes(source: FunctionSource, sources: Collection[FunctionSource]) -> I
 def _is_inconclusive(source: FunctionSource) -> bool:
     """Whether a function has a decorator that is not torch's, calls a nonlinear function, or writes into a tensor."""
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.FunctionDef) and not all(map(_is_harmless, node.decorator_list)):
+        decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+        if not all(ast.unparse(each).startswith(HARMLESS_DECORATORS) for each in decorators):
             return True
         if isinstance(node, ast.Call) and NONLINEAR.fullmatch(name_of(node.func)):
             return True
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
             return True
     return False
-
-
-def _is_harmless(decorator: ast.expr) -> bool:
-    return ast.unparse(decorator).startswith(("torch.", "staticmethod", "classmethod", "property"))
 
 
 def validate_rope_last(module: nn.Module, rope: int) -> None:

@@ -8,12 +8,13 @@ grouped    [g, r + 2, d]            each group's r queries, then its key and val
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from quacklr.core.weight import Segment, packed
+from quacklr.core.path import LogitPath, mha
+from quacklr.core.weight import Segment, Weight, packed
 from quacklr.find.finding import QK_NORM, Finding, UnreadableError
 from quacklr.find.rules.evidence import is_trusted, validate_consecutive_rows
 from quacklr.find.rules.module_source import head_sizes, int_attributes, int_setting, names_used, validate_parts
@@ -150,3 +151,28 @@ def _paths(module: nn.Module, known: FusedClass, terms: list[ProjectionWeight]) 
     if known.q_bias:
         found["q"] += [(weight,) for weight in packed(getattr(module, known.q_bias), ("q_bias", heads, d))]
     return finding_from(found["q"], found["k"])
+
+
+def multihead(module: nn.Module) -> Finding | None:
+    """The rows [q|k|v] in one parameter, or in three where keys have another width; None for other modules."""
+    return Finding(_multihead_paths(module)) if isinstance(module, nn.MultiheadAttention) else None
+
+
+def _multihead_paths(module: nn.MultiheadAttention) -> list[LogitPath]:
+    segments: list[Segment] = [(role, module.num_heads, module.head_dim) for role in ("q", "k", None)]
+    if module.in_proj_weight is not None:
+        q, k = packed(module.in_proj_weight, *segments, bias=module.in_proj_bias)
+    else:
+        (q,), (k,) = packed(module.q_proj_weight, segments[0]), packed(module.k_proj_weight, segments[1])
+        if module.in_proj_bias is not None:
+            q_bias, k_bias = packed(module.in_proj_bias, *segments)
+            q, k = replace(q, bias=q_bias), replace(k, bias=k_bias)
+    return [*mha(q, k), *_learned_key(module, q)]
+
+
+def _learned_key(module: nn.MultiheadAttention, q: Weight) -> list[LogitPath]:
+    """With add_bias_kv there is one more, learned key: q[h] . bias_k[h]."""
+    if module.bias_k is None:
+        return []
+    (bias_k,) = packed(module.bias_k, ("bias_k", module.num_heads, module.head_dim), dim=2)
+    return [LogitPath((q, bias_k), heads=q.blocks)]

@@ -6,7 +6,7 @@ projection of keys and values are [latent, rope]. A norm on a latent ends the pa
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -19,8 +19,7 @@ from quacklr.find.rules.naming import HEADS, NOPE_SIZE, Q_NORM, ROPE_SIZE, VALUE
 from quacklr.find.rules.projections import Chain, ProjectionWeight, chains, finding_from, projection_weights
 
 
-@dataclass(frozen=True, slots=True)
-class PartNames:
+class PartNames(NamedTuple):
     """What a library calls the parts: q, or q down and q up; the keys' down and up; the norms on the latents.
 
     `gated`: rows of a head in q up are [query, gate], and q up reads the latent with its norm and without. `package`:
@@ -73,13 +72,13 @@ def latent(module: nn.Module) -> Finding | None:
 
 
 def _read(module: nn.Module, names: PartNames, parts: list[nn.Module | None]) -> Finding:
-    validate_parts(module, (*astuple(names)[:7], "q_a_layernorm", *Q_NORM), names.kv_down)
+    validate_parts(module, (*names[:7], "q_a_layernorm", *Q_NORM), names.kv_down)
     q, kv_down, kv_up = map(projection_weights, parts)
     down = active_child(module, names.q_down) if active_child(module, names.q_up) is not None else None
     q_down = projection_weights(down)
     if not (q and kv_down and kv_up) or (down is not None and not q_down):
         raise UnreadableError("one of its projections is not one that we can read")
-    sizes = _sizes(module, q[0].weight.shape[0], kv_down[0].weight.shape[0], kv_up[0].weight.shape[0], names.gated)
+    sizes = _sizes(module, q[0].rows, kv_down[0].rows, kv_up[0].rows, names.gated)
     if not is_trusted(module):
         validate_product(module)
         head_rows = {sizes.nope + sizes.rope + sizes.rest, sizes.nope + sizes.value}
@@ -91,7 +90,7 @@ def _read(module: nn.Module, names: PartNames, parts: list[nn.Module | None]) ->
         raise UnreadableError("it norms queries after their last projection")
     normed = {"dq": names.q_norm, "dkv": names.kv_norm}
     cut = {role: LATENT_NORM for role, norm in normed.items() if active_child(module, norm) is not None}
-    return _paths(sizes, q, q_down, kv_down, kv_up, cut)
+    return _paths(sizes, (q, q_down, kv_down, kv_up), cut)
 
 
 def _sizes(module: nn.Module, q_rows: int, kv_down: int, kv_up: int, gated: bool) -> Sizes:
@@ -106,21 +105,15 @@ def _sizes(module: nn.Module, q_rows: int, kv_down: int, kv_up: int, gated: bool
     return Sizes(heads, nope, rope, value, rest)
 
 
-def _paths(
-    sizes: Sizes,
-    q: list[ProjectionWeight],
-    q_down: list[ProjectionWeight],
-    kv_down: list[ProjectionWeight],
-    kv_up: list[ProjectionWeight],
-    cut: dict[str, str],
-) -> Finding:
+def _paths(sizes: Sizes, terms: Sequence[list[ProjectionWeight]], cut: dict[str, str]) -> Finding:
     """The path without rotary embedding, and the one with it."""
     heads, nope, rope, value, rest = sizes
+    q, q_down, kv_down, kv_up = terms
     of_head: list[Segment] = [("uq", 1, nope), ("qr", 1, rope), *([(None, 1, rest)] if rest else [])]
     uq_qr = chains(q, *of_head, repeat=heads)
     uk = chains(kv_up, ("uk", 1, nope), (None, 1, value), repeat=heads)["uk"]
-    dkv_kr = chains(kv_down, ("dkv", 1, kv_down[0].weight.shape[0] - rope), ("kr", 1, rope))
-    dq = chains(q_down, ("dq", 1, q_down[0].weight.shape[0]))["dq"] if q_down else []
+    dkv_kr = chains(kv_down, ("dkv", 1, kv_down[0].rows - rope), ("kr", 1, rope))
+    dq = chains(q_down, ("dq", 1, q_down[0].rows))["dq"] if q_down else []
     cut = {role: why for role, why in cut.items() if role != "dq" or dq}
     before_q: list[Chain] = [()] if not dq or "dq" in cut or rest else []
     before_q += dq if "dq" not in cut else []

@@ -139,14 +139,14 @@ def norm_calls(module: nn.Module) -> list[str]:
     )
 
 
-def validate_parts(module: nn.Module, known: Iterable[str], beside: str) -> None:
+def validate_parts(module: nn.Module, known: Iterable[str], projections: str) -> None:
     """UnreadableError if the module has parts with weights, or norms, that are neither known nor harmless."""
     parts = [name for name, part in module.named_children() if has_weights(part)]
     parts += [name for name, _ in module.named_parameters(recurse=False)]
     package = type(module).__module__.partition(".")[0]
     expected = {*known, *HARMLESS, *HARMLESS_IN_PACKAGE.get(package, ())}
     if unexpected := [name for name in parts if name not in expected]:
-        raise UnreadableError(f"beside {beside} it has {', '.join(unexpected)}")
+        raise UnreadableError(f"beside {projections} it has {', '.join(unexpected)}")
 
 
 def has_weights(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ _NORM = "{q}_norm {q}_layernorm {query}_layernorm {query}_norm norm_{q} ln_{q} {
 QUERY_AND_KEY = tuple(zip(_spelled(_PROJECTION, "q", "query"), _spelled(_PROJECTION, "k", "key"), strict=True))
 Q_NORM, K_NORM = _spelled(_NORM, "q", "query"), _spelled(_NORM, "k", "key")
 
-# Parts beside the query and key projections that leave a logit a product of these two.
+# Parts that do not change the logits, or only add to them or scale them, so that the rules ignore them.
 HARMLESS = {
     *_spelled(_PROJECTION, "v", "value"),
     # output projections

@@ -54,14 +54,14 @@ def _read(module: nn.Module, names: tuple[str, str], projections: Sequence[Any])
         if LINEAR_ATTENTION.search(type(module).__name__):
             return Finding(reason=NO_SOFTMAX)
         raise UnreadableError("it shows no softmax")
-    beside = " and ".join(names)
+    both = " and ".join(names)
     if not is_trusted(module):
         validate_product(module)
         if any(isinstance(each, nn.Parameter) for each in projections):
-            raise UnreadableError(f"{beside} are parameters: which of their dimensions has the rows is not read")
+            raise UnreadableError(f"{both} are parameters: which of their dimensions has the rows is not read")
     if has_qk_norm(module):
         return Finding(reason=QK_NORM)
-    validate_parts(module, (*names, *_input_norms(module), CONTAINER), beside)
+    validate_parts(module, (*names, *_input_norms(module), CONTAINER), both)
     q, k = map(projection_weights, projections)
     if not q or not k:
         raise UnreadableError(f"{names[0] if not q else names[1]} is not a projection that we can read")
