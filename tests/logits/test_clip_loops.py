@@ -1,4 +1,4 @@
-"""QK clip where models and loops are odd: LoRA, tied and frozen weights, broken forwards, several optimizers, QuacK."""
+"""QK clip with LoRA, tied and frozen weights, forwards that raise, several optimizers, and QuacK."""
 
 from __future__ import annotations
 

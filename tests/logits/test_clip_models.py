@@ -171,7 +171,7 @@ def assert_trained_as_by_kimi(
     watch: Callable[[Any, Any], Any] = lambda _, model: model,
     steps: int = 3,
 ) -> None:
-    """`prepare` gives what is called in training; `watch` chooses which of the two QKClip is told of."""
+    """`prepare` gives what is called in training; `watch` chooses which of the two QKClip gets."""
     twin = copy.deepcopy(model)
     make, options = optimizer
     mine, its = make(model.parameters(), **options), make(twin.parameters(), **options)

@@ -1,4 +1,4 @@
-"""Flex attention: its logits are those made by hand, and where its kernel tells the maxima, they are taken from it."""
+"""Flex attention: its logits equal those computed by hand, and maxima that its kernel returns are used."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_a_watched_model_puts_out_is_what_it_put_out_before(monkeypatch: py
 
 
 def kernel(query: Tensor, key: Tensor, value: Tensor, *, return_aux: Any = None, **_: Any) -> Any:
-    """A stand-in for the kernel on CUDA, which tells the largest logits of every query when it is asked."""
+    """A stand-in for the kernel on CUDA, which returns the largest logits of every query on request."""
     logits = query @ key.repeat_interleave(2, 1).mT
     output = logits.softmax(-1) @ value.repeat_interleave(2, 1)
     if return_aux is None:
@@ -107,7 +107,7 @@ def kernel(query: Tensor, key: Tensor, value: Tensor, *, return_aux: Any = None,
     return output, flex.AuxOutput(max_scores=logits.amax(-1) if return_aux.max_scores else None)
 
 
-def test_where_the_kernel_tells_the_maxima_they_are_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maxima_that_the_kernel_returns_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no CUDA here: the kernel is a stand-in, everything around it is not."""
     monkeypatch.setattr(flex, "flex_attention", kernel)
     monkeypatch.setattr(sys.modules[__name__], "attend", kernel)

@@ -1,4 +1,4 @@
-"""Logits in chunks, and sums over them, are those of logits all at once: every way to mask, to lay out, to cut."""
+"""Logits in chunks, and sums over them, equal those of all logits at once, for all masks, layouts and chunk sizes."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def test_what_a_model_wrote_is_counted_where_its_queries_may_look(case: dict[str
     generator = torch.Generator().manual_seed(case["seed"])
     hidden = torch.rand(B, H if case["by_head"] else 1, Q, K, generator=generator) < case["density"]
     hidden[..., keys:] = False
-    told = {"all": hidden, "some": hidden & (torch.arange(Q) % 2 == 0)[:, None], "none": None}[known]
+    known_mask = {"all": hidden, "some": hidden & (torch.arange(Q) % 2 == 0)[:, None], "none": None}[known]
     logits = [(3 * random(B, H, Q, K, seed=case["seed"] + n)).to(case["dtype"]) for n in range(2)]
     expected = statistics([each.float().masked_fill(hidden, -torch.inf) for each in logits], case["extra"])
-    written = [EagerLogits(each.masked_fill(hidden, value), told, extra=case["extra"]) for each in logits]
+    written = [EagerLogits(each.masked_fill(hidden, value), known_mask, extra=case["extra"]) for each in logits]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quacklr.logits.logits, "CHUNK", case["chunk"])
         check(written, expected)

@@ -1,4 +1,4 @@
-"""The monitor's numbers are those of logits computed by hand, and watching changes nothing."""
+"""The monitor's statistics equal those of logits computed by hand, and monitoring does not change a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watching keeps nothing alive but what it must, and needs little memory at long context."""
+"""Monitoring keeps no tensors of the forward alive, and needs little memory at long context."""
 
 from __future__ import annotations
 

@@ -473,7 +473,7 @@ def test_an_order_that_cannot_be_measured_is_an_error_and_no_guess(kind: type[At
         assert [layer.unobserved for layer in wiring.layers] == [sentence.removeprefix("attention: ")]
     with QKClip(model, optimizer), pytest.raises(ValueError, match=sentence):
         model(inputs(3))
-    with QKClip(model, optimizer) as clip:  # one sequence has nothing to be told from
+    with QKClip(model, optimizer) as clip:  # with one sequence there is no ambiguity
         model(inputs(1))
         assert len(clip.max_logits()["attention"]) == H
 

@@ -1,4 +1,4 @@
-"""Attentions written in odd ways: what is seen of them is right, and watching never breaks a forward that runs."""
+"""Attentions written in unusual ways: their statistics are right, and monitoring never breaks a forward that runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is listened to is the same model: compiled, copied, saved, wrapped by others, and afterwards."""
+"""A recorded model behaves like the plain one: compiled, copied, saved, wrapped by others, and afterwards."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_compiled_model_is_clipped_as_the_plain_one_in_every_layer(when: str) 
 def test_a_copy_and_a_saved_model_are_not_listened_to() -> None:
     model, _, clip = clipping()
     model(TOKENS)
-    heard = clip.max_logits()
+    recorded = clip.max_logits()
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
@@ -68,7 +68,7 @@ def test_a_copy_and_a_saved_model_are_not_listened_to() -> None:
                 param.mul_(2)
         assert not torch.allclose(other(TOKENS), model(TOKENS))  # it runs its own weights
         assert other.state_dict().keys() == model.state_dict().keys()
-    assert_equal(torch.stack([*clip.max_logits().values()]), torch.stack([*heard.values()]))
+    assert_equal(torch.stack([*clip.max_logits().values()]), torch.stack([*recorded.values()]))
 
 
 def test_afterwards_the_model_is_as_it_was() -> None:
@@ -141,7 +141,7 @@ def test_an_attention_whose_roles_have_dots_is_found(given: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch's own
-def test_what_is_compiled_inside_of_an_attention_is_heard_too() -> None:
+def test_what_is_compiled_inside_of_an_attention_is_recorded_too() -> None:
     class Inside(Dotted):
         def __init__(self) -> None:
             super().__init__()

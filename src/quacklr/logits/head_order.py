@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quacklr.logits.axes import HeadOrder, is_ambiguous
 from quacklr.logits.interceptor import leading_shape
-from quacklr.logits.nan_propagation import Source, Sources, sources_of
+from quacklr.logits.nan_propagation import Source, along_outputs, rerun, sources_of
 from quacklr.util.module_stack import ModuleCall
 
 UNKNOWN = "its logits have heads and batch in one axis, and it cannot be measured which entry is which"
@@ -109,11 +109,14 @@ def measure(
     """
     count = math.prod(lead)
     for call in reversed(calls):
-        sources = sources_of(call, lead)
-        found = sources and (
-            by_examples(sources.arguments or sources.inputs, count, heads)
-            or by_outputs(sources, count, heads)
-            or by_examples(sources.inputs, count, heads)
+        run = rerun(call)
+        if run is None or run.lead != lead:
+            continue
+        arguments, inputs = sources_of(call, run)
+        found = (
+            by_examples(arguments or inputs, count, heads)
+            or by_outputs(call, run.outputs, count, heads)
+            or by_examples(inputs, count, heads)
         )
         if found:
             index_BH, batch = found
@@ -148,12 +151,12 @@ def by_examples(sources: Sequence[Source], count: int, heads: int | None) -> Fou
     return next(((index, None) for index in large if has(index, heads)), None)
 
 
-def by_outputs(sources: Sources, count: int, heads: int | None) -> Found | None:
+def by_outputs(call: ModuleCall, outputs: Sequence[int], count: int, heads: int | None) -> Found | None:
     """All sequences of a head become NaN together, if an output of a projection belongs to that head alone.
 
     Outputs that several heads read, as those of a shared key, are ignored.
     """
-    runs = sources.along_outputs() if heads and count % heads == 0 else []
+    runs = along_outputs(call, outputs) if heads and count % heads == 0 else []
     entries, least = torch.arange(count), min((int(is_nan.sum()) for is_nan in runs), default=0)
     for is_nan in runs if least * (heads or 0) == count else ():
         for size in [size for size in range(1, least + 1) if least % size == 0]:

@@ -98,7 +98,7 @@ class AttentionInterceptor(TorchFunctionMode):
         return EagerLogits(order.arrange(logits.detach()), masked, subtracted, origin.factors, extra=extra)
 
     def _report(self, logits_of: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:
-        device = tensors_in([*args, *kwargs.values()])[0].device.type
+        device = tensors_in((args, kwargs))[0].device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             logits = logits_of(*args, **kwargs)
             if logits is not None:

@@ -21,7 +21,7 @@ from quacklr.logits.axes import HeadOrder
 from quacklr.logits.interceptor import AttentionInterceptor, leading_shape
 from quacklr.util.module_stack import ModuleCall
 from quacklr.util.modules import Arguments, own_attributes, own_buffers, undisturbed
-from quacklr.util.torch_functions import CONVOLUTION, bound, copied, factors_of, tensors_in
+from quacklr.util.torch_functions import CONVOLUTION, bound, copied, factors_of
 
 INPUTS = 4  # arguments, or inputs of projections, that are tried
 OUTPUTS = 8  # projections whose outputs are tried
@@ -60,31 +60,21 @@ class Source:
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sources:
-    """The floating point arguments of a module's call, and the inputs and numbers of outputs of its projections."""
+def along_outputs(call: ModuleCall, outputs: Sequence[int]) -> list[Tensor]:
+    """Which entries of the logits' leading axes become NaN with one output of a projection, for some outputs.
 
-    call: ModuleCall
-    arguments: list[Source]
-    inputs: list[Source]
-    outputs: list[int]
-
-    def along_outputs(self) -> list[Tensor]:
-        """Which entries of the logits' leading axes become NaN with one output of a projection, for some outputs."""
-        tried = [(i, j) for i, n in enumerate(self.outputs) for j in dict.fromkeys((0, n // 3, 2 * n // 3, n - 1))]
-        runs = [rerun(self.call, output=each) for each in tried]
-        return [run.is_nan for run in runs if run is not None and run.is_nan is not None and run.is_nan.any()]
+    `outputs`: the number of outputs of each projection.
+    """
+    tried = [(i, j) for i, n in enumerate(outputs) for j in dict.fromkeys((0, n // 3, 2 * n // 3, n - 1))]
+    runs = [rerun(call, output=each) for each in tried]
+    return [run.is_nan for run in runs if run is not None and run.is_nan is not None and run.is_nan.any()]
 
 
-def sources_of(call: ModuleCall, lead: tuple[int, ...]) -> Sources | None:
-    """None if the module fails when it runs again, or if its attention then has other leading axes."""
-    run = rerun(call)
-    if run is None or run.lead != lead:
-        return None
+def sources_of(call: ModuleCall, run: Rerun) -> tuple[list[Source], list[Source]]:
+    """The floating point arguments of a call, and the inputs of its projections in a run of it."""
     given = [(i, tensor) for i, tensor in enumerate(call.tensors) if tensor.is_floating_point()]
     arguments = [Source(call, tuple(tensor.shape), argument=i) for i, tensor in given[:INPUTS]]
-    inputs = [Source(call, tuple(x.shape), projection=i) for i, x in enumerate(run.inputs)]
-    return Sources(call, arguments, inputs, run.outputs)
+    return arguments, [Source(call, tuple(x.shape), projection=i) for i, x in enumerate(run.inputs)]
 
 
 def rerun(
@@ -102,7 +92,7 @@ def rerun(
     device, enabled, dtype = call.autocast
     given = Arguments(*copied((call.args, call.kwargs), deep=True))
     if argument >= 0:
-        source = tensors_in([*given.args, *given.kwargs.values()])[argument]
+        source = given.tensors()[argument]
         given = given.map(lambda tensor: with_nan(tensor, where) if tensor is source else tensor)
     run = Rerun(call.attentions, projection, where, output)
     with (

@@ -96,10 +96,10 @@ class ProvenanceTracker:
 
     def track(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Record the origin of a function's output, if it is a product or was computed from tracked tensors."""
-        changed = tensors_in([args[0] if func is ops.SET_ITEM else output])
+        changed = tensors_in(args[0] if func is ops.SET_ITEM else output)
         if func in END or not changed:
             return
-        tensors = tensors_in([*args, *kwargs.values()])
+        tensors = tensors_in((args, kwargs))
         if ops.is_product(func):
             self._track_product(func, args, kwargs, output)
         elif tensors and all(map(self.is_weight, tensors)):

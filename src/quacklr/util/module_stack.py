@@ -35,7 +35,7 @@ class ModuleCall:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, positional ones first."""
-        return tensors_in([*self.args, *self.kwargs.values()])
+        return tensors_in((self.args, self.kwargs))
 
     def __post_init__(self) -> None:
         device = next((tensor.device.type for tensor in self.tensors), "cpu")
@@ -44,17 +44,19 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class ModuleStack:
-    """The modules whose forward is running, outermost first."""
+    """The calls of modules that are running, outermost first."""
 
     forwards: tuple[ModuleCall, ...] = ()
-    modules: tuple[str, ...] = ("",)  # names; the first stands for code around the model
-    calls: tuple[int, ...] = (0,)  # a number for each call
 
-    def replace(self, forwards: tuple[ModuleCall, ...]) -> None:
-        """Set the running calls."""
-        self.forwards = forwards
-        self.modules = ("", *(call.name for call in forwards))
-        self.calls = (0, *(call.number for call in forwards))
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the running modules, after "" for code around the model."""
+        return ("", *(call.name for call in self.forwards))
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """Numbers of the running calls, after 0 for code around the model."""
+        return (0, *(call.number for call in self.forwards))
 
 
 @contextmanager
@@ -65,11 +67,10 @@ def module_stack(model: nn.Module) -> Iterator[ModuleStack]:
     hooks: list[Any] = []
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        call = ModuleCall(name, module, module.forward, args, kwargs, next(numbers))
-        stack.replace((*stack.forwards, call))
+        stack.forwards += (ModuleCall(name, module, module.forward, args, kwargs, next(numbers)),)
 
     def end(*_: Any) -> None:
-        stack.replace(stack.forwards[:-1])
+        stack.forwards = stack.forwards[:-1]
 
     for name, module in named_modules(model):
         if not isinstance(module, nn.Softmax):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from quacklr.util.torch_functions import tensors_in
+
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """The model, and what it wraps if it is DistributedDataParallel, DataParallel or compiled; outermost first."""
@@ -103,14 +105,7 @@ class Arguments(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments, also in lists, tuples and dicts."""
-        found: list[Tensor] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
-
-        self.map(keep)
-        return found
+        return tensors_in((self.args, self.kwargs))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
         """The same arguments with a function applied to every tensor."""

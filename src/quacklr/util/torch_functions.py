@@ -51,15 +51,12 @@ multihead_opened: Any = FunctionType(
 multihead_opened.__kwdefaults__ = MULTIHEAD.__kwdefaults__
 
 
-def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors among some values, also in lists and tuples."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a value: itself, or those in lists, tuples and dicts, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in values for tensor in tensors_in(each)]
 
 
 def is_product(func: Any) -> bool:
@@ -71,7 +68,7 @@ def factors_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[T
     """The tensors that a function multiplies as matrices; empty if it does not."""
     if not is_product(func):
         return []
-    return tensors_in([*args, *kwargs.values()])[1 if func in ADDED_MATMUL else 0 :]
+    return tensors_in((args, kwargs))[1 if func in ADDED_MATMUL else 0 :]
 
 
 def bound(args: Sequence[Any], kwargs: dict[str, Any], *names: str) -> list[Any]:
@@ -97,7 +94,7 @@ class _Copies:
         self._memo: dict[tuple[int, int], Any] = {}
         self._storages: dict[int, Any] = {}
         several: dict[int, set[int]] = {}
-        for tensor in _plain_tensors(given):
+        for tensor in filter(_is_plain, tensors_in(given)):
             several.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
         self._shared = {storage for storage, tensors in several.items() if len(tensors) > 1}
 
@@ -141,12 +138,6 @@ class _Cloning(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             return args[0].detach().clone()
         return func(*args, **(kwargs or {}))
-
-
-def _plain_tensors(given: Any) -> list[Tensor]:
-    values = given.values() if type(given) is dict else given if isinstance(given, tuple | list) else ()
-    found = [tensor for value in values for tensor in _plain_tensors(value)]
-    return [*found, given] if _is_plain(given) else found
 
 
 def _is_plain(value: Any) -> bool:
