@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quacklr.checking.expected_rows import ExpectedLayer
+from quacklr.checking.frozen_inputs import LayerLogits
 from quacklr.checking.layer_report import Fault, fault_of, indices, ranges
 from quacklr.checking.perturb import Numbers, Perturbations
 from quacklr.checking.sandbox import Sandbox
@@ -28,15 +29,16 @@ class Diagnosis:
         self.layers = self.expected.layers
         self.names = {id(param): name for name, param in named_parameters(sandbox.model)}
         self.perturbations = Perturbations(sandbox, self.expected)
-        self.frozen = self.perturbations.frozen
+        self.logits = self.perturbations.frozen.logits
         self.measured = {name for name, of in getattr(sandbox.paths, "found", {}).items() if of.origin == MEASURED}
-        self.unobserved = [self._unobserved(*each) for each in enumerate(self.frozen.change())]
+        changes = self.perturbations.frozen.change()
+        self.unobserved = [self._unobserved(*each) for each in zip(self.logits, changes, strict=True)]
         self.roles = range(max(len(layer.weights) for layer in self.layers))
 
-    def _unobserved(self, number: int, change: Tensor) -> str:
-        if self.frozen.unreadable[number] or not self.frozen.logits[number]:
-            return self.frozen.unreadable[number] or ROUTED * self._is_routed(number) or "not heard"
-        return "" if (change <= self.frozen.rounding[number]).all() else "not the same twice"
+    def _unobserved(self, logits: LayerLogits, change: Tensor) -> str:
+        if logits.unreadable or not logits.calls:
+            return logits.unreadable or ROUTED * self._is_routed(logits) or "not heard"
+        return "" if (change <= logits.rounding).all() else "not the same twice"
 
     def faults(self) -> list[list[Fault]]:
         """For each layer what is wrong with it."""
@@ -53,15 +55,15 @@ class Diagnosis:
 
     def _wrong_head_counts(self) -> Iterator[tuple[int, Fault]]:
         """Layers that attend with another number of heads than their paths have."""
-        for number, counts in enumerate(self.frozen.other_head_counts):
-            if counts and not self.frozen.logits[number] and not self._is_routed(number):
-                heads = self.layers[number].heads
+        for number, logits in enumerate(self.logits):
+            counts, heads = logits.other_head_counts, logits.layer.heads
+            if counts and not logits.calls and not self._is_routed(logits):
                 text = f"attends with {' or '.join(map(str, sorted(counts)))} heads, but its paths say {heads}"
                 yield number, Fault(tuple(range(heads)), text)
 
-    def _is_routed(self, number: int) -> bool:
+    def _is_routed(self, logits: LayerLogits) -> bool:
         """Whether a layer attends with a multiple of the measured heads: a router picks the rows of a head."""
-        layer, counts = self.layers[number], self.frozen.other_head_counts[number]
+        layer, counts = logits.layer, logits.other_head_counts
         return bool(counts) and layer.module in self.measured and not any(count % layer.heads for count in counts)
 
     def _stray_heads(self, numbers: Numbers) -> Iterator[tuple[int, list[Tensor]]]:
@@ -117,8 +119,8 @@ class Diagnosis:
         free = {id(part.param) for part, _ in self.expected.rows_on_no_path()}
         changes = self.perturbations.double_rows_on_no_path() if free else []
         for number, change in enumerate(changes):
-            layer, size = self.layers[number], self.frozen.sizes[number]
-            moved = change > torch.maximum(SCALE_FREE * size, self.frozen.rounding[number])
+            layer, logits = self.layers[number], self.logits[number]
+            moved = change > torch.maximum(SCALE_FREE * logits.size, logits.rounding)
             if moved.any():
                 params = [part for weight in layer.weights for part in weight.parts if id(part.param) in free]
                 own = {self.names.get(id(of.param), of.name).removeprefix(f"{layer.module}.") for of in params}

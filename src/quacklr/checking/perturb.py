@@ -74,7 +74,7 @@ class Perturbations:
                 blocks[rows.flat_index[rows.block[chosen]]] = True
                 self._add(rows, chosen)
             change = self._change()
-        pairs = list(zip(change, self.frozen.rounding, strict=True))
+        pairs = [(of, logits.rounding) for of, logits in zip(change, self.frozen.logits, strict=True)]
         return Perturbation(blocks, [of > none for of, none in pairs], [of <= none for of, none in pairs])
 
     def double_rows_on_no_path(self) -> list[Tensor]:

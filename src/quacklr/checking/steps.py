@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quacklr.checking.expected_rows import ExpectedRows
-from quacklr.checking.frozen_inputs import FrozenInputs
+from quacklr.checking.frozen_inputs import FrozenInputs, LayerLogits
+from quacklr.checking.inputs import Inputs
 from quacklr.checking.sandbox import Sandbox, restored
 from quacklr.optimizers.attach import first_after_step
 from quacklr.quack import QuacK
@@ -81,11 +82,12 @@ class Stepper:
         norms, taken = spectral_norms(before), spectral_norms(after, before)
         eps = torch.cat([torch.full((len(block),), torch.finfo(block.dtype).eps) for block in before])
         too_large = taken > (1 + RATE_TOLERANCE) * allowed + 4 * eps * norms
-        bounds = [_bound(frozen, number, norms, allowed) for number in range(len(measured))]
-        return [
-            Change(of, bound, of > (1 + BOUND_TOLERANCE) * bound + rounding, layer.heads_reading(too_large))
-            for of, bound, rounding, layer in zip(measured, bounds, frozen.rounding, frozen.layers, strict=True)
-        ]
+        changes = []
+        for of, logits in zip(measured, frozen.logits, strict=True):
+            bound_H = _bound(logits, frozen.lengths, norms, allowed)
+            exceeds_H = of > (1 + BOUND_TOLERANCE) * bound_H + logits.rounding
+            changes.append(Change(of, bound_H, exceeds_H, logits.layer.heads_reading(too_large)))
+        return changes
 
     def _rates(self) -> Tensor:
         """The rate of each flat block; 1 without QuacK."""
@@ -105,14 +107,13 @@ def _assign(values: Mapping[Tensor, Tensor]) -> None:
         param.copy_(value)
 
 
-def _bound(frozen: FrozenInputs, number: int, norms: Tensor, allowed: Tensor) -> Tensor:
+def _bound(logits: LayerLogits, inputs: Inputs, norms: Tensor, allowed: Tensor) -> Tensor:
     """(H,): the bound of one layer."""
-    layer = frozen.layers[number]
-    total_H = torch.zeros(layer.heads, dtype=torch.float64)
-    for path in layer.paths:
-        lengths = prod(frozen.lengths.of(weight) for weight in path.ends)
+    total_H = torch.zeros(logits.layer.heads, dtype=torch.float64)
+    for path in logits.layer.paths:
+        lengths = prod(inputs.of(weight) for weight in path.ends)
         total_H += lengths * ((norms + allowed)[path.reads_WH].prod(0) - norms[path.reads_WH].prod(0))
-    return frozen.scales[number] * total_H
+    return logits.scale * total_H
 
 
 def spectral_norms(blocks: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> Tensor:
