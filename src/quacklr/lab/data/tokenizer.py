@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, which need no file, or any `tokenizer.json`."""
+"""Tokenizers: bytes, which need no file, or any `tokenizer.json`. The id `end` ends a document; `vocab` counts ids."""
 
 from __future__ import annotations
 
