@@ -29,7 +29,7 @@ from quacklr.find.compare import differences
 from quacklr.find.discover import found_by_rule, logit_paths
 from quacklr.find.finding import NO_SOFTMAX, Finding
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.inspect.layout import layout, meeting
+from quacklr.inspect.layout import layout, query_and_key
 from tiny_models import CAUSAL, build, sections
 
 ROOT = Path(__file__).parent.parent
@@ -143,7 +143,7 @@ def _row(name: str, model: nn.Module, known: dict[str, Finding], without: str, s
     attending = {n: f for n, f in known.items() if f.reason != NO_SOFTMAX}
     classes = [type(model.get_submodule(n)).__name__ for n in attending]
     words = [layout(f.paths, names) for f in attending.values() if f.paths]
-    heads = [f"{f.paths[0].heads} / {meeting(f.paths[0])[1].blocks}" for f in attending.values() if f.paths]
+    heads = [f"{f.paths[0].heads} / {query_and_key(f.paths[0])[1].blocks}" for f in attending.values() if f.paths]
     attention, stored, numbers = (", ".join(dict.fromkeys(cell)) or "-" for cell in (classes, words, heads))
     return Row(name, attention, stored, numbers, without, sample, said)
 

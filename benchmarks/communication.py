@@ -43,8 +43,8 @@ def counted(name: str) -> dict[str, int]:
         rule = Rule(logit_paths(model), blocks_of)
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     spectral = sum(
-        len(run.blocks) * min(VECTORS, int(run.weight.rows_of_block[run.blocks[0]])) * run.weight.columns
-        for run in rule.blocks.runs
+        len(group.blocks) * min(VECTORS, int(group.weight.rows_of_block[group.blocks[0]])) * group.weight.columns
+        for group in rule.blocks.groups
     )
     heads = sum({path.weights[0].name.rpartition(".")[0]: path.heads for path in rule.paths}.values())
     return {

@@ -23,11 +23,11 @@ import sys
 from pathlib import Path
 
 from quacklr.lab.demo import sentence, table
+from quacklr.lab.ledger import Ledger
 from quacklr.lab.report.command import claim_results
 from quacklr.lab.report.summary import summary
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
-from quacklr.lab.sweep.ledger import Ledger
 
 ROOT = Path(__file__).parent.parent
 MODULES = re.compile(r"(<!-- modules ([\w./-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -37,7 +37,7 @@ from quacklr.lab.data import batch, open_corpus
 from quacklr.lab.methods import Default, Method, QKClipping, QKNorm, Quack
 from quacklr.lab.model import build
 from quacklr.lab.presets import ATTENTIONS, PRESETS
-from quacklr.lab.train.device import keep_memory
+from quacklr.lab.train.device import reuse_freed_memory
 from quacklr.lab.train.session import Session
 from quacklr.lab.train.statistics import weight_row
 
@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=40, help="number of interleaved runs (default: %(default)s)")
     cycles = parser.parse_args().cycles
-    keep_memory()
+    reuse_freed_memory()
     batch(open_corpus("stdlib").tokens("train"), 0, 0, 8, 128)  # made on first use: not part of a cold start
     print(f"{torch.get_num_threads()} threads of {os.cpu_count()} cores")
     forward_and_backward(cycles)

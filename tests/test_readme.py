@@ -14,13 +14,13 @@ import tyro
 
 from browsers import BROWSERS
 from quacklr.lab.demo import sentence, table
+from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.options import OPTIONS
 from quacklr.lab.report import markdown
 from quacklr.lab.report.command import claim_results
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.sweep.command import Sweep, configs_of
-from quacklr.lab.sweep.ledger import Entry, Ledger
 from quacklr.lab.sweep.sweep import missing
 
 ROOT = Path(__file__).parent.parent

@@ -38,31 +38,26 @@ __all__ = [
     "spectral",
 ]
 
-_HOME = {
-    "LogitMonitor": "logits.monitor",
-    "LogitStats": "logits.monitor",
-    "LogitPath": "core.path",
-    "QKClip": "logits.clip",
-    "QuacK": "quack",
-    "Weight": "core.weight",
-    "check": "checking",
-    "frobenius": "core.norms",
-    "logit_paths": "find",
-    "mha": "core.path",
-    "mla": "core.path",
-    "packed": "core.weight",
-    "sensitivity": "distributed.sharded_blocks",
-    "spectral": "core.norms",
+_MODULES = {
+    "checking": ("check",),
+    "core.norms": ("frobenius", "spectral"),
+    "core.path": ("LogitPath", "mha", "mla"),
+    "core.weight": ("Weight", "packed"),
+    "distributed.sharded_blocks": ("sensitivity",),
+    "find": ("logit_paths",),
+    "logits.clip": ("QKClip",),
+    "logits.monitor": ("LogitMonitor", "LogitStats"),
+    "quack": ("QuacK",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that the command line can answer before torch is loaded."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'quacklr' has no attribute {name!r}")
-    value = getattr(import_module(f"quacklr.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    """Import a public name when it is first used, so that the command line can run without importing torch."""
+    for module, names in _MODULES.items():
+        if name in names:
+            globals()[name] = getattr(import_module(f"quacklr.{module}"), name)
+            return globals()[name]
+    raise AttributeError(f"module 'quacklr' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The command `quacklr`: one subcommand a job, each imported only when it is run."""
+"""The command `quacklr`. Each subcommand is imported only when it is run."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from quacklr import __version__
 from quacklr.util import terminal
 from quacklr.util.arguments import Parser
 
-COMMANDS = {  # the module whose main(argv) it is, and what it does
-    "demo": ("quacklr.lab.demo", "see in minutes what QuacK is for: the default breaks, QuacK does not"),
+COMMANDS = {  # name: (module with a main(argv), help text)
+    "demo": ("quacklr.lab.demo", "train small models with and without QuacK at a high learning rate, and compare them"),
     "inspect": (
         "quacklr.inspect.command",
-        "the attention of a model, as quacklr sees it: layout, heads, paths, what is left alone and why",
+        "show the attention that quacklr finds in a model: layout, heads, paths, what is left alone and why",
     ),
     "check": (
         "quacklr.checking.command",
-        "is QuacK wired right into a model? Real steps and nudges on a copy; a table, a picture, an exit code",
+        "check on a copy of a model that QuacK scales the right rows, with real steps and perturbations",
     ),
     "train": ("quacklr.lab.train.command", "train one model with any of the methods, and write everything to a folder"),
     "sweep": ("quacklr.lab.sweep.command", "run the grids of the studies, several runs at once, resumable"),
     "report": ("quacklr.lab.report.command", "make figures, a table of claims and one page from a sweep's ledger"),
-    "generate": ("quacklr.lab.inference.command", "let the model of a run go on with a text"),
+    "generate": ("quacklr.lab.inference.command", "generate text with the model of a run"),
     "export": ("quacklr.lab.export.command", "write a run as a transformers checkpoint: Llama, Qwen3 or DeepSeek-V3"),
-    "prepare": ("quacklr.lab.data.command", "turn text into shards of tokens to train on"),
+    "prepare": ("quacklr.lab.data.command", "tokenize text into shards for training"),
 }
 
 
 def parser() -> Parser:
-    """The commands; each reads its own options."""
+    """The top-level parser; each command parses its own options."""
     top = Parser(prog="quacklr", description="Per-head learning rates that control changes to attention logits.")
     top.add_argument("--version", action="version", version=f"quacklr {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -41,7 +41,7 @@ def parser() -> Parser:
 
 
 def run(command: str, argv: Sequence[str]) -> int:
-    """Run a command; its packages may be missing."""
+    """Run a command; a message and exit code 2 if a package that it needs is not installed."""
     try:
         module = importlib.import_module(COMMANDS[command][0])
     except ModuleNotFoundError as missing:
@@ -54,7 +54,7 @@ def run(command: str, argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 2 for bad options, 130 when stopped by Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded; see docs/lab.md
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is imported; see docs/lab.md
     terminal.open_missing()
     with terminal.tolerant("stderr"):
         code = _main(argv)

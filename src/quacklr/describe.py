@@ -1,8 +1,8 @@
-"""What a QuacK is attached to, as a table to read: a line an attention, then what was left alone and why."""
+"""The text of `print(quack)`: a table of the attention modules, then those that were left alone and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
 from quacklr.find.finding import GIVEN, VERIFIED
-from quacklr.util.layer_names import pattern, shape
+from quacklr.util.text_table import columns, grouped, value_range
 
 FROZEN = "frozen: no rate, counts in its partners' norms"
 UNRATED = "starts with a zero partner: no rate, counts in its partners' norms"
@@ -24,41 +24,32 @@ def describe(
     origin: Mapping[str, str],
     notes: Mapping[str, str],
 ) -> str:
-    """One line for each attention module: how it was found, its heads, the terms of its logit, and its rates.
+    """A table with one line for each attention module: how it was found, its heads, its logit, and its rates.
 
-    `notes` say of those found by rule whether they are verified, or why not.
+    Args:
+        rule: the rule, with the paths.
+        when: heading of the rates.
+        rates: by weight name.
+        left_alone: by module name, why its attention is on no path.
+        origin: by module name, how its attention was found.
+        notes: by module name, for attention that was found by rule: whether it is verified, or why not.
     """
     attentions: dict[str, list[LogitPath]] = {}
     for path in rule.paths:
-        attentions.setdefault(_module(path.weights[0]), []).append(path)
+        attentions.setdefault(path.weights[0].name.rpartition(".")[0], []).append(path)
     rows = [("attention", "found", "heads", "logit", when)]
     for module, paths in attentions.items():
-        logit = " + ".join(" ".join(_term(weight, module) for weight in path.weights) for path in paths)
+        logit = " + ".join(" ".join(weight_term(weight, module) for weight in path.weights) for path in paths)
         weights = dict.fromkeys(rule.canonical[weight] for path in paths for weight in path.weights)
-        ranges = [f"{_short(w, module)} {_range(rates[w.name])}" for w in weights if w.name in rates]
+        ranges = [f"{_short(w, module)} {value_range(rates[w.name])}" for w in weights if w.name in rates]
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
         found = VERIFIED if notes.get(module) == VERIFIED else origin.get(module, GIVEN)
         rows.append((module or "(model)", found, heads, logit, "  ".join(ranges)))
     frozen = {w.name: FROZEN if w.rated else UNRATED for w in rule.weights if w.name not in rates}
-    alone = _folded({**frozen, **left_alone})
-    open_notes = _folded({name: note for name, note in notes.items() if note != VERIFIED and name in attentions})
-    sections = [*_columns(rows), *(["found by rule:", *open_notes] if open_notes else [])]
+    alone = grouped({**frozen, **left_alone}.items())
+    open_notes = grouped((name, note) for name, note in notes.items() if note != VERIFIED and name in attentions)
+    sections = [*columns(rows), *(["found by rule:", *open_notes] if open_notes else [])]
     return "\n".join([*sections, *(["left alone:", *alone] if alone else [])])
-
-
-def _folded(left_alone: Mapping[str, str]) -> list[str]:
-    """A line for each reason and kind of name, however many layers have it."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for name, reason in left_alone.items():
-        alike.setdefault((shape(name), reason), []).append(name)
-    return [f"  {pattern(names) or '(model)'}: {reason}" for (_, reason), names in alike.items()]
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
 
 
 def _module(weight: Weight) -> str:
@@ -69,12 +60,6 @@ def _short(weight: Weight, module: str) -> str:
     return weight.name.removeprefix(f"{module}.")
 
 
-def _term(weight: Weight, module: str) -> str:
+def weight_term(weight: Weight, module: str = "") -> str:
+    """The weight's name within the module and its number of blocks: q[8]."""
     return _short(weight, module) + (f"[{weight.blocks}]" if weight.blocks > 1 else "")
-
-
-def _range(rates: Tensor) -> str:
-    if rates.isnan().any():
-        return "?"
-    low, high = f"{float(rates.min()):.3g}", f"{float(rates.max()):.3g}"
-    return low if low == high else f"{low}..{high}"

@@ -1,9 +1,8 @@
-"""QuacK: every head's query and key weights step with the learning rate that keeps changes of its logits in bounds.
+"""QuacK: per-head learning rates for query and key weights, by hooks on the optimizer's step.
 
-The step is scaled, the learning rate is never written. Before the optimizer steps, a hook computes the rates from the
-weights and copies the rows that are on a path; after it, another moves them to old + rate * (new - old). For every
-update that is linear in lr this is the step it would have taken with lr * rate, weight decay included, and
-schedulers, param groups, clipping and logging see what they always saw.
+The pre-step hook computes the rates from the weights and copies the rows on the paths. The post-step hook sets these
+rows to old + rate * (new - old). For every update that is linear in lr, this is the step that the optimizer would have
+taken with lr * rate, weight decay included.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ from quacklr.find import logit_paths
 from quacklr.find.finding import Finding
 from quacklr.find.verify import Verification
 from quacklr.optimizers.attach import as_optimizers, first_after_step, is_idle, validate_linear
-from quacklr.optimizers.nested_steps import RunningStep, running_steps
-from quacklr.optimizers.step_check import StepCheck, ids_in_groups
+from quacklr.optimizers.nested_steps import RunningStep, RunningSteps
+from quacklr.optimizers.scratch import ids_in_groups
+from quacklr.optimizers.step_check import StepCheck
 from quacklr.util.read_only import ReadOnly
 
 _attached: WeakSet[QuacK] = WeakSet()
@@ -51,25 +51,40 @@ RESUMED_ALONE = (
 
 
 class QuacK:
-    """Per-head learning rates for the query and key weights of a model, on the optimizer (or optimizers) that train it.
+    """Per-head learning rates that bound how far one optimizer step can move an attention logit.
 
-        quack = QuacK(model, optimizer)     # once, after the weights are initialised or loaded
+    An attention logit is a product of weights. The sensitivity of a head's query weights is the norm of its key
+    weights, and vice versa; in MLA it is the product of the norms of the other weights on the path. The weights of each
+    head step with `lr * rate`, where
 
-    and the training loop stays as it was. `model` is a module, or its paths. `tau` is the rate at the start, relative
-    to the optimizer's lr: the one knob to tune. `adapt=False` leaves it there (the paper's constant-tau ablation).
-    `floor` bounds every norm from below, for weights that start at zero. All rates are relative to the weights found
-    here, so save `state_dict()` beside the optimizer's, and load it when resuming.
+        rate = tau * (sensitivity when QuacK was attached) / (sensitivity now)
 
-    With `verify`, attention that was found by rule is measured before the first step, on a few tokens of the first
-    batch; if a rule is wrong, that step raises a ValueError. A sharded model, or one compiled in place,
-    cannot be measured: that is a warning if its attention is a class which quacklr does not know.
+    Attach QuacK once, after the weights are initialised or loaded. The training loop does not change:
 
-    Rates are computed from the weights before the step; of several optimizers, all that step before one of them steps
-    again use the same rates. Parameters may be sharded (FSDP2, HSDP, tensor parallelism): attach afterwards, in every
-    process; a step then takes one small all-reduce for the whole model.
+        quack = QuacK(model, optimizer)
 
-    Costs a copy of the rows on a path while a step runs (on the CPU it is kept for the next one: fresh pages cost more
-    than the copying), one pass over them for the norms, and one to scale the step; waits for no device.
+    The optimizer's `lr` is never written, so schedulers, param groups, gradient clipping and logging work as before.
+    Rates are relative to the weights at the time of attaching: to resume a run, save and load `state_dict()` together
+    with the optimizer's.
+
+    Args:
+        model: the model, whose attention is found by `logit_paths(model)`; or an iterable of LogitPath.
+        optimizer: the optimizer that trains the model, or several. Their steps must be linear in lr, as those of SGD,
+            AdamW, Muon and most others are.
+        tau: the rate at the start, relative to the optimizer's lr. The one hyperparameter to tune.
+        norm: the norm of a block of weights: `quacklr.frobenius`, `quacklr.spectral`, or a function of the same form.
+        adapt: if False, all rates stay at tau (the constant-tau ablation of the paper).
+        floor: a lower bound on all norms, for weights that are all zeros when QuacK is attached.
+        verify: measure attention that was found by rule, on a few tokens of the first batch. If the rule was wrong, the
+            first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; this
+            triggers a warning if quacklr does not know the class of its attention.
+
+    Rates are computed from the weights before a step. With several optimizers, all that step in one iteration use the
+    same rates; an iteration ends when a parameter steps again. Sharded parameters (FSDP2, HSDP, tensor parallelism) are
+    supported: attach QuacK after sharding, in every process. A step then takes one small all-reduce.
+
+    A step costs a copy of the rows on the paths (on the CPU its memory is kept for the next step), one pass over them
+    for the norms, and one to scale the step. QuacK never waits for the device.
     """
 
     def __init__(
@@ -86,40 +101,39 @@ class QuacK:
         validate_settings(tau, norm, floor)
         self._norm, self._adapt, self._floor = norm, adapt, floor
         self.optimizers = as_optimizers(optimizer)
-        if isinstance(model, nn.Module):
-            validate_not_fsdp1(model)
-            reshard(model)
-        paths: Iterable[LogitPath] = logit_paths(model) if isinstance(model, nn.Module) else model
-        self.left_alone: Mapping[str, str] = getattr(paths, "left_alone", {})
-        found: Mapping[str, Finding] = getattr(paths, "found", {})
-        paths = as_paths(paths, "the model must be an nn.Module or")
+        module = model if isinstance(model, nn.Module) else None
+        if module is not None:
+            validate_not_fsdp1(module)
+            reshard(module)
+        given: Any = model if module is None else logit_paths(module)
+        self.left_alone: Mapping[str, str] = getattr(given, "left_alone", {})
+        found: Mapping[str, Finding] = getattr(given, "found", {})
+        paths = as_paths(given, "the model must be an nn.Module or")
         validate_not_meta(weight for path in paths for weight in path.weights)
         self._rule = Rule(paths, blocks_of)
+        weights = self._rule.weights
         self._on_paths = {id(part.param) for part in self._rule.parts}
-        validate_stepped(self._rule.weights, self.optimizers)
-        validate_linear(self.optimizers, (part.param for weight in self._rule.weights for part in weight.parts))
-        here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
-        validate_not_attached_twice(self._rule.weights, [weight for other in here for weight in other._rule.weights])
+        validate_stepped(weights, self.optimizers)
+        validate_linear(self.optimizers, (part.param for part in self._rule.parts))
+        others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
+        validate_not_attached_twice(weights, [weight for other in others for weight in other._rule.weights])
         self._start, self._memory = self._measure_start()
-        self._largest = _largest(self._start)
-        self._rates = torch.full_like(self._start, tau)
+        self._largest, self._rates = _largest(self._start), torch.full_like(self._start, tau)
         self.tau = tau
         self._stepped: set[int] = set()  # ids of the tensors that have stepped in this iteration
-        self._running: dict[Optimizer, RunningStep] = {}
+        self._running = RunningSteps()
         self._loaded = self._resumed_alone = False
-        self._step_check = StepCheck(
-            model if isinstance(model, nn.Module) else None, self._rule.weights, self.optimizers
-        )
+        self._step_check = StepCheck(module, weights, self.optimizers)
         self._origin = {name: finding.origin for name, finding in found.items()}
-        self._verification = Verification(model, found, verify) if isinstance(model, nn.Module) else None
-        self._hooks = [hook for each in self.optimizers for hook in self._hook(each)]
+        self._verification = None if module is None else Verification(module, found, verify)
+        self._hooks = [hook for each in self.optimizers for hook in self._register_hooks(each)]
         _attached.add(self)
 
-    def _hook(self, optimizer: Optimizer) -> list[Any]:
-        eager: Any = torch.compiler.disable  # under torch.compile(optimizer.step) the hooks run as they are
+    def _register_hooks(self, optimizer: Optimizer) -> list[Any]:
+        eager: Any = torch.compiler.disable  # not compiled under torch.compile(optimizer.step)
         return [
             optimizer.register_step_pre_hook(eager(self._before)),
-            first_after_step(optimizer, eager(self._after)),  # what others do to weights after a step is no step
+            first_after_step(optimizer, eager(self._after)),  # changes by other post-step hooks are not scaled
             optimizer.register_load_state_dict_post_hook(self._optimizer_loaded),
         ]
 
@@ -129,7 +143,7 @@ class QuacK:
 
     @property
     def tau(self) -> float:
-        """The rate at the start, relative to lr. Can be set while training, for a schedule."""
+        """The rate at the start, relative to lr. It can be set during training, for a schedule."""
         return self._tau
 
     @tau.setter
@@ -147,34 +161,22 @@ class QuacK:
         return copies, [norm.clamp(min=self.floor) for norm in norms] if self.floor else norms, memory
 
     def _measure_start(self) -> tuple[Tensor, Memory]:
-        """The sensitivities that all later rates are relative to."""
-        _, _, memory = self._measure(self._rule.blocks.nothing())
-        _, norms, _ = self._measure(memory)  # as the first step will, so that what has not changed has rate 1 exactly
+        """The sensitivities at the start, to which all later rates are relative, and the norm's memory."""
+        _, _, memory = self._measure(self._rule.blocks.empty_memory())
+        _, norms, _ = self._measure(memory)  # as the first step does, so that its rates are exactly tau
         start = self._rule.sensitivity(norms)
         validate_norms(self._rule, torch.cat(norms), start, self.adapt)
         return start, memory
 
-    def _tensors(self, optimizer: Optimizer) -> set[int]:
-        """Ids of the tensors on a path that this optimizer moves, but for those that a step moves which calls it."""
-        tensors = ids_in_groups(optimizer) & self._on_paths
-        return tensors.difference(*(running.tensors for running in self._running.values()))
-
-    def _drop_failed(self, optimizer: Optimizer) -> None:
-        """Forget steps that raised, so that their post-hooks never ran: all that are not on the call stack."""
-        for other, running in list(self._running.items()):
-            running.calls_step = running_steps(other) > (other is optimizer)
-            if not running.calls_step:
-                del self._running[other]
-
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._running:
-            self._drop_failed(optimizer)
-        if optimizer in self._running or is_idle(optimizer):  # the former: its step called its parent class's
+        self._running.drop_failed(optimizer)
+        if optimizer in self._running or is_idle(optimizer):  # the former if its step calls that of its parent class
             return
         if self._resumed_alone:
             self._resumed_alone = False
-            warnings.warn(RESUMED_ALONE, stacklevel=4)  # the line that called optimizer.step
-        tensors = self._tensors(optimizer)
+            warnings.warn(RESUMED_ALONE, stacklevel=4)  # refers to the line that called optimizer.step
+        of_callers = [running.tensors for running in self._running.values()]  # steps that called this one
+        tensors = (ids_in_groups(optimizer) & self._on_paths).difference(*of_callers)
         new_iteration = not self._stepped or not self._stepped.isdisjoint(tensors)
         self._step_check.before_step(tensors, self._stepped if new_iteration else ())
         if not tensors:
@@ -192,57 +194,58 @@ class QuacK:
         self._running[optimizer] = RunningStep(copies, tensors)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        running = self._running.get(optimizer)
-        if running is None or (running.calls_step and running_steps(optimizer) > 1):
+        running = self._running.finish(optimizer)
+        if running is None:
             return
-        del self._running[optimizer]
-        copies, tensors = running.copies, running.tensors
         if self._verification is not None:
             self._verification.finish()
-        self._step_check.after_step(optimizer, tensors, lambda: self._rule.blocks.have_moved(copies))
-        self._rule.blocks.move(copies, self._rates, tensors)
+        blocks = self._rule.blocks
+        self._step_check.after_step(optimizer, running.tensors, lambda: blocks.have_moved(running.copies))
+        blocks.scale_step(running.copies, self._rates, running.tensors)
 
     def _optimizer_loaded(self, optimizer: Optimizer) -> None:
         self._resumed_alone = bool(optimizer.state) and not self._loaded
 
     def rates(self, last: bool = False) -> dict[str, Tensor]:
-        """For each weight's name the (blocks,) multipliers of lr for a step from the weights as they are now.
+        """The multipliers of lr that the next step will use: (blocks,) for each weight, by name.
 
-        Of sharded weights every process must ask, at the same time. With `last` they are those of the last step: that
-        asks nobody, so one process can log them. NaN between loading a state of quacklr 0.1 and the next step.
+        For sharded weights this is a collective call. With `last`, returns the rates of the last step, without
+        communication, so that one process can log them. They are NaN after loading a state of quacklr 0.1, until the
+        next step.
         """
         if last:
             return self._named(self._rates)
         if not self.adapt:
             return self._named(torch.full_like(self._start, self._tau))
         copies, norms, _ = self._measure(self._memory)
-        self._rule.blocks.take_back(copies)
+        self._rule.blocks.recycle(copies)
         return self._named(rates_from(self._target, self._rule.sensitivity(norms), self._tau))
 
     def _named(self, flat: Tensor) -> dict[str, Tensor]:
-        return {w.name: flat[place] for w, place in self._rule.blocks.flat_index.items() if w.trains}
+        return {weight.name: flat[index] for weight, index in self._rule.blocks.flat_index.items() if weight.trains}
 
     def rate_of(self, param: Tensor) -> Tensor | None:
-        """The multipliers of lr of one parameter or bias, in a shape that broadcasts to it; 1 for rows on no path.
+        """The multipliers of lr for one weight or bias parameter, broadcastable to it; 1 for rows on no path.
 
-        None if it is frozen, or no row of it is on a path. Of a sharded one it is a plain tensor for the whole of it.
+        None if the parameter is frozen, or if none of its rows is on a path. For a sharded parameter it is a plain
+        tensor for the whole parameter, and a collective call.
         """
-        parts = [(weight, part) for weight in self._rule.weights for part in weight.parts if part.param is param]
-        parts = [(weight, part) for weight, part in parts if weight.rated]
+        rated = [weight for weight in self._rule.weights if weight.rated]
+        parts = [(weight, part) for weight in rated for part in weight.parts if part.param is param]
         if not parts or not param.requires_grad:
             return None
-        by_name = self.rates()
+        rates = self.rates()
         of_row = torch.ones(len(parts[0][1].block_of_row), device=param.device, dtype=torch.float32)
         for weight, part in parts:
-            owned = part.block_of_row >= 0
-            of_row[owned] = by_name[weight.name].to(param.device)[part.block_of_row[owned]]
+            on_path = part.block_of_row >= 0
+            of_row[on_path] = rates[weight.name].to(param.device)[part.block_of_row[on_path]]
         return parts[0][1].spread(of_row)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, by weight name: the sensitivities at the start, the rates, the norm's memory.
+        """The state to resume a run from: by weight name, the sensitivities at the start, the rates, the norm's memory.
 
-        Plain tensors, numbers and strings, loadable with `weights_only`. tau, adapt and floor are not in it: the script
-        says them.
+        It holds plain tensors, numbers and strings, and can be loaded with `weights_only`. tau, adapt and floor are not
+        part of it.
         """
         return write_state(self._rule, self.norm, self._saved())
 
@@ -251,7 +254,7 @@ class QuacK:
         return Saved(self._start, rates, self._stepped, self._memory)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`. One of another model or norm is a ValueError that lists the difference."""
+        """Load a `state_dict()`. Raises a ValueError that lists the differences if it is of another model or norm."""
         saved = read_state(self._rule, self.norm, state_dict, self._saved(), self.adapt)
         self._start, self._memory, self._stepped = saved.start, saved.memory, saved.stepped
         self._largest = _largest(self._start)
@@ -260,7 +263,7 @@ class QuacK:
         self._loaded, self._resumed_alone = True, False
 
     def remove(self) -> None:
-        """Take the hooks off: the optimizers step as if QuacK had never been there."""
+        """Remove the hooks: later steps of the optimizers are not scaled."""
         for hook in self._hooks:
             hook.remove()
         self._running.clear()
@@ -269,7 +272,7 @@ class QuacK:
         _attached.discard(self)
 
     def __reduce__(self) -> NoReturn:
-        """A copy would look attached and do nothing, since a copied optimizer has no hooks."""
+        """Copying raises TypeError: the copy would have no hooks on the copied optimizer, and do nothing."""
         raise TypeError(
             "a QuacK cannot be copied or pickled; attach a new one to the copied optimizer, and give it this one's "
             "state_dict()"
@@ -284,14 +287,13 @@ class QuacK:
     def __repr__(self) -> str:
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         settings = f"tau={self.tau:g}, norm={norm_name(self.norm)}, adapt={self.adapt}, floor={self.floor:g}"
-        alone = isinstance(self._rule.blocks, ShardedBlocks)  # one process may print by itself, so others are not asked
-        when = "last rates" if alone else "rates now"
-        rates, notes = self.rates(alone), self._verification.notes if self._verification is not None else {}
-        return f"QuacK({settings}) on {names}\n" + describe(
-            self._rule, when, rates, self.left_alone, self._origin, notes
-        )
+        sharded = isinstance(self._rule.blocks, ShardedBlocks)  # no communication: one process may print it alone
+        when = "last rates" if sharded else "rates now"
+        notes = self._verification.notes if self._verification is not None else {}
+        table = describe(self._rule, when, self.rates(last=sharded), self.left_alone, self._origin, notes)
+        return f"QuacK({settings}) on {names}\n{table}"
 
 
 def _largest(sensitivity: Tensor) -> float:
-    """The largest finite one. Waits for the device."""
+    """The largest finite sensitivity. Waits for the device."""
     return float(sensitivity.nan_to_num(0, 0, 0).max())

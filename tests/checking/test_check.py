@@ -1,4 +1,4 @@
-"""The wiring proof passes where heads are wired right, in every kind of model, and touches nothing."""
+"""`check` passes where heads are wired right, in every kind of model, and changes nothing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
+from check_runs import X_BTD, checked, halves, of_each, stack
 from models import Separate, assert_equal
 from quacklr import LogitPath, QuacK, check, logit_paths, mha, packed
-from quacklr.checking.command import MAKERS
+from quacklr.checking.command import OPTIMIZERS as BY_NAME
 from quacklr.find import discover
 from quacklr.find.finding import Finding
 from quacklr.lab.model import build
 from quacklr.lab.model.spec import MHA, MLA, Shape
 from tiny_models import CAUSAL, TORCH
 from tiny_models import build as tiny
-from wiring_runs import X_BTD, checked, halves, of_each, stack
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lab MHA": lambda: decoder(MHA(4, 4, 8)),
@@ -45,27 +45,27 @@ def decoder(spec: MHA | MLA) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_wired_right_passes(name: str) -> None:
     model, batch = MODELS[name]()
-    wiring = check(model, MAKERS[OPTIMIZERS[name]](model, 1e-2), batch, steps=2)
-    assert wiring.ok, wiring
-    assert [(layer.heads, layer.silent) for layer in wiring.layers] == [(4, "")] * 2
-    for layer in wiring.layers:
+    report = check(model, BY_NAME[OPTIMIZERS[name]](model, 1e-2), batch, steps=2)
+    assert report.ok, report
+    assert [(layer.heads, layer.unobserved) for layer in report.layers] == [(4, "")] * 2
+    for layer in report.layers:
         for change in (layer.start, layer.plain, layer.quack):
             assert (change.measured > 0).all()
             assert (change.measured < change.bound).all()
-    assert "wired right: 2 layers, 8 heads;" in str(wiring)
+    assert "wired right: 2 layers, 8 heads;" in str(report)
 
 
 def test_grown_weights_move_logits_no_further_with_quack_and_several_times_further_without() -> None:
     model, batch = decoder(MHA(4, 4, 8))
-    wiring = check(model, AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), batch, growth=8.0)
-    for layer in wiring.layers:
+    report = check(model, AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), batch, growth=8.0)
+    for layer in report.layers:
         assert (layer.quack.measured < 2 * layer.start.measured).all()
         assert (layer.plain.measured > 4 * layer.start.measured).all()
         torch.testing.assert_close(layer.quack.bound, layer.start.bound, rtol=0.2, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_precisions_are_judged_too(dtype: torch.dtype) -> None:
+def test_other_precisions_are_tested_too(dtype: torch.dtype) -> None:
     model = stack(Separate).to(dtype)
     wrong = of_each(model, lambda one: halves(one, torch.arange(16) % 4))
     for paths, ok in ((None, True), (wrong, False)):
@@ -74,9 +74,9 @@ def test_other_precisions_are_judged_too(dtype: torch.dtype) -> None:
 
 def test_under_autocast_too_whose_cache_does_not_notice_that_weights_change() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        wiring = checked(stack(Separate), steps=1)
-    assert wiring.ok
-    assert all((layer.start.measured > 0).all() for layer in wiring.layers)
+        report = checked(stack(Separate), steps=1)
+    assert report.ok
+    assert all((layer.start.measured > 0).all() for layer in report.layers)
 
 
 def test_weights_that_start_at_zero_hide_nothing() -> None:
@@ -160,9 +160,9 @@ def test_nothing_of_the_original_is_touched() -> None:
 def test_paths_and_several_optimizers_can_be_given() -> None:
     model = stack(Separate)
     optimizers = [SGD(model[0].parameters(), lr=0.1), AdamW(model[1].parameters(), lr=0.01)]
-    wiring = check(model, optimizers, X_BTD, paths=logit_paths(model), loss=lambda model, x: model(x).square().mean())
-    assert wiring.ok
-    assert (torch.stack([layer.start.measured for layer in wiring.layers]) > 0).all()
+    report = check(model, optimizers, X_BTD, paths=logit_paths(model), loss=lambda model, x: model(x).square().mean())
+    assert report.ok
+    assert (torch.stack([layer.start.measured for layer in report.layers]) > 0).all()
 
 
 class Unruled(nn.Module):
@@ -170,19 +170,19 @@ class Unruled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asks, self.tells = nn.Linear(16, 16, bias=False), nn.Linear(16, 32, bias=False)
+        self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 32, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        parts = self.asks(x_BTD), *self.tells(x_BTD).chunk(2, 2)
+        parts = self.first(x_BTD), *self.second(x_BTD).chunk(2, 2)
         heads = (part.unflatten(2, (4, 4)).transpose(1, 2) for part in parts)
         return nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
 
 
 def test_paths_that_are_not_given_are_measured_on_the_batch() -> None:
-    wiring = checked(stack(Unruled), steps=1)
-    assert wiring.ok, wiring
-    assert [layer.heads for layer in wiring.layers] == [4, 4]
-    assert "measured" not in str(wiring)
+    report = checked(stack(Unruled), steps=1)
+    assert report.ok, report
+    assert [layer.heads for layer in report.layers] == [4, 4]
+    assert "measured" not in str(report)
 
 
 class Misread(nn.Module):
@@ -203,7 +203,7 @@ class Misread(nn.Module):
 def test_a_rule_that_is_contradicted_is_not_ok_and_what_was_measured_can_be_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The rule stands for any: it is said to have read consecutive rows."""
+    """The rule is replaced by one that finds consecutive rows."""
 
     def by_rule(one: Any) -> Finding | None:
         if not isinstance(one, Misread):
@@ -212,21 +212,23 @@ def test_a_rule_that_is_contradicted_is_not_ok_and_what_was_measured_can_be_chec
 
     monkeypatch.setattr(discover, "by_rule", by_rule)
     model = stack(Misread)
-    wiring = checked(model, steps=1)
-    assert not wiring.ok
-    assert "0: the rule for Misread is wrong here; it says that a head reads" in str(wiring)
-    assert all(layer.wrong.all() for layer in wiring.layers)
+    report = checked(model, steps=1)
+    assert not report.ok
+    assert "0: the rule for Misread is wrong here; it says that a head reads" in str(report)
+    assert all(layer.wrong.all() for layer in report.layers)
     assert checked(model, logit_paths(model, X_BTD, rules=False), steps=1).ok
 
 
-def test_what_is_right_by_nudges_and_contradicted_by_measurement_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_right_by_perturbations_and_contradicted_by_measurement_is_not_ok(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """If the two ways to look at a model do not agree, one of them is wrong."""
     monkeypatch.setattr(discover, "differences", lambda *_: "it says one thing, but measured is another")
     monkeypatch.setattr(discover, "by_rule", lambda one: Finding(one.paths()) if isinstance(one, Plain) else None)
-    wiring = checked(stack(Plain), steps=1)
-    assert not any(layer.faults for layer in wiring.layers)
-    assert not wiring.ok
-    assert str(wiring).endswith("; but other paths were measured")
+    report = checked(stack(Plain), steps=1)
+    assert not any(layer.faults for layer in report.layers)
+    assert not report.ok
+    assert str(report).endswith("; but other paths were measured")
 
 
 class Plain(Separate):
@@ -246,9 +248,9 @@ def test_a_model_that_cannot_be_measured_is_checked_by_its_rules_and_the_report_
             assert self.training or not torch.is_grad_enabled()
             return super().forward(x_BTD)
 
-    wiring = checked(stack(Fussy), steps=1)
-    assert wiring.ok
-    assert "paths are those of the rules, and could not be measured: Sequential failed on the sample" in str(wiring)
+    report = checked(stack(Fussy), steps=1)
+    assert report.ok
+    assert "paths are those of the rules, and could not be measured: Sequential failed on the sample" in str(report)
 
 
 def test_a_weight_that_two_layers_share_moves_both_and_that_is_right() -> None:
@@ -260,9 +262,9 @@ def test_a_weight_that_two_layers_share_moves_both_and_that_is_right() -> None:
 
     model = nn.Sequential(stack(Separate), stack(Shared))
     model.get_submodule("1.0").k = model.get_submodule("0.1.k")
-    wiring = checked(model)
-    assert wiring.ok, wiring
-    assert len(wiring.layers) == 4
+    report = checked(model)
+    assert report.ok, report
+    assert len(report.layers) == 4
 
 
 def test_layers_that_do_not_run_are_not_said_to_be_right() -> None:
@@ -271,11 +273,11 @@ def test_layers_that_do_not_run_are_not_said_to_be_right() -> None:
             return self[0](x_BTD)
 
     model = First(*stack(Separate))
-    wiring = checked(model)
-    assert not wiring.ok  # what was not shown is not proved
-    assert [layer.silent for layer in wiring.layers] == ["", "not heard"]
-    assert "wired right, as far as shown: 1 layer, 4 heads;" in str(wiring)
-    assert str(wiring).endswith("; of 1 more nothing is known, since the batch does not show it")
+    report = checked(model)
+    assert not report.ok  # what was not shown is not proved
+    assert [layer.unobserved for layer in report.layers] == ["", "not heard"]
+    assert "wired right, as far as shown: 1 layer, 4 heads;" in str(report)
+    assert str(report).endswith("; of 1 more nothing is known, since the batch does not show it")
 
 
 def test_another_softmax_in_the_module_with_other_heads_is_not_its_attention() -> None:
@@ -296,22 +298,22 @@ class Flat(Separate):
         return mixed.unflatten(0, (-1, 4)).transpose(1, 2).flatten(2)
 
 
-def test_heads_in_one_dimension_with_the_batch_are_told_apart() -> None:
+def test_heads_in_one_dimension_with_the_batch_are_separated() -> None:
     model = stack(Flat)
     wrong = of_each(model, lambda one: halves(one, torch.arange(16) % 4))
     assert checked(model, steps=1).ok
     assert not checked(model, wrong, steps=1).ok
 
 
-def test_logits_that_differ_by_themselves_are_not_judged() -> None:
+def test_logits_that_differ_by_themselves_are_not_tested() -> None:
     class Fickle(Separate):
         def qk(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
             return super().qk(x_BTD * random.uniform(0.5, 2))
 
-    wiring = checked(stack(Fickle), steps=1)
-    assert [layer.silent for layer in wiring.layers] == ["not the same twice"] * 2
-    assert not wiring.ok
-    assert "not shown: the batch runs none of these layers" in str(wiring)
+    report = checked(stack(Fickle), steps=1)
+    assert [layer.unobserved for layer in report.layers] == ["not the same twice"] * 2
+    assert not report.ok
+    assert "not shown: the batch runs none of these layers" in str(report)
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,8 @@ CALLS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], Callable[..., Tens
 def test_modules_are_called_with_what_the_model_calls_them_with(way: str) -> None:
     torch.manual_seed(0)
     model = Calls(*CALLS[way])
-    wiring: CheckReport = check(model, SGD(model.parameters(), lr=0.1), X_BTD, steps=1)
-    assert wiring.ok, wiring
+    report: CheckReport = check(model, SGD(model.parameters(), lr=0.1), X_BTD, steps=1)
+    assert report.ok, report
 
 
 def test_a_copy_is_a_copy_and_what_is_not_floating_point_stays_what_it_is() -> None:

@@ -57,27 +57,27 @@ def by_head(model: Attention) -> list[tuple[Matrix, Matrix]]:
     return [(q[h * SIZE : (h + 1) * SIZE], k[h * SIZE : (h + 1) * SIZE]) for h in range(HEADS)]
 
 
-@pytest.mark.parametrize("unclaimed", [0, 1])
-def test_change_and_bound_are_those_computed_by_hand(unclaimed: int) -> None:
-    """With all rows claimed; and without each key's last one, whose step then is not counted in the change."""
+@pytest.mark.parametrize("missing", [0, 1])
+def test_change_and_bound_are_those_computed_by_hand(missing: int) -> None:
+    """With all rows on the path; and without the last row of each key, whose step is then not counted in the change."""
     model = Attention()
-    q, k = packed(model.q, ("q", HEADS, SIZE))[0], Weight("k", model.k.weight, claimed_rows(unclaimed))
+    q, k = packed(model.q, ("q", HEADS, SIZE))[0], Weight("k", model.k.weight, rows_on_path(missing))
     paths = [LogitPath((q, k), HEADS)]
-    wiring = check(model, SGD(model.parameters(), lr=0.1), X_BTD, loss=loss, steps=1, paths=paths)
+    report = check(model, SGD(model.parameters(), lr=0.1), X_BTD, loss=loss, steps=1, paths=paths)
     stepped = copy.deepcopy(model)
     optimizer = SGD(stepped.parameters(), lr=0.1)
     loss(stepped, X_BTD).backward()
     optimizer.step()
     for head, (old, new) in enumerate(zip(by_head(model), by_head(stepped), strict=True)):
-        rows = SIZE - unclaimed
+        rows = SIZE - missing
         new[1][rows:] = old[1][rows:]
         bound = bound_by_hand(old[0], old[1][:rows], new[0], new[1][:rows])
-        assert float(wiring.layers[0].start.measured[head]) == pytest.approx(change_by_hand(*old, *new), rel=1e-3)
-        assert float(wiring.layers[0].start.bound[head]) == pytest.approx(bound, rel=1e-4)
+        assert float(report.layers[0].start.measured[head]) == pytest.approx(change_by_hand(*old, *new), rel=1e-3)
+        assert float(report.layers[0].start.bound[head]) == pytest.approx(bound, rel=1e-4)
 
 
-def claimed_rows(unclaimed: int) -> Tensor:
-    return torch.arange(HEADS * SIZE).where(torch.arange(HEADS * SIZE) % SIZE < SIZE - unclaimed, -SIZE) // SIZE
+def rows_on_path(missing: int) -> Tensor:
+    return torch.arange(HEADS * SIZE).where(torch.arange(HEADS * SIZE) % SIZE < SIZE - missing, -SIZE) // SIZE
 
 
 def change_by_hand(q: Matrix, k: Matrix, q_new: Matrix, k_new: Matrix) -> float:
@@ -101,10 +101,10 @@ def bound_by_hand(q: Matrix, k: Matrix, q_new: Matrix, k_new: Matrix) -> float:
 
 def test_a_logit_that_moves_further_than_its_rows_steps_allow_is_wrong() -> None:
     model = Attention(gain=20.0)
-    told = str(check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1))
-    assert "at the start a logit of head 0-1 moves by" in told
-    assert "in a step, and the rates of its rows allow" in told
-    assert "wired wrong: 2 heads in 1 of 1 layer;" in told
+    text = str(check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1))
+    assert "at the start a logit of head 0-1 moves by" in text
+    assert "in a step, and the rates of its rows allow" in text
+    assert "wired wrong: 2 heads in 1 of 1 layer;" in text
 
 
 def test_rows_that_step_further_than_their_rates_say_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +112,9 @@ def test_rows_that_step_further_than_their_rates_say_are_wrong(monkeypatch: pyte
     model = Attention()
     assert check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1).ok
     monkeypatch.setattr(BlockRows, "move", lambda *_: None)
-    told = str(check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1))
-    assert "grown, with QuacK rows of head 0-1 take a larger step than their rates allow" in told
-    assert "at the start" not in told.partition("wrong:")[2]
+    text = str(check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1))
+    assert "grown, with QuacK rows of head 0-1 take a larger step than their rates allow" in text
+    assert "at the start" not in text.partition("wrong:")[2]
 
 
 def test_the_spectral_norm_is_exact() -> None:
@@ -173,20 +173,20 @@ def test_a_learned_vector_that_is_added_to_every_query_is_multiplied_with_one() 
     assert np.isnan(inputs.of(adapted))
 
 
-def test_a_parametrised_weight_has_no_bound_and_is_judged_all_the_same() -> None:
+def test_a_parametrised_weight_has_no_bound_and_is_tested_all_the_same() -> None:
     model = Attention()
     for of in (model.q, model.k):
         nn.utils.parametrize.register_parametrization(of, "weight", Doubled())
     q, k = (of.get_parameter("parametrizations.weight.original") for of in (model.q, model.k))
     blocks = torch.arange(HEADS * SIZE) // SIZE
     right = [LogitPath((Weight("q", q, blocks), Weight("k", k, blocks)), HEADS)]
-    wiring = check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=right, loss=loss)
-    assert not wiring.ok  # what was not shown is not proved
-    assert not any(layer.faults for layer in wiring.layers)
-    assert wiring.layers[0].start.bound.isnan().all()
-    assert str(wiring).splitlines()[-1].startswith("wired right, as far as shown: 1 layer, 2 heads;")
-    assert " -  " in str(wiring).splitlines()[1]
-    assert str(wiring).endswith("; the bound of 1 layer is not known, since a weight's input is not seen")
+    report = check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=right, loss=loss)
+    assert not report.ok  # what was not shown is not proved
+    assert not any(layer.faults for layer in report.layers)
+    assert report.layers[0].start.bound.isnan().all()
+    assert str(report).splitlines()[-1].startswith("wired right, as far as shown: 1 layer, 2 heads;")
+    assert " -  " in str(report).splitlines()[1]
+    assert str(report).endswith("; the bound of 1 layer is not known, since a weight's input is not seen")
     wrong = [LogitPath((Weight("q", q, blocks), Weight("k", k, blocks.flip(0))), HEADS)]
     assert check(model, SGD(model.parameters(), lr=0.1), X_BTD, paths=wrong, loss=loss).layers[0].wrong.all()
 

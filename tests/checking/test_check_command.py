@@ -97,9 +97,9 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
         (["gpt2", "--optimizer", "lbfgs"], 2, "invalid choice: 'lbfgs'"),
         (["gpt2", "--out", "check.txt"], 2, "must be a .png, .svg or .pdf, not check.txt"),
         (["gpt2", "--out", "nowhere/check.png"], 2, "there is no folder nowhere"),
-        (["gpt2", "--out", f"{'x' * 300}.png"], 2, "Path name too long"),
-        (["gpt2", "--out", f"{'x' * 300}/check.png"], 2, "Path name too long"),
-        (["x" * 300], 2, "Path name too long"),
+        (["gpt2", "--out", f"{'x' * 300}.png"], 2, "File name too long"),
+        (["gpt2", "--out", f"{'x' * 300}/check.png"], 2, "File name too long"),
+        (["x" * 300], 2, "File name too long"),
         (["gpt2", "--steps", str(10**20)], 2, "at most 10,000"),
     ],
 )
@@ -107,9 +107,9 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
 def test_what_gets_no_answer_gets_one_sentence(
     arguments: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told, out, err = run(capsys, *arguments)
+    returned, out, err = run(capsys, *arguments)
     err = "\n".join(line for line in err.splitlines() if line != "made")
-    assert (told, out, len(err.splitlines())) == (code, "", 1)
+    assert (returned, out, len(err.splitlines())) == (code, "", 1)
     assert err.startswith("quacklr check: ")
     assert sentence in err
 
@@ -117,8 +117,8 @@ def test_what_gets_no_answer_gets_one_sentence(
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = layers(1, PerHead)
-    wiring = check(model, SGD(model.parameters(), lr=0.1), torch.randn(1, 3, 16), steps=1)
+    report = check(model, SGD(model.parameters(), lr=0.1), torch.randn(1, 3, 16), steps=1)
     monkeypatch.delitem(sys.modules, "quacklr.checking.figure", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"a picture needs matplotlib: pip install 'quacklr\[lab\]'"):
-        wiring.save(tmp_path / "check.png")
+        report.save(tmp_path / "check.png")

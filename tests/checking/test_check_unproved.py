@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from check_runs import X_BTD, checked, named, stack
 from models import Separate
 from quacklr import LogitPath, check, logit_paths, packed
-from quacklr.checking.faults import Fault
-from quacklr.checking.report import CheckReport, LayerReport
+from quacklr.checking.layer_report import Fault, LayerReport
+from quacklr.checking.report import CheckReport
 from quacklr.checking.steps import Change
-from wiring_runs import X_BTD, checked, named, stack
 
 GOOD = {"measured": 0.1, "bound": 0.2}
 
@@ -29,31 +29,31 @@ def change(**of: float) -> Change:
     return Change(*both, *torch.zeros(2, 2, dtype=torch.bool))
 
 
-def wiring(*layers: dict[str, Any], **of: Any) -> CheckReport:
-    good: dict[str, Any] = {"silent": "", "start": change(), "plain": change(), "quack": change(), "nudged": []}
+def report_of(*layers: dict[str, Any], **of: Any) -> CheckReport:
+    good: dict[str, Any] = {"unobserved": "", "start": change(), "plain": change(), "quack": change(), "row_faults": []}
     checked = [LayerReport(str(number), 2, **good | each) for number, each in enumerate(layers)]
     return CheckReport(tuple(checked), 4.0, 1, {}, **of)
 
 
 def cases() -> Iterator[tuple[str, CheckReport]]:
-    yield "no layer", wiring()
-    yield "a layer that is not heard", wiring({}, {"silent": "not heard"})
-    yield "a fault", wiring({}, {"nudged": [Fault((0,), "head 0 is moved by others")]})
-    yield "a rule that was measured otherwise", wiring({}, contradiction="the rule is wrong here")
+    yield "no layer", report_of()
+    yield "a layer that does not run", report_of({}, {"unobserved": "not heard"})
+    yield "a fault", report_of({}, {"row_faults": [Fault((0,), "head 0 is moved by others")]})
+    yield "a rule that was measured otherwise", report_of({}, contradiction="the rule is wrong here")
     for when, name, value in itertools.product(("start", "plain", "quack"), GOOD, (math.nan, math.inf)):
-        yield f"{when} {name} {value}", wiring({}, {when: change(**{name: value})})
-    yield "no step with QuacK", wiring({}, {"quack": change(measured=0.0, bound=0.0)})
+        yield f"{when} {name} {value}", report_of({}, {when: change(**{name: value})})
+    yield "no step with QuacK", report_of({}, {"quack": change(measured=0.0, bound=0.0)})
 
 
 CASES = dict(cases())
 
 
 def test_what_is_shown_is_ok() -> None:
-    assert wiring({}, {}).ok
-    assert wiring(
+    assert report_of({}, {}).ok
+    assert report_of(
         {}, {"trains": False, **dict.fromkeys(("start", "plain", "quack"), change(measured=0.0, bound=0.0))}
     ).ok
-    assert wiring({}, unmeasured="flex attention is not seen").ok
+    assert report_of({}, unmeasured="flex attention is not seen").ok
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,9 +110,9 @@ class Shorter(Separate):
     ],
 )
 def test_logits_that_cannot_be_compared_show_nothing(kind: type[Separate], word: str) -> None:
-    wiring = check(model := stack(kind, 1), SGD(model.parameters(), lr=0.1), X_BTD, steps=1)
-    assert not wiring.ok
-    assert word in str(wiring).splitlines()[1]
+    report = check(model := stack(kind, 1), SGD(model.parameters(), lr=0.1), X_BTD, steps=1)
+    assert not report.ok
+    assert word in str(report).splitlines()[1]
 
 
 def optimizers(model: Any) -> Iterator[tuple[Optimizer, Any]]:
@@ -125,10 +125,10 @@ def optimizers(model: Any) -> Iterator[tuple[Optimizer, Any]]:
 def test_rows_that_take_no_step_though_they_train_are_not_shown_to_be_right() -> None:
     model = stack(Separate)
     for optimizer, loss in optimizers(model):
-        wiring = check(model, optimizer, X_BTD, loss=loss, steps=1)
-        assert not wiring.ok
-        assert not any(layer.faults for layer in wiring.layers)
-        lines = str(wiring).splitlines()
+        report = check(model, optimizer, X_BTD, loss=loss, steps=1)
+        assert not report.ok
+        assert not any(layer.faults for layer in report.layers)
+        lines = str(report).splitlines()
         assert lines[2].endswith("its rows took no step: no gradient, or lr is 0")
         assert lines[-1].startswith("wired right, as far as shown: 1 layer, 4 heads;")
 
@@ -144,9 +144,9 @@ def test_a_batch_that_runs_no_attention_shows_nothing() -> None:
         def forward(self, x_BTD: Tensor, images: bool = False) -> Tensor:
             return self.attention(x_BTD) if images else self.text(x_BTD)
 
-    wiring = check(model := Beside(), SGD(model.parameters(), lr=0.1), X_BTD, steps=1)
-    assert not wiring.ok
-    assert str(wiring).splitlines()[-1].startswith("not shown: the batch runs none of these layers")
+    report = check(model := Beside(), SGD(model.parameters(), lr=0.1), X_BTD, steps=1)
+    assert not report.ok
+    assert str(report).splitlines()[-1].startswith("not shown: the batch runs none of these layers")
 
 
 def test_no_paths_are_no_proof() -> None:
@@ -175,10 +175,10 @@ def test_routed_queries_are_right_if_every_expert_is_seen_everywhere_and_otherwi
     model = stack(Routed, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
     assert check(model, optimizer, torch.randn(2, 40, 16), steps=1).ok
-    wiring = check(model, optimizer, X_BTD[:, :2], paths=logit_paths(model, X_BTD), steps=1)
-    assert not wiring.ok
-    assert not any(layer.faults for layer in wiring.layers)
-    assert "attends with several heads for each of these" in str(wiring).splitlines()[1]
+    report = check(model, optimizer, X_BTD[:, :2], paths=logit_paths(model, X_BTD), steps=1)
+    assert not report.ok
+    assert not any(layer.faults for layer in report.layers)
+    assert "attends with several heads for each of these" in str(report).splitlines()[1]
 
 
 def test_heads_that_share_a_key_are_not_taken_for_one() -> None:

@@ -1,4 +1,4 @@
-"""What a first user ran into: each was wrong or unhelpful once."""
+"""Regressions: problems that the first users reported."""
 
 from __future__ import annotations
 

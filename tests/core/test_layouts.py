@@ -1,4 +1,4 @@
-"""Every layout of rows: which are found, measured and moved, and that nothing else is. Judge: indexing by hand."""
+"""Layouts of rows: norms and scaled steps of exactly the rows of each block. Judge: indexing by hand."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ def rows(*numbers: int) -> Tensor:
     ],
     ids=["separate", "concatenated", "per head", "grouped", "gated", "mla"],
 )
-def test_packed_says_whose_each_row_is(weights: Callable[[], list[Weight]], expected: dict[str, list[int]]) -> None:
+def test_packed_gives_the_block_of_each_row(
+    weights: Callable[[], list[Weight]], expected: dict[str, list[int]]
+) -> None:
     assert {weight.name: weight.block_of_row.tolist() for weight in weights()} == expected
 
 
-def test_packed_takes_a_modules_bias_along() -> None:
+def test_packed_includes_the_bias_of_a_module() -> None:
     linear = nn.Linear(2, 6)
     q, k = packed(linear, ("q", 1, 3), ("k", 1, 3))
     assert [part.param for part in q.parts] == [linear.weight, linear.bias]
@@ -82,7 +84,7 @@ def test_any_assignment_of_rows_is_measured_and_moved_as_if_by_hand(
     matrix = param.detach().clone().movedim(dim, 0).flatten(1)
     matrix = torch.cat([matrix, b.detach().unsqueeze(1)], 1) if bias else matrix
     by_hand = torch.stack([matrix[block_of_row == block].norm() for block in range(weight.blocks)])
-    copies, norms, _ = blocks.measure(frobenius, [None] * len(blocks.pieces))
+    copies, norms, _ = blocks.measure(frobenius, [None] * len(blocks.local))
     torch.testing.assert_close(torch.cat(norms)[blocks.flat_index[weight]], by_hand)
 
     rate = torch.rand(weight.blocks)
@@ -94,7 +96,7 @@ def test_any_assignment_of_rows_is_measured_and_moved_as_if_by_hand(
         param.movedim(dim, 0).copy_(new[:, : matrix.shape[1] - bias].view_as(param.movedim(dim, 0)))
         if bias:
             b.copy_(new[:, -1])
-    blocks.move(copies, flat, {id(param), id(b)})
+    blocks.scale_step(copies, flat, {id(param), id(b)})
     moved = param.detach().movedim(dim, 0).flatten(1)
     moved = torch.cat([moved, b.detach().unsqueeze(1)], 1) if bias else moved
     torch.testing.assert_close(moved, matrix + of_row.unsqueeze(1) * (new - matrix), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""LoRA by peft, parametrised weights, and weights that only count: what attaches, and with which rates."""
+"""Rates with LoRA (peft), parametrised weights, and weights that are not rated."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_under_lora_only_the_rows_of_b_step_slower() -> None:
     for each in (a, b):
         each.grad = torch.ones_like(each)
     optimizer.step()
-    torch.testing.assert_close(before[0] - a, torch.ones_like(a))  # counts, but has no rate
+    torch.testing.assert_close(before[0] - a, torch.ones_like(a))  # on a path, but not rated
     torch.testing.assert_close(before[1] - b, torch.full_like(b, 0.25))
 
 
@@ -110,7 +110,7 @@ def test_merged_or_switched_off_adapters_are_not_counted_and_other_variants_are_
     assert found_by_rule(llama(target_modules=["q_proj"], use_dora=True))[LLAMA].unknown
 
 
-def test_a_weight_that_only_counts_has_no_rate_and_needs_no_optimizer() -> None:
+def test_a_weight_that_is_not_rated_has_no_rate_and_needs_no_optimizer() -> None:
     q, k = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
     block = torch.tensor([0, 0, 1, 1])
     path = LogitPath((Weight("q", q, block), Weight("k", k, block, rated=False)), heads=2)
@@ -120,7 +120,7 @@ def test_a_weight_that_only_counts_has_no_rate_and_needs_no_optimizer() -> None:
     torch.testing.assert_close(quack.rates(), {"q": torch.tensor([0.25, 1.0])})
     assert quack.rate_of(k) is None
     with torch.no_grad():
-        q.zero_()  # now k has no bound, and none is asked of it
+        q.zero_()  # k then has no bound, but it has no rate either
     QuacK([path], torch.optim.SGD([q, k], lr=1.0))
 
 

@@ -1,4 +1,4 @@
-"""Numbers at the edge of what a float32 can hold, and parameters of unusual dtypes: right, or refused by name."""
+"""Numbers near the limits of float32, and parameters of unusual dtypes: correct results, or a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step: what is easy to get wrong about scaling an optimizer's step from outside."""
+"""Scaling an optimizer's step by hooks: schedules, clipping, closures, exceptions, several optimizers."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_training_is_deterministic(norm: Any, attention: Callable[[], nn.Module]
     assert_equal(*results)
 
 
-def test_loading_the_optimizer_but_not_quack_is_told() -> None:
+def test_loading_the_optimizer_but_not_quack_triggers_a_warning() -> None:
     model, optimizer = model_and_optimizer()
     quack = QuacK(model, optimizer)
     train(model, optimizer, steps=1)

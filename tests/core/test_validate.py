@@ -88,7 +88,7 @@ def infinite(model: Separate) -> None:
         (infinite, {"adapt": False}, "^0.q: holds NaN or inf"),
     ],
 )
-def test_what_cannot_be_controlled_is_refused_and_nothing_attached(
+def test_weights_without_a_bound_are_refused_and_no_hook_is_attached(
     spoil: Callable[[Separate], None] | None, options: dict[str, Any], message: str
 ) -> None:
     attention = Separate()

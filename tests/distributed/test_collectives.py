@@ -1,4 +1,4 @@
-"""Several ranks, real processes: what each measures is put together, and replicas stay the same."""
+"""Several ranks in real processes: statistics are reduced over all ranks, and replicas stay equal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def clipped(kind: str, seeds: list[int]) -> tuple[list[Tensor], dict[str, Tensor
     return [p.full_tensor() if kind == "fsdp" else p.clone() for p in params], clip.max_logits()
 
 
-def refuse_drift(_: int) -> None:
+def check_drift_error(_: int) -> None:
     plain = model_of("plain")
     with pytest.warns(UserWarning, match="neither DistributedDataParallel nor sharded, though there are several ranks"):
         QKClip(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
@@ -83,10 +83,10 @@ class Sometimes(nn.Module):
         return logits + self.second(tokens) if both else logits
 
 
-def refuse_to_wait(rank: int) -> None:
-    """Ranks that hear different attentions all say so; they would wait for each other for ever."""
+def check_different_attentions_error(rank: int) -> None:
+    """Ranks that record different attention modules all raise an error, instead of waiting for each other for ever."""
     monitor = LogitMonitor(DistributedDataParallel(Sometimes()), (batch(0), rank == 0))
-    with pytest.raises(ValueError, match="the ranks heard different attentions"):
+    with pytest.raises(ValueError, match="the ranks ran different attentions"):
         monitor.measure()
 
 
@@ -123,7 +123,7 @@ def test_ranks_are_clipped_by_the_largest_logit_of_all_and_stay_the_same(kind: s
 
 
 def attached_after_a_look(_: int) -> list[str]:
-    """FSDP2 keeps what it has gathered for a forward without a backward; that is not what an optimizer steps."""
+    """After a forward pass without backward, FSDP2 keeps unsharded parameters, which no optimizer steps."""
     model = model_of("plain")
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -133,14 +133,14 @@ def attached_after_a_look(_: int) -> list[str]:
         return list(quack.rates())
 
 
-def test_quack_attaches_to_shards_also_when_a_forward_has_left_them_gathered(two: Crew) -> None:
+def test_quack_attaches_to_shards_after_a_forward_that_left_them_unsharded(two: Crew) -> None:
     for names in two(attached_after_a_look):
         assert names == [f"blocks.{layer}.attention.{role}" for layer in (0, 1) for role in "qk"]
 
 
-def test_a_model_that_would_drift_apart_is_told(two: Crew) -> None:
-    two(refuse_drift)
+def test_replicas_that_would_drift_apart_are_an_error(two: Crew) -> None:
+    two(check_drift_error)
 
 
-def test_ranks_that_hear_different_attentions_say_so(two: Crew) -> None:
-    two(refuse_to_wait)
+def test_ranks_that_record_different_attentions_are_an_error(two: Crew) -> None:
+    two(check_different_attentions_error)

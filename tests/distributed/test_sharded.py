@@ -65,7 +65,7 @@ def plain(name: str, layers: int = 2) -> tuple[nn.Module, Tensor]:
 
 
 def parallel(model: nn.Module) -> None:
-    """Tensor parallelism: heads are dealt out."""
+    """Tensor parallelism: heads are sharded."""
     for module in model.modules():
         names = {role: role for role in "qkvo"} if isinstance(module, Attention) else {f"{r}_proj": r for r in "qkvo"}
         if all(hasattr(module, name) for name in names):
@@ -95,7 +95,7 @@ def output(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def backward(model: nn.Module, batch: Tensor, step: int, given: bool) -> None:
-    """A real backward; its gradients stay, or make way for some that move every head by a part of its weights."""
+    """A real backward pass; with `given`, its gradients are replaced by multiples of the weights of each head."""
     model.zero_grad()
     output(model, batch).square().mean().backward()
     if given:
@@ -288,7 +288,7 @@ def test_shards_are_clipped_by_the_largest_logit_of_all_ranks(name: str, kind: s
         torch.testing.assert_close(heard, largest, rtol=1e-4, atol=1e-5)
 
 
-def refuse_to_clip_what_is_dealt_out(_: int, kind: str) -> None:
+def check_clip_error(_: int, kind: str) -> None:
     model = model_of("own", kind)[0]
     with pytest.raises(ValueError, match=r"(?i)tensor.parallel|\bTP\b"):
         QKClip(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -296,4 +296,4 @@ def refuse_to_clip_what_is_dealt_out(_: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["tp", "tp x fsdp"])
 def test_qk_clip_refuses_tensor_parallel_heads(kind: str, four: Crew) -> None:
-    four(refuse_to_clip_what_is_dealt_out, kind)
+    four(check_clip_error, kind)

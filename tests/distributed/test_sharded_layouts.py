@@ -1,4 +1,4 @@
-"""Every way to cut a parameter: rates, steps and states are those of one process, for one collective a step."""
+"""All ways to shard a parameter: rates, steps and states equal those of one process, with one collective per step."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def local(param: Tensor) -> Tensor:
 
 
 def refusals(rank: int) -> list[str]:
-    """What is said of a norm of somebody's own, of sums that were never taken, of zeros, and of NaN in one rank."""
+    """The errors for a custom norm, a Partial DTensor, a weight of zeros, and NaN in one rank."""
     layout, said = LAYOUTS["cut inside a head"], []
     params = parameters(layout, sharded=True)
     optimizer = torch.optim.SGD(params.values(), lr=0.1)
@@ -189,7 +189,7 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
-def test_what_cannot_be_controlled_is_refused_by_every_rank_alike(four: Crew) -> None:
+def test_every_rank_raises_the_same_error(four: Crew) -> None:
     first, *others = four(refusals)
     assert all(other == first for other in others)
     own_norm, partial, zeros, nan = first
@@ -209,7 +209,7 @@ def own_norm_of_replicas(_: int) -> dict[str, Tensor]:
         return quack.rates()
 
 
-def test_a_norm_of_ones_own_is_fine_where_nothing_is_sharded(four: Crew) -> None:
+def test_a_custom_norm_works_if_nothing_is_sharded(four: Crew) -> None:
     for rates in four(own_norm_of_replicas):
         assert_equal(rates, {"q": torch.ones(4), "k": torch.ones(4)})
 

@@ -1,4 +1,4 @@
-"""What people do with sharded models that is not right, or not usual: each is told, or works."""
+"""Mistakes with sharded models trigger an error or a warning; unusual but valid uses work."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def wrong_order(_: int) -> None:
         QuacK(model, optimizer)
 
 
-def test_sharding_after_attaching_and_an_optimizer_of_before_are_told(two: Crew) -> None:
+def test_sharding_after_attaching_or_after_making_the_optimizer_is_an_error(two: Crew) -> None:
     two(wrong_order)
 
 
@@ -75,19 +75,19 @@ def test_fsdp1_is_refused_by_name(two: Crew) -> None:
     two(flattened)
 
 
-def without_numbers(_: int) -> None:
+def on_meta_device(_: int) -> None:
     with torch.device("meta"):
         model = sharded(Decoder(SHAPE, GQA))
     with pytest.raises(ValueError, match=r"blocks.0.attention.q: its parameter is on the meta device; attach after"):
         QuacK(model, sgd(model))
 
 
-def test_a_sharded_model_without_numbers_is_told(two: Crew) -> None:
-    two(without_numbers)
+def test_a_sharded_model_on_the_meta_device_is_an_error(two: Crew) -> None:
+    two(on_meta_device)
 
 
 class Heads(nn.Module):
-    """Attention with its heads dealt out."""
+    """Attention with sharded heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,12 +103,12 @@ def one_data_rank(_: int) -> None:
         LogitMonitor(model, tokens())
 
 
-def test_tensor_parallelism_is_seen_also_when_there_is_one_process_for_the_data(two: Crew) -> None:
+def test_tensor_parallelism_is_detected_with_a_single_data_parallel_rank(two: Crew) -> None:
     two(one_data_rank)
 
 
 def logged_alone(rank: int) -> bool:
-    """Rank 0 asks for the rates of the last step while the other goes on."""
+    """Rank 0 reads the rates of the last step while the other continues."""
     model = sharded(build(SHAPE, GQA, seed=0))
     optimizer = sgd(model)
     with QuacK(model, optimizer) as quack:

@@ -1,4 +1,4 @@
-"""Finding a model's attention: modules that declare their logits, and the classes we know."""
+"""Finding the attention of a model: modules that declare their paths, and classes of torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def heads_of(matrix: Tensor, heads: int) -> Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kdim", [None, 5])
 def test_multihead_attention_of_torch_is_known(bias: bool, kdim: int | None) -> None:
-    """Judge: torch's own parameters, cut by hand."""
+    """The expected values are slices of torch's own parameters."""
     torch.manual_seed(0)
     module = nn.MultiheadAttention(8, 2, bias=bias, kdim=kdim)
     quack = QuacK(module, torch.optim.SGD(module.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""Measuring a model's attention: what it finds, what it leaves untouched, and what it says when it cannot."""
+"""Measuring the attention of a model: its paths, no side effects on the model, and errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_transformer_of_torch_is_measured_self_and_cross() -> None:
 
 
 class Odd(Plain):
-    """Heads in the opposite order: no name or shape tells."""
+    """Heads in the opposite order, which neither names nor shapes show."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return super().attend(query.flip(1), key, value)
@@ -202,7 +202,7 @@ def test_two_descriptions_differ_if_either_leaves_something_out() -> None:
     assert differences([], part, model).startswith("it says that it is on no path")
 
 
-def test_paths_that_were_measured_tell_what_is_left_alone_too() -> None:
+def test_measured_paths_list_what_is_left_alone_too() -> None:
     normed: Any = Plain()
     normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
     normed.attend = lambda q, k, v: Plain.attend(normed, normed.q_norm(q), normed.k_norm(k), v)
@@ -215,7 +215,7 @@ def test_paths_that_were_measured_tell_what_is_left_alone_too() -> None:
     assert repr(paths[1].weights[1]).endswith("16 rows of (16, 32), 2 blocks)")
 
 
-def test_an_attention_that_the_sample_did_not_run_is_still_told() -> None:
+def test_an_attention_that_the_sample_did_not_run_is_still_listed() -> None:
     model = Model(HF, Plain())
     model.add_module("tower", Mixer())
     with pytest.warns(UserWarning, match="first tower: not recognised, and not seen to attend"):

@@ -171,7 +171,7 @@ class Written(Plain):
 
 
 def heads_moved_by_rows(attention: Written, param: nn.Parameter, rows: list[int]) -> set[int]:
-    """The judge: which heads' softmax moves if these rows change."""
+    """The heads whose softmax changes if these rows change. The measurement is judged by it."""
     x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1)).double()
 
     def probabilities() -> Tensor:
@@ -187,7 +187,7 @@ def heads_moved_by_rows(attention: Written, param: nn.Parameter, rows: list[int]
 
 
 def judged(attention: Written) -> tuple[bool, dict[tuple[str, int], set[int]]]:
-    """Whether heads are mixed; and for every row of q and k the heads that move with it, all learned tensors random."""
+    """Whether heads are mixed, and the heads that change with each row of q and k, with random learned tensors."""
     attention = copy.deepcopy(attention).double()
     with torch.no_grad():
         for param in attention.functions.parameters():
@@ -261,7 +261,7 @@ def test_a_logit_may_be_any_function_of_its_own_heads_products(function: Functio
 
 @pytest.mark.parametrize("seed", range(24))
 def test_functions_of_logits_in_any_order_and_layout_are_measured_as_they_are_judged(seed: int) -> None:
-    """Judge: rows are changed, and softmaxes looked at."""
+    """The measurement is compared with softmaxes after a change of rows."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     own = draw.choices(list(OF_ITS_OWN.values()), k=draw.choice([0, 1, 2]))
@@ -311,7 +311,7 @@ class InParts(Plain):
 
 
 class ByMask(Plain):
-    """Another head's logits are given to the fused kernel as what is added."""
+    """The fused kernel gets another head's logits as its mask."""
 
     def __init__(self, mixes: bool) -> None:
         super().__init__(groups=4)

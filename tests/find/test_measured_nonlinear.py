@@ -44,7 +44,7 @@ class Changed(Plain):
         return self.logits.softmax(-1) @ value.repeat_interleave(self.num_key_value_groups, 1)
 
     def growth(self, name: str) -> float:
-        """The judge: the power of a weight's scale with which the largest logit grows."""
+        """The power of a weight's scale with which the largest logit grows. The measurement is judged by it."""
         x = torch.randn(2, 50, WIDTH, generator=torch.Generator().manual_seed(1))
         sizes = []
         with torch.no_grad():
@@ -135,7 +135,7 @@ def test_a_short_sample_shows_every_row_behind_a_function(name: str, sample: Ten
 @pytest.mark.parametrize("sample", SHORT, ids=lambda sample: str(tuple(sample.shape)))
 @pytest.mark.parametrize("function", [roped(F.relu), lambda x: F.relu(x - x.mean(-1, True)), lambda x: F.relu(x - 2)])
 def test_rows_that_a_sample_may_have_missed_are_never_left_out_in_silence(function: Made, sample: Tensor) -> None:
-    """Some entries have no gradient: either all rows are found nevertheless, or it is said why not."""
+    """Some entries have no gradient. Either all rows are found nevertheless, or the finding has a reason."""
     attention = Changed(function, nn.Identity())
     finding = measured(attention, sample)
     if "have no gradient" not in finding.reason:
@@ -205,7 +205,7 @@ def test_a_gate_that_is_not_bounded_is_refused(gate: Made) -> None:
 
 
 class OfTheLogit(Changed):
-    """What is done to logits after the product."""
+    """A function of the logits after the product."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(nn.Identity(), nn.Identity())
@@ -360,12 +360,12 @@ class Pooled(Plain):
 
 
 @pytest.mark.parametrize("sample", SHORT, ids=lambda sample: str(tuple(sample.shape)))
-def test_what_weighs_keys_before_a_norm_is_on_no_path(sample: Tensor) -> None:
+def test_weights_that_pool_keys_before_a_norm_are_on_no_path(sample: Tensor) -> None:
     assert measured(Pooled(), sample).reason == QK_NORM
 
 
 def test_a_norm_of_some_rows_of_a_projection_is_refused() -> None:
-    """A row before the norm is on no path, another is, and both are of one head: paths cannot say that."""
+    """Of two rows of one head, the normed one is on no path and the other is. Paths cannot describe that."""
     finding = measured(Changed(lambda x: torch.cat([rms(x[..., :4]), x[..., 4:]], -1), SAME))
     assert finding.unknown
     assert "not linear" in finding.reason
@@ -381,7 +381,7 @@ def test_a_norm_of_a_sum_of_products_is_a_norm() -> None:
     assert measured(Sum()).reason == QK_NORM
 
 
-def test_a_model_of_functions_is_never_told_to_train_without() -> None:
+def test_the_error_for_a_nonlinear_model_does_not_advise_to_train_without() -> None:
     with pytest.raises(ValueError, match="not linear") as error:
         logit_paths(Model(HF, Changed(torch.square, torch.square)), SAMPLE)
     assert "train it without" not in str(error.value)

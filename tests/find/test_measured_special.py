@@ -1,4 +1,4 @@
-"""Attention that is odd in one way or another, measured: what is on its paths, and what must not be."""
+"""Measuring special attentions: gates, learned keys and scales, experts, casts, norms over the batch."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_only_what_a_logit_is_linear_in_is_on_its_path(attention: nn.Module, exp
 
 
 class Repeats(Plain):
-    """As FastSpeech: tokens are repeated a predicted number of times, which random activations cannot say."""
+    """As FastSpeech: tokens are repeated a predicted number of times, which random activations do not give."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention found in models of transformers and torch: what is read, what is measured and what a judge sees agree.
+"""Attention of models of transformers and torch: rules, measurements and perturbations of the weights agree.
 
 A part of `benchmarks/catalogue.py`, which does the same for all types; and the page that it writes holds together.
 """
@@ -96,7 +96,7 @@ def test_the_judge_sees_an_attention_that_nothing_is_said_of() -> None:
 
 
 def test_the_judge_sees_a_wrong_rate() -> None:
-    """Of a bias that was left out of the norm of its weight's block, the one who counts it finds all rates wrong."""
+    """Without the bias of its weights, all rates of a model are wrong."""
     model, sample = build("qwen2")
     found = {name: finding.paths for name, finding in found_by_rule(model).items()}
     verdict = judged(model, sample, found)
@@ -110,7 +110,7 @@ def test_the_judge_sees_a_wrong_rate() -> None:
 
 
 def test_what_a_projection_reads_beside_its_latent_is_a_path_of_its_own() -> None:
-    """AXK2's queries read their latent normed and as it is: a small latent does not free them."""
+    """AXK2's queries read their latent with its norm and without, so a small latent does not raise their rates."""
     model, _ = build("axk2")
     quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=1.0))
     name = "model.layers.0.self_attn"

@@ -1,4 +1,4 @@
-"""Rules read an attention off its module, or say that they cannot: a wrong rate is worse than none."""
+"""Rules read an attention off its module, or decline with a reason: a wrong rate is worse than none."""
 
 from __future__ import annotations
 
@@ -153,14 +153,14 @@ class Hooked(Plain):
 
 
 class Tiled(Plain):
-    """Heads take turns with the keys."""
+    """Head h reads key group h % groups."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1))
 
 
 class Helpers:
-    """As a module of somebody's helpers."""
+    """Imitates a module of helper functions."""
 
     @staticmethod
     def rms_norm_per_head(x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class Helpers:
 
 
 class Imported(Plain):
-    """A norm from somewhere else."""
+    """A norm function of another module."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return super().attend(Helpers.rms_norm_per_head(query), Helpers.rms_norm_per_head(key), value)
@@ -201,7 +201,9 @@ class ElementwiseAttention(nn.Module):
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
 )
-def test_what_is_strange_is_left_alone_with_a_warning_that_names_it(attention: nn.Module, why: str) -> None:
+def test_an_unreadable_attention_is_left_alone_with_a_warning_that_names_the_reason(
+    attention: nn.Module, why: str
+) -> None:
     model = Model(HF, Plain(), attention)
     with pytest.warns(UserWarning, match=rf"first model\.layers\.1\.self_attn: not recognised \({why}\); pass a batch"):
         paths = logit_paths(model)
@@ -240,7 +242,7 @@ def test_the_cross_attention_of_gpt2_is_read_and_measured() -> None:
 
 
 class Block(nn.Module):
-    """A name that says nothing, a softmax written out, and one projection for all."""
+    """One fused projection without a usual name, and a softmax written out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,12 +253,12 @@ class Block(nn.Module):
         return torch.softmax(q @ k.mT, dim=-1) @ v
 
 
-def test_an_attention_that_no_rule_reads_is_told_whatever_its_class_is_called() -> None:
+def test_an_attention_that_no_rule_reads_is_reported_whatever_its_class_is_called() -> None:
     with pytest.warns(UserWarning, match=r"^attention is left alone in 1 of 2 modules, first model\.layers\.1"):
         assert len(logit_paths(Model(HF, Plain(), Block()))) == 1
 
 
-def test_a_model_that_has_qk_norm_throughout_is_told_to_train_without() -> None:
+def test_the_error_for_a_model_with_qk_norm_throughout_advises_to_train_without() -> None:
     normed: Any = Plain()
     normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
     with pytest.raises(ValueError, match=r"nothing for QuacK to control .* QK norm.*; train it without"):

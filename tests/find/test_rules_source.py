@@ -1,4 +1,4 @@
-"""Rules read the source: rows that are not consecutive, and softmaxes that make no logits, are not guessed at.
+"""Rules read the source: they decline rows that are not consecutive, and softmaxes that are not over logits.
 
 The classes have names and parts that rules know, and each its own forward. The judge is the measurement.
 """
@@ -142,7 +142,7 @@ class LayerHeadsLast(nn.Module):
 
 
 class SquareHeads(Separate):
-    """As many heads as rows of a head: numbers alone do not tell."""
+    """As many heads as rows of a head, so that sizes alone do not show the order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class OverQueries(SoftmaxOfEach):
 
 
 class OfChannels(SoftmaxOfEach):
-    """XCA: the product is of channels with channels."""
+    """XCA: the product sums over tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
@@ -610,7 +610,7 @@ class Parameters(nn.Module):
         return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
 
 
-def test_of_parameters_that_are_multiplied_from_the_right_rows_are_not_guessed() -> None:
+def test_rows_of_bare_parameters_are_not_guessed() -> None:
     module = Parameters()
     assert ruled(module).unknown
     assert logit_paths(module, torch.randn(2, 5, W))[0].weights[0].dim == 1
@@ -633,5 +633,5 @@ class OwnLinear(ViewHeadsFirst):
         self.q_proj, self.k_proj = ColumnParallelLinear(), ColumnParallelLinear()  # type: ignore[assignment]
 
 
-def test_a_projection_with_the_name_of_another_projects_is_not_read() -> None:
+def test_a_users_projection_class_with_megatrons_name_is_not_read() -> None:
     assert ruled(OwnLinear()).unknown

@@ -1,4 +1,4 @@
-"""The finder on attention in the wild, against truths written by hand: what it measures, and what it reads by rule."""
+"""Measurements and rules on imitations of published attention code, against paths written by hand."""
 
 from __future__ import annotations
 

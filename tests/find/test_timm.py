@@ -1,4 +1,4 @@
-"""timm's models: what rules say of them, held against what is measured, in a process with a stand-in torchvision."""
+"""Rules and measurements agree on timm's models. Runs in a process with a stand-in for torchvision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules are verified on the first batch that trains: before anything is scaled, once, and without a trace."""
+"""Rules are verified once, on the first training batch, before a step is scaled, and without side effects."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import quacklr.find.discover as survey
 from crew import Crew
 from models import Separate, assert_equal
 from quacklr import LogitMonitor, QKClip, QuacK, logit_paths
+from quacklr.find import discover
 from quacklr.util.modules import Arguments
 
 RULED = "quacklr.find.discover.by_rule"
@@ -84,7 +84,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwarg
 
 @pytest.fixture(autouse=True)
 def _rule_that_reads_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that takes rows for consecutive whatever the forward does: verification is the judge of such rules."""
+    """A rule that assumes consecutive rows whatever the forward does, for verification to contradict."""
     from quacklr.core.path import mha
     from quacklr.core.weight import packed
     from quacklr.find.finding import Finding
@@ -337,7 +337,7 @@ def test_an_attention_that_no_rule_knows_is_a_warning_at_the_first_step() -> Non
     model = Model()
     model.layers.append(Unknown(consecutive))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ruled: Any = vars(survey)["by_rule"]
+    ruled: Any = vars(discover)["by_rule"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RULED, lambda module: None if isinstance(module, Unknown) else ruled(module))
         QuacK(model, optimizer)
@@ -391,7 +391,7 @@ def test_gradients_are_left_as_they_were() -> None:
         ((torch.zeros(1, 4, dtype=torch.long),), [(1, 4)]),
     ],
 )
-def test_what_is_cut_of_a_batch(args: tuple[Any, ...], shapes: list[tuple[int, ...]]) -> None:
+def test_which_slice_of_a_batch_is_kept(args: tuple[Any, ...], shapes: list[tuple[int, ...]]) -> None:
     from quacklr.find.first_batch import _examples, slices
 
     first = next(slices(_examples(Arguments(args, {"flag": True, "text": "a"}))))

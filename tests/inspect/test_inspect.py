@@ -1,4 +1,4 @@
-"""`quacklr inspect`: what it says of models whose attention we know, and of names that are none."""
+"""`quacklr inspect` on models whose attention is known, and on names of no model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def inspected(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0
     return "\n".join(" ".join(line.split()) for line in captured.out.splitlines())
 
 
-TOLD = {  # some of the lines, each as it begins
+EXPECTED = {  # the beginnings of some of the lines
     "llama": """
 model.layers.{0-31}.self_attn (32) LlamaAttention separate q, k 32/32/128 q[32] k[32] q ~ 1/|k|
 QuacK(model, optimizer) attaches to 32 attention layers, 1.07 billion parameters (15.9 % of all)""",
@@ -62,10 +62,10 @@ decoder.block.{0-5}.layer.1.EncDecAttention (6) T5Attention separate q, k 8/8/64
 }
 
 
-@pytest.mark.parametrize("kind", TOLD)
-def test_a_model_type_is_told_by_its_default_config(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told = "\n" + inspected(capsys, kind)
-    assert [line for line in TOLD[kind].strip().splitlines() if f"\n{line}" not in told] == []
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_a_model_type_is_described_from_its_default_config(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n" + inspected(capsys, kind)
+    assert [line for line in EXPECTED[kind].strip().splitlines() if f"\n{line}" not in text] == []
 
 
 def weights(layer: dict[str, Any]) -> dict[str, tuple[str, int, list[list[list[int]]]]]:
@@ -77,21 +77,21 @@ def blocks(count: int, period: int, start: int, size: int) -> list[list[list[int
 
 
 def test_json_has_every_row_of_llama(capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(inspected(capsys, "llama", "--measure", "--json"))
-    assert [layer["module"] for layer in told["layers"]] == [f"model.layers.{i}.self_attn" for i in range(32)]
-    layer = told["layers"][7]
+    report = json.loads(inspected(capsys, "llama", "--measure", "--json"))
+    assert [layer["module"] for layer in report["layers"]] == [f"model.layers.{i}.self_attn" for i in range(32)]
+    layer = report["layers"][7]
     assert [layer[key] for key in ("class", "heads", "groups", "head_dim")] == ["LlamaAttention", 32, 32, 128]
     q, k = (f"model.layers.7.self_attn.{name}_proj.weight" for name in "qk")
     assert weights(layer) == {"q": (q, 0, blocks(32, 128, 0, 128)), "k": (k, 0, blocks(32, 128, 0, 128))}
     assert layer["agrees"] is True
-    assert (told["left_alone"], told["controlled"], told["parameters"]) == ({}, 32 * 2 * 4096**2, 6738415616)
-    assert told["measured_on"] == "a small model of the same kind"
-    assert len(told["small"]) == 2
+    assert (report["left_alone"], report["controlled"], report["parameters"]) == ({}, 32 * 2 * 4096**2, 6738415616)
+    assert report["measured_on"] == "a small model of the same kind"
+    assert len(report["small"]) == 2
 
 
 def test_json_has_every_row_of_deepseek(capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(inspected(capsys, "deepseek_v3", "--json"))
-    layer = told["layers"][60]
+    report = json.loads(inspected(capsys, "deepseek_v3", "--json"))
+    layer = report["layers"][60]
     at = "model.layers.60.self_attn."
     assert [layer[key] for key in ("heads", "groups", "head_dim", "agrees")] == [128, 128, 192, None]
     assert weights(layer) == {
@@ -101,15 +101,15 @@ def test_json_has_every_row_of_deepseek(capsys: pytest.CaptureFixture[str]) -> N
         "kr": (f"{at}kv_a_proj_with_mqa.weight", 0, [[[512, 576]]]),
     }
     assert set(layer["left_alone"]) == {f"{at}dq", f"{at}dkv"}
-    assert len(told["left_alone"]) == 2 * 61
+    assert len(report["left_alone"]) == 2 * 61
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "jamba", "qwen3"])
 def test_a_small_model_of_the_kind_is_measured(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told = inspected(capsys, kind, "--measure")
-    assert "measured on a small model of the same kind" in told
-    assert told.count("agrees") == 1
-    assert "differs" not in told
+    text = inspected(capsys, kind, "--measure")
+    assert "measured on a small model of the same kind" in text
+    assert text.count("agrees") == 1
+    assert "differs" not in text
 
 
 def test_a_config_is_a_file_or_a_folder_with_one(
@@ -120,30 +120,30 @@ def test_a_config_is_a_file_or_a_folder_with_one(
     (tmp_path / "bert" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     monkeypatch.chdir(tmp_path)
     for target in ("./bert", "bert/config.json", str(tmp_path / "bert")):
-        told = inspected(capsys, target)
-        assert f"{target}: BertForMaskedLM, shapes only" in told
-        assert "bert.encoder.layer.{0-1}.attention.self (2) BertSelfAttention separate q, k 3/3/16" in told
+        text = inspected(capsys, target)
+        assert f"{target}: BertForMaskedLM, shapes only" in text
+        assert "bert.encoder.layer.{0-1}.attention.self (2) BertSelfAttention separate q, k 3/3/16" in text
     assert main(["inspect", "bert"]) == 2
     assert "is a type of transformers and a folder here; write ./bert for the folder" in capsys.readouterr().err
 
 
 def test_a_rule_that_a_measurement_contradicts_is_shown_with_it(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     assert "{0-2} (3) BoastfulAttention separate q, k 4/4/4" in inspected(capsys, f"{mine}:misread")
-    told = inspected(capsys, f"{mine}.py:misread", "--measure", code=1)
-    assert "{0-2} (3): separate q, k: it says that a head reads k_proj.weight[0:4] and q_proj.weight[0:4], but" in told
-    assert "measured is that a head reads k_proj.weight[0:8] and q_proj.weight[0:8]" in told
-    assert "but a rule differs from what was measured" in told
+    text = inspected(capsys, f"{mine}.py:misread", "--measure", code=1)
+    assert "{0-2} (3): separate q, k: it says that a head reads k_proj.weight[0:4] and q_proj.weight[0:4], but" in text
+    assert "measured is that a head reads k_proj.weight[0:8] and q_proj.weight[0:8]" in text
+    assert "but a rule differs from what was measured" in text
     layers = json.loads(inspected(capsys, f"{mine}:misread", "--measure", "--json", code=1))["layers"]
     assert [layer["agrees"] for layer in layers] == [False] * 3
     assert weights({"paths": layers[1]["measured_paths"]})["k"] == ("1.k_proj.weight", 0, blocks(2, 8, 0, 8))
 
 
 def test_an_attention_that_no_rule_knows_is_found_by_measuring(capsys: pytest.CaptureFixture[str], mine: str) -> None:
-    told = inspected(capsys, f"{mine}:unheard_of", code=1)
-    assert "not recognised" in told
-    told = inspected(capsys, f"{mine}:unheard_of", "--measure")
-    assert "{0-2} (3) UnheardOfAttention separate q, [k|v] 2/2/8 q[2] k[2] q ~ 1/|k|" in told
-    assert "QuacK(logit_paths(model, batch), optimizer) attaches to 3 attention layers" in told
+    text = inspected(capsys, f"{mine}:unheard_of", code=1)
+    assert "not recognised" in text
+    text = inspected(capsys, f"{mine}:unheard_of", "--measure")
+    assert "{0-2} (3) UnheardOfAttention separate q, [k|v] 2/2/8 q[2] k[2] q ~ 1/|k|" in text
+    assert "QuacK(logit_paths(model, batch), optimizer) attaches to 3 attention layers" in text
 
 
 def test_what_a_module_declares_is_checked_too(capsys: pytest.CaptureFixture[str], mine: str) -> None:
@@ -151,28 +151,28 @@ def test_what_a_module_declares_is_checked_too(capsys: pytest.CaptureFixture[str
     captured = capsys.readouterr()
     assert [layer["agrees"] for layer in json.loads(captured.out)["layers"]] == [True] * 3
     assert captured.err == "made\n"
-    told = inspected(capsys, f"{mine}:wrongly_declared", "--measure", code=1)
-    assert "by rule fused per head [q,v,k], measured fused per head [q,k,v]" in told
+    text = inspected(capsys, f"{mine}:wrongly_declared", "--measure", code=1)
+    assert "by rule fused per head [q,v,k], measured fused per head [q,k,v]" in text
 
 
 def test_a_layer_that_did_not_run_is_not_said_to_agree(capsys: pytest.CaptureFixture[str], mine: str) -> None:
-    told = inspected(capsys, f"{mine}:first_only", "--measure").splitlines()
-    rows = [line for line in told if " Declared fused per head [q,k,v] 4/4/4 " in line]
+    text = inspected(capsys, f"{mine}:first_only", "--measure").splitlines()
+    rows = [line for line in text if " Declared fused per head [q,k,v] 4/4/4 " in line]
     assert [row.split(" Declared")[0] for row in rows] == ["0", "{1-2} (2)"]
     assert [row.endswith(" agrees") for row in rows] == [True, False]
 
 
-def test_what_is_frozen_or_zero_is_told(capsys: pytest.CaptureFixture[str], mine: str) -> None:
-    told = inspected(capsys, f"{mine}:half_frozen")
-    assert "0 MultiheadAttention fused [q|k|v], and bias_k 2/2/8 q[2] k[2] q has none" in told
-    assert "{1-2} (2) MultiheadAttention fused [q|k|v], and bias_k 2/2/8 q[2] k[2] q ~ 1/max(|k|, |bias_k|)" in told
-    assert "0.q: frozen: no rate, counts in its partners' norms" in told
-    assert "attaches to 2 attention layers" in told
-    told = inspected(capsys, f"{mine}:silent", code=1)
-    assert "QuacK(model, optimizer) would raise: 1.q: its partner 1.k is all zeros" in told
+def test_frozen_and_zero_weights_are_reported(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    text = inspected(capsys, f"{mine}:half_frozen")
+    assert "0 MultiheadAttention fused [q|k|v], and bias_k 2/2/8 q[2] k[2] q has none" in text
+    assert "{1-2} (2) MultiheadAttention fused [q|k|v], and bias_k 2/2/8 q[2] k[2] q ~ 1/max(|k|, |bias_k|)" in text
+    assert "0.q: frozen: no rate, counts in its partners' norms" in text
+    assert "attaches to 2 attention layers" in text
+    text = inspected(capsys, f"{mine}:silent", code=1)
+    assert "QuacK(model, optimizer) would raise: 1.q: its partner 1.k is all zeros" in text
     assert "Linear has no attention that QuacK can control" in inspected(capsys, f"{mine}:without", code=1)
-    told = inspected(capsys, f"{mine}:misfit", "--measure", code=1)
-    assert "not measured: Sequential failed on the sample" in told
+    text = inspected(capsys, f"{mine}:misfit", "--measure", code=1)
+    assert "not measured: Sequential failed on the sample" in text
 
 
 @pytest.mark.parametrize(

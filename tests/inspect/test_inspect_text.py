@@ -1,4 +1,4 @@
-"""How `quacklr inspect` words a layout, and writes the names of equal layers as one."""
+"""The names of layouts in `quacklr inspect`, and the pattern of the names of equal layers."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_state_loaded_by_accelerate_continues_bitwise(tmp_path: Path) -> None:
     assert_equal(resumed.train(range(4, STEPS)), plain_loop(quack=True))
 
 
-def test_a_state_saved_without_registering_quack_is_told(tmp_path: Path) -> None:
+def test_a_state_saved_without_registering_quack_triggers_a_warning(tmp_path: Path) -> None:
     first = Run(checkpointed=False)
     first.train(range(4))
     first.accelerator.save_state(str(tmp_path))
@@ -144,7 +144,7 @@ def test_what_is_refused_is_refused_inside_the_wrapper() -> None:
         QuacK(model, optimizer)
 
 
-def test_a_quack_attached_before_prepare_is_not_told_that_a_state_was_loaded() -> None:
+def test_a_quack_attached_before_prepare_gets_no_warning_that_a_state_was_loaded() -> None:
     """Preparing loads the optimizer's own, still empty state; warnings are errors here."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)

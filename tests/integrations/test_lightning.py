@@ -153,7 +153,7 @@ def key_norms(model: Regression) -> Tensor:
     return model.attention.k.weight.detach().view(4, -1).norm(dim=1)
 
 
-def test_a_checkpoint_without_its_state_is_told_and_rates_start_there(tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_state_triggers_a_warning_and_rates_start_there(tmp_path: Path) -> None:
     first, model = make_trainer(tmp_path), Regression()
     fit(first, model)
     first.save_checkpoint(tmp_path / "without.ckpt")

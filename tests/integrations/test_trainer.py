@@ -170,7 +170,9 @@ def start(callback: QuacKCallback) -> Tensor:
 
 
 @pytest.mark.parametrize("save_only_model", [False, True], ids=["made-without-quack", "save-only-model"])
-def test_a_checkpoint_without_its_state_is_told_and_rates_start_there(tmp_path: Path, save_only_model: bool) -> None:
+def test_a_checkpoint_without_its_state_triggers_a_warning_and_rates_start_there(
+    tmp_path: Path, save_only_model: bool
+) -> None:
     callbacks = [QuacKCallback()] if save_only_model else []
     first = make_trainer(tmp_path, *callbacks, save_only_model=save_only_model)
     first.train()

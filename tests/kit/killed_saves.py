@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
-from quacklr.lab.train.tensors import tensors_of
+from quacklr.lab.train.tensors import named_tensors
 
 CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 NONE: list[torch.optim.Optimizer] = []
@@ -35,7 +35,7 @@ def model_at(step: int) -> nn.Linear:
 
 def save(folder: Path, step: int, later: bool) -> None:
     with Checkpoints(folder, "a-b", keep=1) as saves:
-        saves.save(step, tensors_of(model_at(step), NONE), {"step": step}, later)
+        saves.save(step, named_tensors(model_at(step), NONE), {"step": step}, later)
         saves.wait()
 
 
@@ -57,9 +57,9 @@ def die_at(moment: int) -> None:
 
         return called
 
-    from quacklr.lab.train.storage import Summed
+    from quacklr.lab.train.storage import ChecksumFile
 
-    for owner, name in ((os, "fsync"), (Summed, "write"), (Summed, "flush")):
+    for owner, name in ((os, "fsync"), (ChecksumFile, "write"), (ChecksumFile, "flush")):
         setattr(owner, name, counted(getattr(owner, name)))
     sys.addaudithook(change)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quacklr.lab.config import Config
+from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
     ConstantTau,
@@ -22,7 +23,6 @@ from quacklr.lab.methods import (
 from quacklr.lab.methods import SigmaReparametrised as Sigma
 from quacklr.lab.studies.questions import STUDIES
 from quacklr.lab.studies.scale import seeded
-from quacklr.lab.sweep.ledger import Entry
 from swept_runs import made, tiny_scale
 
 SCALE = tiny_scale(Path("nowhere"))

@@ -17,7 +17,7 @@ from quacklr.lab.errors import UserError
 from quacklr.lab.model import MHA, Shape, build
 from quacklr.lab.optim import AdamWRecipe, optimizers
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
-from quacklr.lab.train.tensors import tensors_of
+from quacklr.lab.train.tensors import named_tensors
 
 SHAPE = Shape(d_model=16, layers=1, d_ff=24, context=8, vocab=50)  # 50 rows are no multiple of 4 ranks
 NAME = "configuration-corpus"
@@ -43,7 +43,7 @@ def trained(seed: int, steps: int) -> Trained:
 
 def whole_tensors(run: Trained) -> dict[str, Tensor]:
     """Gathered by torch."""
-    return {name: getattr(each, "full_tensor", each.clone)() for name, each in tensors_of(*run).items()}
+    return {name: getattr(each, "full_tensor", each.clone)() for name, each in named_tensors(*run).items()}
 
 
 def save_trained(_: int, folder: Path, later: bool = False) -> dict[str, Tensor]:
@@ -51,9 +51,9 @@ def save_trained(_: int, folder: Path, later: bool = False) -> dict[str, Tensor]
     run = trained(seed=0, steps=2)
     before = whole_tensors(run)
     saves = Checkpoints(folder, NAME, keep=2)
-    saves.save(2, tensors_of(*run), REST, later)
+    saves.save(2, named_tensors(*run), REST, later)
     if later:  # goes on, with collectives of its own
-        for each in tensors_of(*run).values():
+        for each in named_tensors(*run).values():
             each.zero_()
         for _ in range(20 if dist.is_initialized() else 0):
             dist.all_reduce(torch.ones(3))
@@ -66,7 +66,7 @@ def load_untrained(_: int, folder: Path) -> dict[str, Tensor]:
     run = trained(seed=1, steps=0)
     rest = Checkpoints(folder, NAME, keep=2).load(checkpoints(folder)[-1], *run)
     assert_equal(rest, REST)
-    kinds = {type(each).__name__ for name, each in tensors_of(*run).items() if not name.endswith(".step")}
+    kinds = {type(each).__name__ for name, each in named_tensors(*run).items() if not name.endswith(".step")}
     assert kinds == {"DTensor" if dist.is_initialized() else "Tensor"}
     return whole_tensors(run)
 

@@ -1,13 +1,13 @@
-"""Stand-ins for attention in the wild, each with its truth written by hand: the judges of the finder.
+"""Imitations of published attention modules, each with its paths written by hand, to test the finder with.
 
-CASES is all of them; stand_ins_kit.py says what a case is.
+CASES has all of them. stand_ins_kit.py defines a case.
 """
 
 from __future__ import annotations
 
 import stand_ins_latent
 import stand_ins_libraries
-import stand_ins_odd
+import stand_ins_modified
 import stand_ins_sharing
 import stand_ins_stored
 import stand_ins_systems
@@ -18,7 +18,7 @@ CASES: list[Case] = [
     *stand_ins_latent.CASES,
     *stand_ins_libraries.CASES,
     *stand_ins_sharing.CASES,
-    *stand_ins_odd.CASES,
+    *stand_ins_modified.CASES,
     *stand_ins_stored.CASES,
 ]
 IDS = [case.name for case in CASES]

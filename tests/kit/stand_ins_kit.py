@@ -1,14 +1,14 @@
-"""What a stand-in is made of: a small model around somebody's attention, and the truth about it, written by hand.
+"""The parts of a stand-in: a small model around a published attention module, and its true paths, written by hand.
 
-The truth is plain data and knows nothing of quacklr. It says, for each head, which rows of which parameter make its
-query and its key, and which of these are multiplied with each other:
+A truth is plain data, independent of quacklr. It has, for each head, the rows of the parameters that make its query
+and its key, and which of these are multiplied with each other:
 
     Truth({"q": Rows("wq.weight", at(8, 0, 8, 16, 24)), "k": Rows("wk.weight", at(8, 0, 0, 8, 8))}, [("q", "k")])
 
 is an attention of four heads of size 8, where the first two heads read rows 0 to 7 of wk, the other two rows 8 to 15.
 
-A weight is on a path if the logit grows with its scale; so what a norm follows is on none. A norm's gain is not counted
-as a weight, and a learned number that is added to a logit (a position's bias, a sink) multiplies nothing: no path.
+A weight is on a path if the logit grows with its scale, so a weight that a norm follows is on none. The gain of a norm
+is not counted as a weight. A learned number that is added to a logit (a position's bias, a sink) is on no path.
 
 Shapes: B batch, T tokens, D width, H heads, K head size.
 """
@@ -57,7 +57,7 @@ class Truth:
     paths: Sequence[Sequence[str]]
 
     def chains(self, module: str) -> list[set[frozenset[Part]]]:
-        """For each head, its paths; a path is the set of what is multiplied, a bias counted with its weight."""
+        """For each head, its paths; a path is the set of parameter rows that are multiplied, with their biases."""
         (heads,) = {len(rows.of_head) for rows in self.roles.values()}
         return [
             {frozenset(p for role in path for p in self.roles[role].parts(module, head)) for path in self.paths}
@@ -67,9 +67,9 @@ class Truth:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, something to call it with, the truth of each attention, and a word on why others are on no path.
+    """A model, a sample to call it with, the truth of each attention, and why other attentions are on no path.
 
-    The words: "norm" (the logit does not depend on the scale of the weights), "no softmax", "no weights".
+    The reasons are "norm" (the logit does not depend on the scale of the weights), "no softmax" and "no weights".
     """
 
     name: str
@@ -79,7 +79,7 @@ class Case:
     sample: Callable[[], Sample] = lambda: torch.randint(VOCAB, (2, 5))
 
     def build(self) -> tuple[nn.Module, Sample]:
-        """The same every time, whatever was drawn before."""
+        """The model and the sample, always with the same random numbers."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return self.make(), self.sample()
@@ -97,7 +97,7 @@ def call(model: nn.Module, sample: Sample) -> object:
 
 
 def at(size: int, *starts: int) -> list[range]:
-    """Of each head, the `size` rows from its start on."""
+    """For each head, the `size` rows that begin at its start."""
     return [range(start, start + size) for start in starts]
 
 
@@ -107,7 +107,7 @@ def qk(q: Rows, k: Rows) -> Truth:
 
 
 def latent(**roles: Rows) -> Truth:
-    """dq uq[h] . uk[h] dkv + dq qr[h] . kr, without what is not given."""
+    """dq uq[h] . uk[h] dkv + dq qr[h] . kr, without the roles that are not given."""
     paths = [("dq", "uq", "uk", "dkv"), ("dq", "qr", "kr")]
     return Truth(roles, [[role for role in path if role in roles] for path in paths])
 
@@ -147,8 +147,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A language model of these attentions, at a place such as `transformer.h.{}.attn`.
 
-    `arrange` brings what `embed` gives, (B, T, D), into the order in which the attentions want it; `extra` is made anew
-    for each forward and given to all of them.
+    `arrange` permutes the embeddings (B, T, D) into the order that the attentions take. `extra` makes keyword arguments
+    for them in each forward pass.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Model(nn.Module):
 
 
 class Plain(nn.Module):
-    """Attention in the manner of transformers, to be made odd in one way: separate q, k, v, heads in two groups."""
+    """Attention as in transformers, for subclasses to modify: separate q, k, v, heads in two groups."""
 
     def __init__(
         self, heads: int = 4, groups: int = 2, head_dim: int = 8, q_bias: bool = False, k_bias: bool = False

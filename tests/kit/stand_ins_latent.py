@@ -139,7 +139,7 @@ class MLASelfAttention(nn.Module):
 
 
 class MLA(nn.Module):
-    """DeepSeek's own, absorbed: the keys' matrix is multiplied to the query, the latent is the key; heads are third."""
+    """DeepSeek's own, absorbed: the query is multiplied by the keys' matrix, and the latent is the key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class MLA(nn.Module):
 
 
 class PaperMLA(nn.Module):
-    """The paper's equations: every matrix for itself, no norm on a latent."""
+    """The paper's equations: separate matrices, no norm on a latent."""
 
     def __init__(self) -> None:
         super().__init__()

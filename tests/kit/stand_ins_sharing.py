@@ -1,4 +1,4 @@
-"""Stand-ins where the question is whose weights they are: of another module, of several, of no attention at all."""
+"""Stand-ins whose query and key weights are in another module, in several modules, or in no attention at all."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class AttnProcessor2_0(AttnProcessor):  # noqa: N801
 
 @called("Attention")
 class DiffusersAttention(nn.Module):
-    """diffusers': keys may come from a context of another width; what attends is no module."""
+    """diffusers': keys may come from a context of another width. A processor that is no module attends."""
 
     def __init__(self, processor: AttnProcessor, cross_attention_dim: int = WIDTH) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class KVSharing(Plain):
 
 
 class AlbertTransformer(nn.Module):
-    """ALBERT's: one layer, gone through three times; residual and norm are inside."""
+    """ALBERT's: one layer that runs three times; residual and norm are inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Tiled(Plain):
 
 
 class LinearAttention(Plain):
-    """Has the names, but no softmax."""
+    """Has the usual names of projections, but no softmax."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key = F.elu(query) + 1, (F.elu(key) + 1).repeat_interleave(2, dim=1)

@@ -1,4 +1,4 @@
-"""Stand-ins where the weights of query and key are stored in an odd way: fused, strided, transposed, factored."""
+"""Stand-ins whose query and key weights are stored in unusual ways: fused, strided, transposed, factored."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CodeGenAttention(MptAttention):
 
 
 class Strided(MptAttention):
-    """The rows of a head are not neighbours but every fourth."""
+    """The rows of a head are every fourth row."""
 
     def split(self, mixed_qkv: Tensor) -> tuple[Tensor, ...]:
         return tuple(t.unflatten(2, (SIZE, HEADS)).permute(0, 3, 1, 2) for t in mixed_qkv.chunk(3, dim=2))
@@ -101,7 +101,7 @@ class SqueezeBertSelfAttention(nn.Module):
 
 
 class OneMatrix(Plain):
-    """Reformer's idea: the query is the key."""
+    """As Reformer: the query is the key."""
 
     def __init__(self) -> None:
         super().__init__(groups=4)
@@ -115,7 +115,7 @@ class OneMatrix(Plain):
 
 
 class Factored(Plain):
-    """A query of two matrices with biases and no norm between: the second bias is a term without the first matrix."""
+    """A query made by two matrices with biases, without a norm between. The second bias is a term of its own."""
 
     def __init__(self) -> None:
         super().__init__(k_bias=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 from lab_runs import ATTENTIONS, small
 from quacklr.lab.config import Config
+from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.methods import Default, Method, QKNorm, Quack
 from quacklr.lab.studies.scale import StudyScale
-from quacklr.lab.sweep.ledger import Entry, Ledger
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import missing, sweep
 

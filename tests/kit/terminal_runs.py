@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 from lab_runs import ATTENTIONS, small
 from quacklr.cli import main
+from quacklr.lab.ledger import Ledger
 from quacklr.lab.methods import Default, QKNorm, Quack
 from quacklr.lab.report import command as report
 from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.sweep import command as sweeping
-from quacklr.lab.sweep.ledger import Ledger
 from quacklr.lab.sweep.sweep import State
 from quacklr.lab.train.command import main as train
 from quacklr.lab.train.folder import Folder

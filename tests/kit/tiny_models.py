@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quacklr.inspect.sample import sample_for
-from quacklr.inspect.tiny import DEFAULTS, shrink, tiny_base_model, tiny_model
+from quacklr.inspect.small_config import DEFAULTS, default_config, shrink
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -46,6 +46,7 @@ MULTIHEAD: dict[str, dict[str, Any]] = {
     "nn.MultiheadAttention (kdim, vdim)": {"kdim": 32, "vdim": 32},
     "nn.MultiheadAttention (add_bias_kv)": {"add_bias_kv": True},
 }
+LANGUAGE_MODEL = {"gemma3n": "Gemma3nForCausalLM"}  # its vision model is one of timm's, which has no small size
 
 
 class Attends(nn.Module):
@@ -74,6 +75,39 @@ def build(name: str, section: str = CAUSAL) -> tuple[nn.Module, Any]:
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False  # type: ignore[union-attr]
     return model, sample_for(model)
+
+
+def tiny_model(model_type: str) -> nn.Module:
+    """The type's causal language model if it has one, else its base model. At most a million weights."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+
+    if model_type not in CAUSAL_LM:
+        return tiny_base_model(model_type)
+    config = tiny_config(model_type)
+    model_class: Any = getattr(transformers, LANGUAGE_MODEL.get(model_type, CAUSAL_LM[model_type]))
+    if not isinstance(config, model_class.config_class):  # the language model is a part: musicgen's decoder
+        config = next(part for part in vars(config).values() if isinstance(part, model_class.config_class))
+    return model_class(config)
+
+
+def tiny_base_model(model_type: str) -> nn.Module:
+    """The type's AutoModel: no head, and an encoder-decoder whole where tiny_model has the decoder alone."""
+    import transformers
+
+    auto: Any = transformers.AutoModel
+    return auto.from_config(tiny_config(model_type))
+
+
+def tiny_config(model_type: str, **overrides: Any) -> Any:
+    """The default config of a model type with small sizes; overrides are fields set afterwards.
+
+    For a variant with other layers, shrink that: `shrink(AutoConfig.for_model(model_type, num_kv_shared_layers=20))`.
+    """
+    config = shrink(default_config(model_type))
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    return config
 
 
 def variant(name: str) -> nn.Module:

@@ -18,8 +18,8 @@ from crew import Crew
 from models import assert_equal
 from quacklr.lab.errors import UserError
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
-from quacklr.lab.train.storage import Writer
-from quacklr.lab.train.tensors import tensors_of
+from quacklr.lab.train.storage import CheckpointWriter
+from quacklr.lab.train.tensors import named_tensors
 from saved_runs import NAME, REST, complaint, content, load_untrained, save_trained, steps_in, trained, whole_tensors
 
 
@@ -57,12 +57,14 @@ def test_in_the_background_or_not_the_bytes_are_the_same(two: Crew, tmp_path: Pa
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_finish, finish = threading.Event(), Writer.finish
-    monkeypatch.setattr(Writer, "finish", lambda *args, **more: (may_finish.wait(600), finish(*args, **more))[1])
+    may_finish, finish = threading.Event(), CheckpointWriter.finish
+    monkeypatch.setattr(
+        CheckpointWriter, "finish", lambda *args, **more: (may_finish.wait(600), finish(*args, **more))[1]
+    )
     run, saves = trained(seed=0, steps=1), Checkpoints(tmp_path, NAME, keep=2)
     wanted, rest = whole_tensors(run), {"kept": torch.zeros(3)}
-    saves.save(1, tensors_of(*run), rest, later=True)
-    for each in (*tensors_of(*run).values(), rest["kept"]):
+    saves.save(1, named_tensors(*run), rest, later=True)
+    for each in (*named_tensors(*run).values(), rest["kept"]):
         each.add_(1)
     assert not checkpoints(tmp_path)
     may_finish.set()

@@ -26,11 +26,11 @@ from lab_runs import ATTENTIONS, METHODS, make_corpus, read_rows, small
 from quacklr.lab.config import fingerprint, from_json
 from quacklr.lab.errors import UserError
 from quacklr.lab.optim import AdamWRecipe, optimizers
-from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, packed
+from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, pack
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.runner import Stopped, run
-from quacklr.lab.train.storage import Writer
-from quacklr.lab.train.tensors import tensors_of
+from quacklr.lab.train.storage import CheckpointWriter
+from quacklr.lab.train.tensors import named_tensors
 from saved_runs import NAME, REST, complaint, content, load_untrained, resummed, steps_in, trained
 
 LEDGER = Path(__file__).parents[2] / "results/ledger.jsonl"
@@ -46,12 +46,12 @@ def saved(tmp_path: Path) -> Path:
     """Two checkpoints of a run."""
     run, saves = trained(seed=0, steps=1), Checkpoints(tmp_path / "saved", NAME, keep=2)
     for step in (1, 2):
-        saves.save(step, tensors_of(*run), REST)
+        saves.save(step, named_tensors(*run), REST)
     return tmp_path / "saved"
 
 
 def save_now(saves: Checkpoints, step: int, later: bool, tensors: dict[str, Tensor] | None = None) -> None:
-    saves.save(step, tensors or tensors_of(*trained(seed=0, steps=1)), REST, later)
+    saves.save(step, tensors or named_tensors(*trained(seed=0, steps=1)), REST, later)
     saves.wait()
 
 
@@ -68,7 +68,7 @@ def test_killed_at_any_moment_of_a_save_the_older_or_the_newer_checkpoint_is_the
 
 def test_a_run_stopped_while_a_save_is_under_way_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(make_corpus(tmp_path), METHODS["quack"], ATTENTIONS["mha"], steps=14)
-    finish, save, slow, stopping = Writer.finish, Checkpoints.save, list[bool](), threading.Event()
+    finish, save, slow, stopping = CheckpointWriter.finish, Checkpoints.save, list[bool](), threading.Event()
     later = replace(config, watch=replace(config.watch, async_save=True))
 
     def interrupted(*args: Any, **more: Any) -> None:
@@ -83,7 +83,7 @@ def test_a_run_stopped_while_a_save_is_under_way_loses_nothing(tmp_path: Path, m
             stopping.set()
         save(saves, step, *args, **more)
 
-    monkeypatch.setattr(Writer, "finish", interrupted)
+    monkeypatch.setattr(CheckpointWriter, "finish", interrupted)
     monkeypatch.setattr(Checkpoints, "save", saved)
     with pytest.raises(Stopped) as stopped:
         run(later, tmp_path / "later")
@@ -110,7 +110,7 @@ def test_a_last_save_that_fails_in_the_background_is_told(
 
     plain = Folder.append
     config = small(make_corpus(tmp_path), METHODS["default"], ATTENTIONS["mha"], steps=5)
-    monkeypatch.setattr(Writer, "finish", full)
+    monkeypatch.setattr(CheckpointWriter, "finish", full)
     monkeypatch.setattr(Folder, "append", stopping if stop else plain)
     with pytest.raises(UserError, match=f"step-000000{0 if stop else 5}: No space left on device"):
         run(replace(config, watch=replace(config.watch, async_save=True)), tmp_path / "run")
@@ -189,7 +189,7 @@ def test_the_last_few_are_kept(tmp_path: Path, later: bool) -> None:
     run = trained(seed=0, steps=0)
     with Checkpoints(tmp_path, NAME, keep=3) as saves:
         for step in (1, 2, 3, 4, 5, 5):
-            saves.save(step, tensors_of(*run), REST, later)
+            saves.save(step, named_tensors(*run), REST, later)
     assert steps_in(tmp_path) == ["step-0000003", "step-0000004", "step-0000005"]
 
 
@@ -220,11 +220,11 @@ def test_what_is_no_checkpoint_of_this_run_is_told(saved: Path, monkeypatch: pyt
     assert content(path) == whole
     assert "is of another run" in complaint(saved, name="other-corpus")
     assert "was trained on other text" in complaint(saved, name="configuration-other")
-    (path / "rest.pt").write_bytes(packed({"format": 3, "config": NAME, "state": {}}))
+    (path / "rest.pt").write_bytes(pack({"format": 3, "config": NAME, "state": {}}))
     resummed(path)
     assert "was made by another quacklr" in complaint(saved)
     monkeypatch.chdir(saved)
-    for file, each in {"rest.pt": packed({"weights": torch.ones(3)}), ".metadata": pickle.dumps(Evil())}.items():
+    for file, each in {"rest.pt": pack({"weights": torch.ones(3)}), ".metadata": pickle.dumps(Evil())}.items():
         (path / file).write_bytes(each)
         resummed(path)
         assert f"{path} is not a checkpoint of quacklr: " in complaint(saved)

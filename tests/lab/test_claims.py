@@ -12,6 +12,7 @@ import pytest
 
 from made_ledger import HIGH, LOW, MIDDLE, SCALE, as_the_paper_says, ledger
 from quacklr.lab.config import Config, fingerprint
+from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import (
     ConstantTau,
     Default,
@@ -39,7 +40,6 @@ from quacklr.lab.studies.results import (
 )
 from quacklr.lab.studies.scale import Size, scale_of, seeded
 from quacklr.lab.studies.verdicts import ClaimResult, agree, all_of, below, check, less, more
-from quacklr.lab.sweep.ledger import Entry
 from swept_runs import made, seeds_of, tiny_scale
 
 

@@ -20,7 +20,7 @@ from quacklr.lab.data.command import main as prepare
 from quacklr.lab.data.manifest import check_hash
 from quacklr.lab.errors import UserError
 from quacklr.lab.methods import Default
-from quacklr.lab.sweep.turns import Interleaved
+from quacklr.lab.sweep.interleaved import Interleaved
 from quacklr.lab.train.command import main
 from quacklr.lab.train.runner import run
 
@@ -75,7 +75,7 @@ def with_old_time(path: Path) -> None:
 def test_of_a_large_corpus_only_what_is_newer_than_its_manifest_is_hashed_at_the_start_and_all_at_resume(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(corpora, "CHEAP", 1000)
+    monkeypatch.setattr(corpora, "ALWAYS_HASHED_BYTES", 1000)
     hashed: list[str] = []
 
     def noted(path: Path, sha256: str) -> Path:
@@ -184,12 +184,12 @@ def test_a_journal_of_another_shape_is_a_sentence_and_nothing_outside_of_its_fol
 def test_an_empty_name_of_the_cache_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUACKLR_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert corpora._cache() == tmp_path / "quacklr"
+    assert corpora._cache_folder() == tmp_path / "quacklr"
 
 
 def test_a_corpus_that_was_copied_is_the_same(copy: Path, tmp_path: Path) -> None:
     """A copy has other times."""
     result = run(small(copy, Default(), ATTENTIONS["mha"], steps=4), tmp_path / "run")
     assert result["status"] == "finished"
-    assert open_corpus(str(copy)).suspects(every=False) == open_corpus(str(copy)).shards
+    assert open_corpus(str(copy)).shards_to_verify(every=False) == open_corpus(str(copy)).shards
     assert to_json(small(copy, Default(), ATTENTIONS["mha"]))["training"]["corpus"] == str(copy)

@@ -15,11 +15,11 @@ from lab_runs import ATTENTIONS, files, small
 from quacklr.cli import main
 from quacklr.lab.config import Config, from_json, to_json
 from quacklr.lab.errors import UserError
+from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.methods import Default, Quack
 from quacklr.lab.studies.scale import Size, scale_of
-from quacklr.lab.sweep.display import step_of
-from quacklr.lab.sweep.ledger import Entry, Ledger
-from quacklr.lab.sweep.turns import Interleaved
+from quacklr.lab.sweep.display import last_step
+from quacklr.lab.sweep.interleaved import Interleaved
 from quacklr.lab.train.picture import draw_logits
 from quacklr.lab.train.runner import run
 from quacklr.lab.typed import fits
@@ -64,7 +64,7 @@ def test_a_file_of_a_run_in_another_shape_is_a_sentence_wherever_it_is_read(
             sentence(capsys, "generate", copy, "--prompt", "the")
             sentence(capsys, "export", copy, "--out", copy.parent / "out")
         if name == "metrics.jsonl":
-            step_of(copy)
+            last_step(copy)
             with pytest.raises(UserError):
                 draw_logits(copy)
         assert files(copy) == before
@@ -186,7 +186,7 @@ def test_a_ledger_keeps_every_whole_line_and_loses_only_a_part_of_one(
 def test_a_ledger_that_cannot_be_written_is_told_before_a_run_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quacklr.lab.sweep.command.refuse_other_corpora", lambda *_: None)
+    monkeypatch.setattr("quacklr.lab.sweep.command.validate_corpora", lambda *_: None)
     monkeypatch.setattr("quacklr.lab.sweep.command.sweep", lambda *_: pytest.fail("a run was made"))
     monkeypatch.setattr("quacklr.lab.demo.sweep", lambda *_: pytest.fail("a run was made"))
     (tmp_path / "file").touch()

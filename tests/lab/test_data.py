@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quacklr.lab.data import SPLITS, Tokens, batch, fixed, open_corpus
+from quacklr.lab.data import SPLITS, Tokens, batch, evaluation_batch, open_corpus
 from quacklr.lab.data.command import main
 from quacklr.lab.errors import UserError
 
@@ -95,9 +95,9 @@ def test_the_order_is_the_one_that_saved_runs_were_trained_with(tmp_path: Path) 
 
 def test_fixed_windows_are_evenly_spaced_and_never_more_than_there_are(tmp_path: Path) -> None:
     tokens = shards(tmp_path, 50, 51)
-    assert fixed(tokens, 4, 10)[:, 0].tolist() == [0, 20, 50, 70]
-    assert torch.equal(fixed(tokens, 4, 10)[1], torch.arange(20, 31))
-    assert fixed(tokens, 99, 10)[:, 0].tolist() == list(range(0, 100, 10))
+    assert evaluation_batch(tokens, 4, 10)[:, 0].tolist() == [0, 20, 50, 70]
+    assert torch.equal(evaluation_batch(tokens, 4, 10)[1], torch.arange(20, 31))
+    assert evaluation_batch(tokens, 99, 10)[:, 0].tolist() == list(range(0, 100, 10))
 
 
 def test_too_few_tokens_for_a_window_are_refused_by_name(tmp_path: Path) -> None:
@@ -105,12 +105,12 @@ def test_too_few_tokens_for_a_window_are_refused_by_name(tmp_path: Path) -> None
     with pytest.raises(UserError, match="the train split of numbers has 7 tokens, fewer than one window of 7"):
         batch(tokens, 0, 0, 1, 7)
     with pytest.raises(UserError, match="the train split of numbers has 7 tokens, fewer than one window of 7"):
-        fixed(tokens, 1, 7)
+        evaluation_batch(tokens, 1, 7)
 
 
 def test_a_corpus_says_what_it_is(corpus: Path) -> None:
     opened = open_corpus(str(corpus))
-    assert opened.where == corpus
+    assert opened.folder == corpus
     assert opened.vocab == 256
     assert opened.bytes_per_token("val") == 1.0
     assert opened.fingerprint == hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()[:8]
@@ -178,14 +178,14 @@ def test_a_damaged_or_foreign_manifest_is_refused(corpus: Path, change: object, 
 def test_the_standard_library_is_made_on_first_use_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUACKLR_CACHE", str(tmp_path))
     corpus = open_corpus("stdlib")
-    assert corpus.where.parent == tmp_path
+    assert corpus.folder.parent == tmp_path
     splits = corpus.manifest.splits
     assert splits["val"].bytes >= 200_000
     assert splits["probe"].bytes >= 50_000
     assert min(split.documents for split in splits.values()) > 1
-    made = {path: path.stat().st_mtime_ns for path in corpus.where.iterdir()}
-    assert open_corpus("stdlib").where == corpus.where
-    assert {path: path.stat().st_mtime_ns for path in corpus.where.iterdir()} == made
+    made = {path: path.stat().st_mtime_ns for path in corpus.folder.iterdir()}
+    assert open_corpus("stdlib").folder == corpus.folder
+    assert {path: path.stat().st_mtime_ns for path in corpus.folder.iterdir()} == made
     source = Path(json.__file__).read_bytes()
     everything = [np.concatenate([corpus.tokens(s).window(0, len(corpus.tokens(s)))]) for s in SPLITS]
     assert sum(source + b"\0" in array.astype(np.uint8).tobytes() for array in everything) == 1

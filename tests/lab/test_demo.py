@@ -20,11 +20,11 @@ from lab_runs import ATTENTIONS, environment, make_corpus, small
 from quacklr.cli import main
 from quacklr.lab import presets
 from quacklr.lab.demo import sentence
+from quacklr.lab.ledger import Ledger
 from quacklr.lab.methods import Default, Quack
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
-from quacklr.lab.sweep.display import Meter, _table, summary
-from quacklr.lab.sweep.ledger import Ledger
+from quacklr.lab.sweep.display import TimeEstimate, _table, summary
 from quacklr.lab.sweep.sweep import State, Task
 from swept_runs import made, tiny_scale
 
@@ -136,7 +136,7 @@ def state() -> State:
 def test_the_table_shows_what_runs_what_ended_and_how_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     out = StringIO()
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    meter = Meter()
+    meter = TimeEstimate()
     meter.began = 90.0
     Console(file=out, width=160).print(_table("a study", state(), 3, meter))
     text = out.getvalue()

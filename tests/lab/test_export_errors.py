@@ -61,7 +61,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
 def test_a_run_without_a_transformers_architecture_is_refused_before_its_checkpoint_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: Shape, attention: MHA | MLA, method: Method, why: str
 ) -> None:
-    Folder(tmp_path / "run").begin(config_of(tmp_path, shape, attention, method), {})
+    Folder(tmp_path / "run").write_config(config_of(tmp_path, shape, attention, method), {})
     said = complaint(capsys, tmp_path / "run", "--out", tmp_path / "out")
     assert said.startswith("quacklr export: no model of transformers computes what this run has trained: ")
     assert why in said

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lab_runs import ATTENTIONS
 from quacklr.lab.data.command import main as prepare
-from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer
+from quacklr.lab.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from quacklr.lab.errors import UserError
 from quacklr.lab.inference.sample import SamplingParams, sample_tokens
 from quacklr.lab.inference.stream import decode_stream
@@ -148,7 +148,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_gives_others() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> FromJson:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> JsonTokenizer:
     """Byte-level BPE of a text with so many Chinese characters that some tokens end within one."""
     folder = tmp_path_factory.mktemp("words")
     rng = random.Random(0)
@@ -164,12 +164,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> FromJson:
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = ["--tokenizer", "train:300", "--val", "0.1", "--probe", "0.1"]
     assert prepare([str(folder / "text.jsonl"), "--out", str(folder / "corpus"), *options]) == 0
-    return FromJson((folder / "corpus/tokenizer.json").read_bytes(), "trained")
+    return JsonTokenizer((folder / "corpus/tokenizer.json").read_bytes(), "trained")
 
 
 def bytes_of(tokenizer: Any, token: int) -> bytes:
     """GPT-2's letters for bytes: printable ones stand for themselves, the others for 256 and on."""
-    if isinstance(tokenizer, Bytes):
+    if isinstance(tokenizer, ByteTokenizer):
         return bytes([token])
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {chr(byte): byte for byte in plain}
@@ -208,11 +208,11 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 
 @given(ANY_TEXT | st.sampled_from(TEXTS))
 def test_each_character_is_yielded_with_its_last_byte(text: str) -> None:
-    assert_yielded_in_time(Bytes(), list(text.encode()))
+    assert_yielded_in_time(ByteTokenizer(), list(text.encode()))
 
 
 @given(text=ANY_TEXT | st.sampled_from(TEXTS) | st.text("\u4e2d\u6587\u5b57\u00fc \U0001f986", max_size=12))
-def test_each_character_is_yielded_with_its_last_token(trained: FromJson, text: str) -> None:
+def test_each_character_is_yielded_with_its_last_token(trained: JsonTokenizer, text: str) -> None:
     assert_yielded_in_time(trained, trained.encode(text))
 
 
@@ -223,23 +223,23 @@ PARTS = st.sampled_from([b"\xe2\x82", b"\xac", b"\xf0\x9f\xa6\x86", b"\xff", b"a
 @given(st.binary(max_size=12) | st.lists(PARTS, max_size=8).map(b"".join))
 @example(LEADING)
 def test_the_stream_of_any_bytes_adds_up_to_their_text(content: bytes) -> None:
-    assert "".join(decode_stream(Bytes(), content)) == content.decode("utf-8", "replace")
+    assert "".join(decode_stream(ByteTokenizer(), content)) == content.decode("utf-8", "replace")
 
 
 @given(tokens=st.lists(st.integers(1, 290), max_size=12) | st.lists(st.integers(120, 290), max_size=12))
-def test_the_stream_of_any_tokens_adds_up_to_their_text(trained: FromJson, tokens: list[int]) -> None:
+def test_the_stream_of_any_tokens_adds_up_to_their_text(trained: JsonTokenizer, tokens: list[int]) -> None:
     content = b"".join(bytes_of(trained, token) for token in tokens)
     assert "".join(decode_stream(trained, tokens)) == content.decode("utf-8", "replace")
 
 
 def test_an_incomplete_last_character_becomes_a_replacement_character() -> None:
-    assert list(decode_stream(Bytes(), b"ab\xc3")) == ["a", "b", "\ufffd"]
+    assert list(decode_stream(ByteTokenizer(), b"ab\xc3")) == ["a", "b", "\ufffd"]
 
 
 def test_a_word_keeps_the_space_before_it_where_a_decoder_drops_that_of_the_first() -> None:
     vocabulary = {"\u2581the": 0, "\u2581red": 1, "\u2581duck": 2, "s": 3, "</s>": 4}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "s"))
     words.decoder = tokenizers.decoders.Metaspace()
-    tokenizer = FromJson(words.to_str().encode(), "words")
+    tokenizer = JsonTokenizer(words.to_str().encode(), "words")
     assert tokenizer.decode([0, 1, 2, 3]) == "the red ducks"
     assert "".join(decode_stream(tokenizer, [0, 1, 2, 3])) == "the red ducks"

@@ -37,7 +37,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def session(corpus: Corpus, method: Method, attention: str = "mha") -> Session:
-    return Session(small(corpus.where, method, ATTENTIONS[attention]), corpus)
+    return Session(small(corpus.folder, method, ATTENTIONS[attention]), corpus)
 
 
 @pytest.mark.parametrize(("attention", "method"), PAIRS)
@@ -71,7 +71,7 @@ def test_taken_literally_quack_gives_rates_to_what_latent_norms_cut_off(corpus: 
     assert isinstance(spec, MLA)
     found = []
     for method in (Quack(), Quack(literal=True)):
-        config = small(corpus.where, method, replace(spec, latent_norm=True))
+        config = small(corpus.folder, method, replace(spec, latent_norm=True))
         found.append({name.rpartition(".")[2] for name in rates(Session(config, corpus).attached)})
     assert found == [{"uq", "uk", "qr", "kr"}, {"dq", "dkv", "uq", "uk", "qr", "kr"}]
 
@@ -85,7 +85,7 @@ def test_qk_clip_is_the_librarys(corpus: Corpus) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch's own
 def test_qk_clip_clips_compiled_runs(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    config = small(corpus.where, QKClipping(threshold=1e-4), ATTENTIONS["mla"])
+    config = small(corpus.folder, QKClipping(threshold=1e-4), ATTENTIONS["mla"])
     machines = [replace(config.machine, compile=each) for each in (True, False)]
     runs = [Session(replace(config, machine=machine), corpus) for machine in machines]
     runs.append(session(corpus, METHODS["default"], "mla"))
@@ -183,7 +183,7 @@ def test_a_cap_bounds_what_the_softmax_sees(corpus: Corpus) -> None:
 
 
 def test_the_loop_treats_one_large_micro_batch_as_many_small_ones(corpus: Corpus) -> None:
-    base = small(Path(corpus.where), Quack(), ATTENTIONS["mla"])
+    base = small(Path(corpus.folder), Quack(), ATTENTIONS["mla"])
     ends = []
     for micro in (8, 2):
         config = replace(base, training=replace(base.training, micro_batch=micro))

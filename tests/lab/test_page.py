@@ -16,13 +16,13 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from browsers import BROWSERS
 from lab_runs import ATTENTIONS, make_corpus, small
 from quacklr.lab.config import Config
+from quacklr.lab.ledger import Entry, entry_of
 from quacklr.lab.methods import Default, QKNorm, Quack
 from quacklr.lab.optim import AdamWRecipe
 from quacklr.lab.report.page import PageFigure, overview, page, unusual_options
 from quacklr.lab.studies.names import describe
 from quacklr.lab.studies.results import Comparison
 from quacklr.lab.studies.verdicts import ClaimResult
-from quacklr.lab.sweep.ledger import Entry, entry_of
 from quacklr.lab.train.runner import run
 
 HOSTILE = '</script><script>window.hacked=1</script>"><img src=x onerror="window.hacked=1">{{7*7}}&amp;'

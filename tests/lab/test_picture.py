@@ -17,7 +17,8 @@ from quacklr.lab.errors import UserError
 from quacklr.lab.train import picture
 from quacklr.lab.train.command import main
 from quacklr.lab.train.picture import draw_logits, history_of
-from quacklr.lab.train.session import Row, Session
+from quacklr.lab.train.rows import Row
+from quacklr.lab.train.session import Session
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from quacklr.lab import demo
+from quacklr.lab.ledger import Entry
 from quacklr.lab.report import command
 from quacklr.lab.studies.questions import STUDIES
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of, seeded
-from quacklr.lab.sweep.ledger import Entry
 from swept_runs import made
 
 SCALE = scale_of(Size())

@@ -19,7 +19,7 @@ from quacklr.lab.train.checkpoint import Checkpoints, checkpoints
 from quacklr.lab.train.command import main
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.runner import run
-from quacklr.lab.train.tensors import tensors_of
+from quacklr.lab.train.tensors import named_tensors
 from saved_runs import NAME, REST, resummed, steps_in, trained
 
 Lines = list[str]
@@ -193,7 +193,7 @@ def test_checkpoints_are_ordered_by_number_where_names_become_longer(tmp_path: P
     model = trained(seed=0, steps=0)
     saves = Checkpoints(tmp_path, NAME, keep=2)
     for step in (9_999_998, 9_999_999, 10_000_000, 10_000_001, 123_456_789_012):
-        saves.save(step, tensors_of(*model), REST)
+        saves.save(step, named_tensors(*model), REST)
         assert checkpoints(tmp_path)[-1].name == f"step-{step:07}"
     assert steps_in(tmp_path) == ["step-10000001", "step-123456789012"]
 
@@ -202,7 +202,7 @@ def test_a_file_where_a_checkpoint_goes_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "step-0000001").write_text("of the user's")
     saves = Checkpoints(tmp_path, NAME, keep=2)
     with pytest.raises(Exception, match=f"cannot write {tmp_path / 'step-0000001'}: Not a directory"):
-        saves.save(1, tensors_of(*trained(seed=0, steps=0)), REST)
+        saves.save(1, named_tensors(*trained(seed=0, steps=0)), REST)
     assert (tmp_path / "step-0000001").read_text() == "of the user's"
 
 

@@ -17,11 +17,11 @@ from lab_runs import ATTENTIONS, environment, heed_ctrl_c, read_rows, small
 from paused import decode_step, is_at_pause, pause, wait_for, wait_until_paused
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.errors import UserError
+from quacklr.lab.ledger import Entry, Ledger, entry_of
 from quacklr.lab.methods import Default, Quack
 from quacklr.lab.sweep import local
-from quacklr.lab.sweep.ledger import Entry, Ledger, entry_of
+from quacklr.lab.sweep.executor import cores
 from quacklr.lab.sweep.local import Local
-from quacklr.lab.sweep.place import cores
 from quacklr.lab.sweep.sweep import ATTEMPTS, State, missing, sweep
 from quacklr.lab.train.checkpoint import checkpoints
 from quacklr.lab.train.runner import run

@@ -19,13 +19,13 @@ from lab_runs import ATTENTIONS, METHODS, read_rows, small
 from paused import decode_step, is_at_pause, pause
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.errors import UserError
+from quacklr.lab.ledger import Entry, Ledger, entry_of
 from quacklr.lab.sweep import on_ray, on_slurm
-from quacklr.lab.sweep.command import Sweep, place_of
-from quacklr.lab.sweep.ledger import Entry, Ledger, entry_of
+from quacklr.lab.sweep.command import Sweep, executor_of
+from quacklr.lab.sweep.executor import Executor, Halted, Job, Lost, Outcome, cores
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.on_ray import Ray
 from quacklr.lab.sweep.on_slurm import Slurm
-from quacklr.lab.sweep.place import Executor, Halted, Job, Lost, Outcome, cores
 from quacklr.lab.sweep.sweep import State, Task, sweep
 from quacklr.lab.train.runner import run
 
@@ -37,7 +37,7 @@ NEVER = 10**6  # as checkpoint_every: what is saved was saved because of a signa
 def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at the runs often, so that they are met in the middle, and believe at once that they are gone."""
     places = ((place, "pause") for place in (Local, Ray, Slurm))
-    for owner, wait in (*places, (on_slurm, "ASK"), (on_slurm, "LAG")):
+    for owner, wait in (*places, (on_slurm, "POLL_INTERVAL"), (on_slurm, "FILE_SYSTEM_DELAY")):
         monkeypatch.setattr(owner, wait, 0.02)
 
 
@@ -215,7 +215,7 @@ def test_a_run_that_waits_for_room_is_stopped_too_and_so_is_one_that_does_not_li
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one has all the CPUs, and does not go on to its first step; it is given no time."""
-    monkeypatch.setattr(on_ray, "PATIENCE", 0.0)
+    monkeypatch.setattr(on_ray, "STOP_TIMEOUT", 0.0)
     config = small(corpus, METHODS["quack"], ATTENTIONS["mha"])
     pause(tmp_path / "first", 0, deaf=True)
     place = Ray(2, cores())
@@ -268,7 +268,7 @@ def test_more_threads_than_any_node_has_are_refused() -> None:
 def test_without_slurm_a_sentence_says_where_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="no Slurm here .* start the sweep on a login node of the cluster"):
-        place_of(Sweep(("interventions",), runs=tmp_path, on="slurm"), 1)
+        executor_of(Sweep(("interventions",), runs=tmp_path, on="slurm"), 1)
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_job_asks_slurm_for_what_the_run_needs(corpus: Path, sbatch: Path, tmp_path: Path) -> None:
     given = Sweep(("interventions",), runs=tmp_path, on="slurm", threads=3, slurm=("partition=gpu", "time=600"))
-    place, config = place_of(given, 1), configuration(corpus)
+    place, config = executor_of(given, 1), configuration(corpus)
     place.start(config, tmp_path / "run")
     asked = set(re.findall(r"#SBATCH --(\S+)", sbatch.read_text()))
     assert asked >= {"partition=gpu", "time=600", "cpus-per-task=3", "signal=USR2@90", "job-name=quacklr"}
@@ -323,4 +323,4 @@ def test_a_job_that_waits_is_cancelled_and_one_that_is_gone_is_lost(corpus: Path
 def test_what_slurm_cannot_do_is_refused(corpus: Path, tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
     given = replace(Sweep(("interventions",), runs=tmp_path, on="slurm"), **options)
     with pytest.raises(UserError, match=sentence):
-        place_of(given, 1).start(configuration(corpus), tmp_path / "run")
+        executor_of(given, 1).start(configuration(corpus), tmp_path / "run")

@@ -163,7 +163,7 @@ def test_a_folder_of_another_job_is_refused_also_when_torchrun_tries_again(
 
 def saved_and_killed(rank: int, folder: Path, step: int, dies: bool) -> None:
     """A save of all ranks, in which the second dies when it has written its part, before the others know."""
-    write = storage.Writer.write_data
+    write = storage.CheckpointWriter.write_data
 
     def write_and_die(*args: Any) -> None:
         write(*args)
@@ -172,7 +172,7 @@ def saved_and_killed(rank: int, folder: Path, step: int, dies: bool) -> None:
     model = nn.Linear(3, 4)
     nn.init.constant_(model.weight, step)
     if dies and rank == 1:
-        pytest.MonkeyPatch().setattr(storage.Writer, "write_data", write_and_die)
+        pytest.MonkeyPatch().setattr(storage.CheckpointWriter, "write_data", write_and_die)
     with Checkpoints(folder, "a-b", keep=2) as saves:
         saves.save(step, {f"model.{name}": value for name, value in model.state_dict().items()}, {"step": step})
 

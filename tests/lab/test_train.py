@@ -24,7 +24,7 @@ from quacklr.lab.data import Corpus, batch, open_corpus
 from quacklr.lab.methods import Quack
 from quacklr.lab.optim import AdamWRecipe, MuonRecipe
 from quacklr.lab.train.folder import Folder
-from quacklr.lab.train.runner import conclude, run
+from quacklr.lab.train.runner import result_of, run
 from quacklr.lab.train.session import Session
 from quacklr.lab.train.trackers import scalars
 
@@ -36,7 +36,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture
 def config(corpus: Corpus) -> Config:
-    return small(corpus.where, Quack(tau=0.5), ATTENTIONS["mla"])
+    return small(corpus.folder, Quack(tau=0.5), ATTENTIONS["mla"])
 
 
 def test_the_loop_is_a_generator_of_rows_and_writes_no_file(config: Config, corpus: Corpus, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_the_same_configuration_gives_the_same_rows(config: Config, corpus: Corp
 
 def test_the_first_step_is_the_one_made_by_hand(corpus: Corpus) -> None:
     """AdamW for everything, one micro-batch: a plain torch loop on the same batch."""
-    base = small(corpus.where, METHODS["default"], ATTENTIONS["mha"], micro_batch=8)
+    base = small(corpus.folder, METHODS["default"], ATTENTIONS["mha"], micro_batch=8)
     config = replace(base, optimizer=AdamWRecipe(lr=0.01))
     session, twin = Session(config, corpus), Session(config, corpus).model
     row = list(islice(session.rows(), 2))[1]
@@ -144,7 +144,7 @@ def test_trackers_get_the_largest_logit_of_a_layer_and_means_of_the_rest() -> No
 
 @pytest.mark.parametrize("method", ["quack", "sigma-reparam"])
 def test_a_run_that_is_measured_often_is_the_same_run(corpus: Corpus, method: str) -> None:
-    config = small(corpus.where, METHODS[method], ATTENTIONS["mha"])
+    config = small(corpus.folder, METHODS[method], ATTENTIONS["mha"])
     rare = replace(config, watch=replace(config.watch, probe_every=1000))
     often = replace(config, watch=replace(config.watch, probe_every=1))
     losses = [[row["loss"] for row in islice(Session(each, corpus).rows(), 1, 6)] for each in (rare, often)]
@@ -154,12 +154,12 @@ def test_a_run_that_is_measured_often_is_the_same_run(corpus: Corpus, method: st
 def test_a_session_stopped_before_its_first_step_does_not_start_twice(config: Config, corpus: Corpus) -> None:
     stopped, resumed = Session(config, corpus), Session(config, corpus)
     next(stopped.rows())
-    resumed.load_rest(stopped.rest())
+    resumed.load_extra_state(stopped.extra_state())
     assert next(resumed.rows())["step"] == 1
 
 
 def diverging(corpus: Corpus) -> Config:
-    config = small(corpus.where, METHODS["default"], ATTENTIONS["mha"], grad_clip=0.0)
+    config = small(corpus.folder, METHODS["default"], ATTENTIONS["mha"], grad_clip=0.0)
     return replace(config, optimizer=MuonRecipe(lr=1e30, rest_lr=1e30))
 
 
@@ -176,18 +176,18 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_recorded(corpus: Corpus, t
 
 
 def test_a_validation_loss_that_is_no_number_is_a_divergence_even_in_the_warmup(config: Config, corpus: Corpus) -> None:
-    verdict = Session(config, corpus)._verdict({"loss": 2.0, "val_loss": math.nan})
+    verdict = Session(config, corpus)._divergence({"loss": 2.0, "val_loss": math.nan})
     assert verdict == {"diverged": "the validation loss is nan at step 0"}
     rows: list[dict[str, Any]] = [
         {"step": 0, "val_loss": 5.5, "val_bpb": 8.0},
         {"step": 1, "val_loss": None, "val_bpb": None},
     ]
-    ended = conclude([rows[0], rows[1] | verdict])
+    ended = result_of([rows[0], rows[1] | verdict])
     assert (ended["status"], ended["val_loss"], ended["best_val_loss"]) == ("diverged", None, 5.5)
 
 
 def test_a_loss_above_its_start_is_a_divergence_too(corpus: Corpus) -> None:
-    config = small(corpus.where, METHODS["default"], ATTENTIONS["mha"])
+    config = small(corpus.folder, METHODS["default"], ATTENTIONS["mha"])
     rows = list(Session(replace(config, optimizer=MuonRecipe(lr=30.0, rest_lr=3.0)), corpus).rows())
     assert "above its start" in rows[-1]["diverged"]
     assert math.isfinite(rows[-1]["loss"])
@@ -203,7 +203,7 @@ def test_a_run_folder_says_all_about_the_run(config: Config, tmp_path: Path) -> 
     about = json.loads((tmp_path / "run/environment.json").read_text())
     assert about["packages"]["torch"] == torch.__version__
     assert (about["device"], about["threads"]) == ("cpu", 1)
-    assert result == folder.result == conclude(folder.rows())
+    assert result == folder.result == result_of(folder.rows())
     assert result["val_loss"] == folder.rows()[-1]["val_loss"]
     assert [row["step"] for row in folder.rows()] == list(range(37))
     kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
@@ -244,7 +244,7 @@ def test_tensorboard_shows_the_numbers_of_the_rows(config: Config, tmp_path: Pat
 def test_a_stopped_run_saves_its_last_step_and_says_how_to_go_on(
     corpus: Corpus, tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:
-    options = f"--corpus {corpus.where} --d-model 16 --layers 1 --d-ff 24 --context 16 --batch-tokens 128 --threads 1"
+    options = f"--corpus {corpus.folder} --d-model 16 --layers 1 --d-ff 24 --context 16 --batch-tokens 128 --threads 1"
     options += f" --steps 20 --warmup 4 --heads 2 --kv-heads 2 --head-dim 8 --out {tmp_path / 'run'}"
     command = [sys.executable, "-m", "quacklr.cli", "train", *options.split()]
     pause(tmp_path / "run", 12)
@@ -263,7 +263,7 @@ def test_a_stopped_run_saves_its_last_step_and_says_how_to_go_on(
 
 def test_wandb_gets_the_run_when_asked(corpus: Corpus, tmp_path: Path) -> None:
     """In its offline mode: the real client, which writes what it would upload."""
-    options = f"--corpus {corpus.where} --d-model 16 --layers 1 --d-ff 24 --context 16 --batch-tokens 128 --steps 3"
+    options = f"--corpus {corpus.folder} --d-model 16 --layers 1 --d-ff 24 --context 16 --batch-tokens 128 --steps 3"
     options += " --warmup 1 --heads 2 --kv-heads 2 --head-dim 8 --threads 1 --wandb ducks"
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONWARNINGS": "default", "HOME": str(tmp_path)}
     done = quacklr("train", *options.split(), "--out", tmp_path / "run", env=environment(**quiet))
@@ -298,7 +298,7 @@ def test_a_tokenizer_with_more_tokens_makes_a_larger_model(tmp_path: Path) -> No
     words = [str(tmp_path / "source.jsonl"), "--out", str(tmp_path / "words"), "--tokenizer", "train:300"]
     assert prepare([*words, "--val", "0.1", "--probe", "0.1"]) == 0
     corpus = open_corpus(str(tmp_path / "words"))
-    session = Session(small(corpus.where, Quack(), ATTENTIONS["mha"]), corpus)
+    session = Session(small(corpus.folder, Quack(), ATTENTIONS["mha"]), corpus)
     assert session.model.embedding.num_embeddings == corpus.vocab > 256
     row = next(session.rows())
     assert row["val_bpb"] == pytest.approx(row["val_loss"] / math.log(2) / corpus.bytes_per_token("val"))

@@ -175,7 +175,7 @@ def test_a_second_step_without_a_forward_does_not_clip_again() -> None:
     model(batches(1)[0]).square().mean().backward()
     optimizer.step()
     once = block(model).attention.q.weight.detach().clone()
-    with pytest.warns(UserWarning, match="heard no training forward since the last step"):
+    with pytest.warns(UserWarning, match="saw no training forward since the last step"):
         optimizer.step()
     assert clip.max_logits() == {}
     assert_equal(block(model).attention.q.weight, once)

@@ -80,7 +80,7 @@ def test_a_path_on_which_nothing_trains_is_told() -> None:
     model = Attention(rank=3)
     for frozen in (model.q, model.k):
         frozen.requires_grad_(False)
-    with pytest.warns(UserWarning, match="cannot scale all that makes the logits of the model: .* is frozen"):
+    with pytest.warns(UserWarning, match="cannot scale all terms of the logits of the model: .* is frozen"):
         QKClip(model, SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
 
 
@@ -153,7 +153,7 @@ def test_a_model_left_in_eval_mode_is_told_of() -> None:
     assert clip.max_logits()
     model.eval()
     model(TOKENS).square().mean().backward()
-    with pytest.warns(UserWarning, match="heard no training forward since the last step.*eval mode"):
+    with pytest.warns(UserWarning, match="saw no training forward since the last step.*eval mode"):
         optimizer.step()
     assert clip.max_logits() == {}
     assert block(model).attention.q.weight.isfinite().all()

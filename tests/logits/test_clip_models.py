@@ -16,7 +16,7 @@ import by_hand
 import kimi
 from models import assert_equal
 from quacklr import QKClip
-from quacklr.inspect.tiny import tiny_config
+from tiny_models import tiny_config
 
 BATCH, TOKENS, HEADS = 2, 9, 4
 Batch = dict[str, Tensor]

@@ -14,7 +14,7 @@ import quacklr.logits.flex
 import quacklr.logits.logits
 from models import assert_equal
 from quacklr import LogitMonitor, LogitPath, QKClip, mha, packed
-from quacklr.logits.flex import holders
+from quacklr.logits.flex import find_references
 from quacklr.util.modules import run_uncompiled
 
 BIAS = torch.randn(4, generator=torch.Generator().manual_seed(3))
@@ -114,7 +114,7 @@ def test_where_the_kernel_tells_the_maxima_they_are_taken_from_it(monkeypatch: p
     monkeypatch.setattr(quacklr.logits.flex, "has_maxima", lambda _: True)
     torch.manual_seed(0)
     attention, x = Attention(), inputs()
-    assert (sys.modules[__name__], "attend") in [(holder.owner, holder.name) for holder in holders(attention)]
+    assert (sys.modules[__name__], "attend") in [reference[:2] for reference in find_references(attention)]
     optimizer = torch.optim.SGD(attention.parameters(), lr=0.0)
     clip = QKClip(attention, optimizer, threshold=1.0)
     q, k, _ = attention.parts(x)

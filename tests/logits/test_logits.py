@@ -16,7 +16,8 @@ import quacklr.logits.accumulator
 import quacklr.logits.logits
 from quacklr import LogitMonitor
 from quacklr.logits.accumulator import StatsAccumulator
-from quacklr.logits.logits import EagerLogits, Logits, QKLogits, arranged
+from quacklr.logits.axes import HeadOrder
+from quacklr.logits.logits import EagerLogits, Logits, QKLogits
 
 B, H, Q, K = 2, 4, 5, 6  # sequences, heads, queries, keys
 
@@ -51,9 +52,9 @@ def statistics(logits: list[Tensor], extra: int = 0) -> dict[str, list[float]]:
 
 def check(logits: Sequence[Logits], expected: dict[str, list[float]]) -> None:
     now, before = logits
-    tally = StatsAccumulator(now, StatsAccumulator(before, None).kept_BHIJ)
-    moved, compared, entropy, looking, sink, choosing = tally.sums()
-    measured = {"max": tally.largest_H, "change": moved / compared, "entropy": entropy / looking}
+    stats = StatsAccumulator(now, StatsAccumulator(before, None).kept_BHIJ)
+    change, compared, entropy, seeing, sink, choosing = stats.sums()
+    measured = {"max": stats.max_H, "change": change / compared, "entropy": entropy / seeing}
     for name, of_heads in (measured | {"sink": sink / choosing}).items():
         wanted = torch.tensor(expected[name])
         assert torch.allclose(of_heads, wanted, rtol=1e-4, atol=1e-5, equal_nan=True), (name, of_heads, wanted)
@@ -62,7 +63,7 @@ def check(logits: Sequence[Logits], expected: dict[str, list[float]]) -> None:
 MASKS = st.fixed_dictionaries(
     {
         "by_head": st.booleans(),  # one mask for each head, or one for all
-        "known": st.sampled_from(["all", "some", "none"]),  # of what is masked, what the trail knows
+        "known": st.sampled_from(["all", "some", "none"]),  # how much of the mask the provenance tracker found
         "value": st.sampled_from(["-inf", "least", "-1e4"]),  # what stands there
         "density": st.sampled_from([0.0, 0.3, 0.9]),
         "seed": st.integers(0, 1000),
@@ -85,7 +86,7 @@ def test_what_a_model_wrote_is_counted_where_its_queries_may_look(case: dict[str
     told = {"all": hidden, "some": hidden & (torch.arange(Q) % 2 == 0)[:, None], "none": None}[known]
     logits = [(3 * random(B, H, Q, K, seed=case["seed"] + n)).to(case["dtype"]) for n in range(2)]
     expected = statistics([each.float().masked_fill(hidden, -torch.inf) for each in logits], case["extra"])
-    written = [EagerLogits(each.masked_fill(hidden, value), told, None, case["extra"]) for each in logits]
+    written = [EagerLogits(each.masked_fill(hidden, value), told, extra=case["extra"]) for each in logits]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quacklr.logits.logits, "CHUNK", case["chunk"])
         check(written, expected)
@@ -151,7 +152,7 @@ LAYOUTS = {  # of four heads: how many numbers lie between one head's and the ne
 
 @pytest.mark.parametrize("shape", LAYOUTS)
 def test_heads_are_found_wherever_they_are(shape: tuple[int, ...]) -> None:
-    found = arranged(torch.arange(math.prod(shape)).view(shape), 4)
+    found = HeadOrder(4).arrange(torch.arange(math.prod(shape)).view(shape))
     assert found.shape[1:] == (4, 5, 6)
     assert found.numel() == math.prod(shape)
     assert (found[:, :, 0, 0] // LAYOUTS[shape] % 4 == torch.arange(4)).all()

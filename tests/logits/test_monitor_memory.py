@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import by_hand
 from quacklr import LogitMonitor, LogitPath, QKClip, mha, packed
-from quacklr.inspect.tiny import tiny_config
+from tiny_models import tiny_config
 
 WIDTH, HEADS = 16, 2
 KEPT = 2**20 * 4  # bytes an attention may keep

@@ -432,7 +432,7 @@ class Interacting(Attention):
 
 
 @pytest.mark.parametrize("layout", ["batch x heads", "heads x batch", "heads, batch"])
-def test_where_examples_interact_heads_are_told_apart_by_the_rows_that_they_read(layout: str) -> None:
+def test_examples_that_interact_before_they_are_projected_do_not_hide_the_order(layout: str) -> None:
     model, x_BTD = built(LAYOUTS[layout], Interacting), inputs(3)
     model.inside = nn.Identity()
     wanted = logits_by_hand(model, x_BTD - x_BTD.mean(0)).amax((0, 2, 3))
@@ -440,16 +440,16 @@ def test_where_examples_interact_heads_are_told_apart_by_the_rows_that_they_read
     assert check(model, SGD(model.parameters(), lr=0.1), x_BTD, steps=1).ok
 
 
-class Tangled(Interacting):
-    """And queries and keys are normed over all heads: there is nothing that belongs to one head or one example."""
+class Tangled(Attention):
+    """Queries and keys are centred over the batch, and normed over all heads: none belong to one head or example."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__(attend)
-        self.attend = lambda q, k, v: attend(normed(q), normed(k), v)
+        self.attend = lambda q, k, v: attend(mixed(q), mixed(k), v)
 
 
-def normed(x_BTHK: Tensor) -> Tensor:
-    return nn.functional.rms_norm(x_BTHK, (H, K))
+def mixed(x_BTHK: Tensor) -> Tensor:
+    return nn.functional.rms_norm(x_BTHK - x_BTHK.mean(0), (H, K))
 
 
 class Once(Attention):
@@ -470,7 +470,7 @@ def test_an_order_that_cannot_be_measured_is_an_error_and_no_guess(kind: type[At
             LogitMonitor(model, inputs(3)).measure()
         wiring = check(model, optimizer, inputs(3), steps=1)
         assert not wiring.ok
-        assert [layer.silent for layer in wiring.layers] == [sentence.removeprefix("attention: ")]
+        assert [layer.unobserved for layer in wiring.layers] == [sentence.removeprefix("attention: ")]
     with QKClip(model, optimizer), pytest.raises(ValueError, match=sentence):
         model(inputs(3))
     with QKClip(model, optimizer) as clip:  # one sequence has nothing to be told from
@@ -479,12 +479,11 @@ def test_an_order_that_cannot_be_measured_is_an_error_and_no_guess(kind: type[At
 
 
 def test_examples_that_interact_are_not_taken_for_one_sequence_with_many_heads() -> None:
-    class Unknown(Undeclared):
-        def forward(self, x_BTD: Tensor) -> Tensor:
-            return super().forward(x_BTD - x_BTD.mean(0))
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return LAYOUTS["heads x batch"](q - q.mean(0), k - k.mean(0), v)
 
     with pytest.raises(ValueError, match="attention: its logits have heads and batch in one axis"):
-        LogitMonitor(built(LAYOUTS["heads x batch"], Unknown), inputs(3)).measure()
+        LogitMonitor(built(attend, Undeclared), inputs(3)).measure()
 
 
 @pytest.mark.parametrize("kind", [Undeclared, Attention])

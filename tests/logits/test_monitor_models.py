@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import by_hand
 from models import assert_equal
 from quacklr import LogitMonitor
-from quacklr.inspect.tiny import tiny_config
 from tiny_models import build as tiny
+from tiny_models import tiny_config
 
 BATCH, TOKENS = 2, 11
 LLAMA = ["model.layers.0.self_attn", "model.layers.1.self_attn"]

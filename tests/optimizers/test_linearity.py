@@ -1,4 +1,4 @@
-"""What an optimizer does with lr is found out on scratch copies of it, without a trace. Judge: the same, by hand."""
+"""`probe` measures on scratch copies whether an optimizer is linear in lr, and leaves no trace. Judge: by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quacklr.optimizers.scratch import ProbeError
 
 
 class At(NamedTuple):
-    """What an update is made of."""
+    """The inputs of an update."""
 
     param: Tensor
     grad: Tensor
@@ -57,7 +57,7 @@ class StandIn(Optimizer):
 
 
 def momentum(state: dict[str, Any], grad: Tensor, factor: float = 0.9) -> Tensor:
-    """Updated, and returned."""
+    """The updated momentum."""
     state["m"] = factor * state.get("m", torch.zeros_like(grad)) + grad
     return state["m"]
 
@@ -68,7 +68,7 @@ class Momentum(StandIn):
 
 
 class CoupledDecay(StandIn):
-    """The weights are in the momentum, but those that the optimizer was given."""
+    """Coupled weight decay: the momentum holds gradients of the current weights, and no copy of them."""
 
     def move(self, at: At) -> None:
         at.param.sub_(momentum(at.state, at.grad + 0.1 * at.param), alpha=at.lr)
@@ -89,7 +89,7 @@ class StochasticRounding(StandIn):
 
 
 class InSingle(StandIn):
-    """Works with fp32 parameters alone, and is rounded."""
+    """Works only with fp32 parameters, so its steps are rounded."""
 
     def move(self, at: At) -> None:
         at.state.setdefault("m", torch.zeros(at.grad.shape, dtype=torch.float32)).lerp_(at.grad, 0.1)
@@ -97,7 +97,7 @@ class InSingle(StandIn):
 
 
 class SinceTheStart(StandIn):
-    """Keeps the weights at the start to measure the distance from them, which is the same for both."""
+    """Keeps the weights at the start to measure the distance from them, which is equal in both runs."""
 
     def move(self, at: At) -> None:
         start = at.state.setdefault("start", at.param.clone())
@@ -105,7 +105,7 @@ class SinceTheStart(StandIn):
 
 
 class Averaged(StandIn):
-    """What is trained is the average of what was written."""
+    """The weights are an average of iterates."""
 
     def move(self, at: At) -> None:
         average = at.state.setdefault("average", at.param.clone())
@@ -124,7 +124,7 @@ class ScheduleFree(StandIn):
 
 
 class DualAveraging(StandIn):
-    """From the start with all gradients, as MADGRAD and FTRL."""
+    """The weights at the start plus the sum of all gradients, as in MADGRAD and FTRL."""
 
     def move(self, at: At) -> None:
         start = at.state.setdefault("start", at.param.clone())
@@ -143,7 +143,7 @@ class SlowWeights(StandIn):
 
 
 class LastMove(StandIn):
-    """Momentum that is the last move, seen from the weights before it."""
+    """Momentum as the difference between the last two weights."""
 
     def move(self, at: At) -> None:
         last = at.param - at.state.get("before", at.param)
@@ -191,7 +191,7 @@ class OnASphere(StandIn):
 
 
 class SquaredLr(StandIn):
-    """A term that counts little."""
+    """With a small term that is quadratic in lr."""
 
     def move(self, at: At) -> None:
         at.param.sub_(at.grad, alpha=at.lr + 0.1 * at.lr**2)
@@ -244,7 +244,7 @@ def by_hand(cls: type[StandIn], rates: list[float]) -> float:
 
 
 def attached(cls: type[StandIn], **settings: Any) -> None:
-    """Attach QuacK, and take it off."""
+    """Attach QuacK, and remove it."""
     model = nn.Sequential(Separate())
     QuacK(model, cls(model.parameters(), **settings)).remove()
 
@@ -253,7 +253,7 @@ CONSTANT, CHANGING = [0.5] * 20, [0.5, 1.5, 0.25, 1.0, 0.75] * 4
 
 
 @pytest.mark.parametrize("cls", LINEAR_ONES)
-def test_an_optimizer_that_is_linear_in_lr_is_taken_without_a_word(cls: type[StandIn]) -> None:
+def test_an_optimizer_that_is_linear_in_lr_is_accepted_without_a_warning(cls: type[StandIn]) -> None:
     assert by_hand(cls, CHANGING) < LINEAR
     attached(cls)
 
@@ -293,7 +293,7 @@ def test_what_is_not_linear_late_is_a_warning_and_depends_on_lr() -> None:
     attached(CappedLate, lr=1e-4)
 
 
-def test_settings_decide_those_of_the_param_group_and_attributes_that_are_in_no_group() -> None:
+def test_linearity_depends_on_the_settings_in_param_groups_and_in_attributes() -> None:
     attached(CappedLr, cap=1.0)
 
     class Flagged(StandIn):
@@ -323,7 +323,7 @@ def test_only_param_groups_with_weights_on_a_path_matter() -> None:
         QuacK(nn.Sequential(model), CappedLr(groups))
 
 
-def test_vectors_are_run_if_a_bias_is_on_a_path() -> None:
+def test_steps_of_vectors_are_measured_if_a_bias_is_on_a_path() -> None:
     class OnlyMatrices(Momentum):
         def move(self, at: At) -> None:
             (Momentum if at.param.ndim == 2 else Averaged).move(self, at)  # type: ignore[arg-type]
@@ -335,13 +335,13 @@ def test_vectors_are_run_if_a_bias_is_on_a_path() -> None:
 
 
 @pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0), torch.tensor(0.05)])
-def test_an_lr_of_0_or_a_tensor_is_no_obstacle(lr: Any) -> None:
+def test_an_lr_may_be_0_or_a_tensor(lr: Any) -> None:
     attached(Momentum, lr=lr)
     with pytest.raises(ValueError, match="Averaged is not linear"):
         attached(Averaged, lr=lr)
 
 
-def test_in_a_warmup_it_is_run_with_the_lr_that_it_leads_to() -> None:
+def test_during_a_warmup_the_lr_after_it_is_used() -> None:
     model = nn.Sequential(Separate())
     optimizer = CappedLr(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-3)
@@ -407,7 +407,7 @@ class Nested(Momentum):
 
 
 @pytest.mark.parametrize("cls", [Closure, Hessian, StateAtOnce, OneLr, Nested])
-def test_one_that_needs_something_is_given_it(cls: type[StandIn]) -> None:
+def test_closures_graphs_constructors_and_equal_lrs_are_provided_if_needed(cls: type[StandIn]) -> None:
     Momentum([nn.Parameter(torch.ones(2))])
     assert probe(cls(Separate().parameters())) == (0, 0, 0, True)
 
@@ -453,7 +453,7 @@ class WithoutLr(Momentum):
         (WithoutLr, "its param groups have no lr"),
     ],
 )
-def test_one_that_cannot_be_run_is_a_warning_that_says_what_must_hold(make: Any, reason: str) -> None:
+def test_an_optimizer_that_cannot_be_run_triggers_a_warning_with_the_reason(make: Any, reason: str) -> None:
     model = nn.Sequential(Separate())
     with pytest.warns(
         UserWarning, match=rf"could not be checked on scratch tensors \({reason}.*no copy of the weights"
@@ -462,7 +462,7 @@ def test_one_that_cannot_be_run_is_a_warning_that_says_what_must_hold(make: Any,
     assert seen[0].filename == __file__
 
 
-def test_a_group_without_lr_that_is_on_no_path_is_no_obstacle_and_nothing_to_run_is_no_proof() -> None:
+def test_groups_on_no_path_need_no_lr_and_an_optimizer_without_parameters_to_run_is_an_error() -> None:
     model = Separate()
     groups = [{"params": [model.q.weight, model.k.weight]}, {"params": [model.v.weight], "lr": None}]
     assert probe(Momentum(groups), [model.q.weight]) == (0, 0, 0, True)
@@ -470,7 +470,7 @@ def test_a_group_without_lr_that_is_on_no_path_is_no_obstacle_and_nothing_to_run
         probe(Averaged([nn.Parameter(torch.ones(1, 1, 1, 1, 1))]))
 
 
-def test_it_is_run_once_for_a_class_and_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_cached_by_class_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counted(Momentum):
         pass
 
@@ -488,7 +488,7 @@ def test_it_is_run_once_for_a_class_and_its_settings(monkeypatch: pytest.MonkeyP
 
 
 class Noisy(Momentum):
-    """Leaves traces wherever it can."""
+    """Changes global state in its constructor and in its step."""
 
     made = 0
     steps: ClassVar[list[int]] = []
@@ -497,7 +497,7 @@ class Noisy(Momentum):
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr)
         self._trace()
-        for group in self.param_groups:  # so that a copy does not do, and the constructor is called
+        for group in self.param_groups:  # a copy has no state, so the constructor must be called
             for param in group["params"]:
                 self.state[param]["made"] = True
 
@@ -539,7 +539,7 @@ def world() -> list[Any]:
     ]
 
 
-def test_nothing_is_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_global_state_and_the_optimizer_are_unchanged_after_a_probe(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("numpy")
     model = Separate()
     with warnings.catch_warnings():
@@ -619,7 +619,7 @@ def test_no_collective_is_started_and_no_process_group_made() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_a_process_group_that_an_optimizer_was_given_is_left_out() -> None:
+def test_a_process_group_in_an_attribute_is_none_in_the_copy() -> None:
     class Sharded(Momentum):
         def __init__(self, params: Any, group: Any) -> None:
             super().__init__(params)
@@ -634,7 +634,7 @@ def test_a_process_group_that_an_optimizer_was_given_is_left_out() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_zero_redundancy_is_as_linear_as_what_it_wraps() -> None:
+def test_zero_redundancy_optimizer_is_as_linear_as_its_inner_optimizer() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, as it imports it
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -644,12 +644,12 @@ def test_zero_redundancy_is_as_linear_as_what_it_wraps() -> None:
         QuacK(model, ZeroRedundancyOptimizer(model.parameters(), Averaged, lr=0.1))
 
 
-def test_another_device_is_not_used() -> None:
+def test_using_another_device_is_an_error() -> None:
     with pytest.raises(ProbeError, match="it needs a device"), LocalOnly():  # type: ignore[no-untyped-call]
         torch.zeros(1, device="meta")
 
 
-def test_other_kernels_of_the_same_update_are_no_obstacle() -> None:
+def test_fused_foreach_and_capturable_optimizers_are_measured() -> None:
     class Mine(torch.optim.AdamW):
         pass
 

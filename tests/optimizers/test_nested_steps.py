@@ -1,4 +1,4 @@
-"""What an optimizer's step moves: steps inside of steps, groups that change, tensors that are swapped."""
+"""The tensors that a step moves: nested steps, changing param groups, replaced tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TwiceSGD(torch.optim.SGD):
 
 
 class BeforeSGD(TwiceSGD):
-    """As much before its parent's step."""
+    """The same update, then its parent's step."""
 
     def step(self, closure: Any = None) -> Any:
         self._again()
@@ -272,7 +272,7 @@ def loaded_by_assignment(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("replace", [replaced, loaded_by_assignment])
-def test_parameters_that_the_model_has_no_more_are_an_error(replace: Callable[[nn.Module], None]) -> None:
+def test_parameters_that_are_no_longer_in_the_model_are_an_error(replace: Callable[[nn.Module], None]) -> None:
     model = layers(2, Separate)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     QuacK(model, optimizer)
@@ -281,7 +281,7 @@ def test_parameters_that_the_model_has_no_more_are_an_error(replace: Callable[[n
         train(model, optimizer, steps=1)
 
 
-def test_some_parameters_that_the_model_has_no_more_are_a_warning() -> None:
+def test_some_parameters_that_are_no_longer_in_the_model_are_a_warning() -> None:
     model = layers(2, Separate)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     QuacK(model, optimizer)
@@ -350,7 +350,7 @@ def test_data_of_other_strides_is_read_as_it_is_now(change: Callable[[Tensor], N
 
 
 def test_a_stack_of_matrices_that_is_no_longer_contiguous_is_refused_not_lost() -> None:
-    """Its rows are read through a view; of other strides there is none, and a copy would be moved instead."""
+    """With these strides there is no view of its rows, and writing to a copy would have no effect."""
     q, k = nn.Parameter(torch.ones(2, 2, 3)), nn.Parameter(torch.ones(4, 3))
     optimizer = torch.optim.SGD([q, k], lr=LR)
     QuacK(mha(Weight("q", q, torch.arange(4), dim=(0, 1)), Weight("k", k, torch.arange(4))), optimizer)

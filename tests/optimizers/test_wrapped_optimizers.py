@@ -66,7 +66,7 @@ class Slow(Optimizer):
 
 
 class Several(Optimizer):
-    """A container, with param groups of its own that nobody steps."""
+    """A container with param groups of its own, which are never stepped."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         params = [param for group in params for param in group["params"]]
@@ -79,7 +79,7 @@ class Several(Optimizer):
 
 
 class Averaging:
-    """Not an optimizer: the weights are swapped for others while the one inside steps, and averaged with them after."""
+    """Not an Optimizer. The inner optimizer steps other weights, and the result is averaged into the model's."""
 
     def __init__(self, base: Optimizer) -> None:
         self.base, self.training = base, False
@@ -123,7 +123,7 @@ class Evaluating(SGD):
 
 
 class Perturbing(Optimizer):
-    """The inner step begins at perturbed weights, and goes back to the others itself."""
+    """The inner step begins at perturbed weights, and restores the original weights in the closure."""
 
     def __init__(self, params: Any, inner: Optimizer) -> None:
         super().__init__(params, {"ball": 0.05})
@@ -146,7 +146,7 @@ class Perturbing(Optimizer):
         del self.inner.evaluate  # type: ignore[attr-defined]
 
 
-class Beside(Optimizer):
+class HoldsUnused(Optimizer):
     """Holds an optimizer of the same parameters that it never calls."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
@@ -209,13 +209,13 @@ WRAPPERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Closure], None], 
         with_closure,
         ["Perturbing"],
     ),
-    "an optimizer beside": (Beside, plain, ["Beside"]),
+    "an unused optimizer inside": (HoldsUnused, plain, ["HoldsUnused"]),
     "an optimizer for a part": (Hybrid, plain, ["Hybrid"]),
 }
 
 
 def groups_of(wrapper: Any) -> list[dict[str, Any]]:
-    """All param groups with an lr, of a wrapper and of what is inside."""
+    """All param groups with an lr, of a wrapper and of the optimizers inside it."""
     inside = [value for value in vars(wrapper).values() if isinstance(value, Optimizer)]
     inside += getattr(wrapper, "optimizers", [])
     groups = getattr(wrapper, "param_groups", []) + [group for each in inside for group in groups_of(each)]
@@ -248,7 +248,7 @@ def trained(name: str, quack: bool) -> tuple[list[Tensor], list[str]]:
 
 @pytest.mark.filterwarnings("ignore:Hybrid could not be checked")
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_wrapper_steps_as_with_a_scaled_lr_wherever_it_must_be_hooked(name: str) -> None:
+def test_a_wrapper_with_quack_steps_as_with_a_scaled_lr(name: str) -> None:
     mine, hooked = trained(name, quack=True)
     theirs, _ = trained(name, quack=False)
     assert hooked == WRAPPERS[name][2]
@@ -260,7 +260,7 @@ def test_a_wrapper_steps_as_with_a_scaled_lr_wherever_it_must_be_hooked(name: st
 
 
 class Decaying(Slow):
-    """Moves weights by lr itself, which the one inside does not see."""
+    """Moves weights by lr itself, outside the step of the inner optimizer."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -297,7 +297,7 @@ def test_a_wrapper_that_cannot_be_run_is_a_warning_and_the_inner_optimizer_is_ho
     assert seen[0].filename == __file__
 
 
-def test_what_holds_an_optimizer_but_is_none_is_refused() -> None:
+def test_other_objects_that_hold_an_optimizer_are_refused() -> None:
     model = nn.Sequential(Separate())
     optimizer = SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)

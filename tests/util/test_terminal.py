@@ -99,7 +99,7 @@ def test_no_display_raises_what_its_stream_raises(monkeypatch: pytest.MonkeyPatc
         assert not is_terminal()
         for terminal_ in (False, True):
             monkeypatch.setattr("quacklr.lab.progress.is_terminal", lambda terminal_=terminal_: terminal_)
-            monkeypatch.setattr("quacklr.lab.progress.SECONDS_A_LINE", 0.0)
+            monkeypatch.setattr("quacklr.lab.progress.LOG_INTERVAL", 0.0)
             with progress("working", 3) as show:
                 show.line("a line")
                 show(1, "a word")

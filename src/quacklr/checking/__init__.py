@@ -1,4 +1,4 @@
-"""The wiring proof: steps and nudges on a copy of a model show whether every head's rows are its own."""
+"""`check`: tests on a copy of a model that the rows on each head's paths, and no others, make the head's logits."""
 
 from quacklr.checking.prove import check
 

@@ -1,4 +1,4 @@
-"""From nudges to verdicts: rows of others that move a head, rows that move none, rows that are missing."""
+"""Find the faults of every layer: heads that wrong rows move, rows that move no head, rows that are missing."""
 
 from __future__ import annotations
 
@@ -7,130 +7,120 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quacklr.checking.expected_rows import ExpectedLayer, ExpectedRows
-from quacklr.checking.faults import Fault, about, listed
-from quacklr.checking.perturb import Perturbation, Perturbations
+from quacklr.checking.expected_rows import ExpectedLayer
+from quacklr.checking.layer_report import Fault, fault_of, indices, ranges
+from quacklr.checking.perturb import Numbers, Perturbations
 from quacklr.checking.sandbox import Sandbox
 from quacklr.find.finding import MEASURED
 from quacklr.util.modules import named_parameters
 
 ROUTED = "attends with several heads for each of these: every token has experts of its own"
 LOST = "not comparable when its rows change"
-SCALE_FREE = 1e-3  # of a head's largest logit: what scaling still changes through the epsilon of a norm
+WHOLE, SOME_ROWS = "{} moves no logit of its heads", "some rows of {} move no logit of its heads"
+SCALE_FREE = 1e-3  # of a head's largest logit: a change that the epsilon of a norm explains
 
 
 class Diagnosis:
-    """Judges every layer of a model by its claims; `silent` says of each why it cannot be judged, if it cannot."""
+    """Tests every layer of a sandbox. `unobserved` has for each layer why it cannot be tested, or ""."""
 
-    def __init__(self, twin: Sandbox) -> None:
-        self.claims: ExpectedRows = twin.claims()
-        self.layers = self.claims.layers
-        self.names = {id(param): name for name, param in named_parameters(twin.model)}
-        self.nudges = Perturbations(twin, self.claims)
-        self.measured = {name for name, of in getattr(twin.paths, "found", {}).items() if of.origin == MEASURED}
-        self.silent = [self._silence(*each) for each in enumerate(self.nudges.hearing.change())]
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.expected = sandbox.expected_rows()
+        self.layers = self.expected.layers
+        self.names = {id(param): name for name, param in named_parameters(sandbox.model)}
+        self.perturbations = Perturbations(sandbox, self.expected)
+        self.frozen = self.perturbations.frozen
+        self.measured = {name for name, of in getattr(sandbox.paths, "found", {}).items() if of.origin == MEASURED}
+        self.unobserved = [self._unobserved(*each) for each in enumerate(self.frozen.change())]
         self.roles = range(max(len(layer.weights) for layer in self.layers))
 
-    def _silence(self, number: int, change: Tensor) -> str:
-        hearing = self.nudges.hearing
-        if hearing.unread[number] or not hearing.first[number]:
-            return hearing.unread[number] or ROUTED * self._is_routed(number) or "not heard"
-        return "" if (change <= hearing.rounding[number]).all() else "not the same twice"
+    def _unobserved(self, number: int, change: Tensor) -> str:
+        if self.frozen.unreadable[number] or not self.frozen.logits[number]:
+            return self.frozen.unreadable[number] or ROUTED * self._is_routed(number) or "not heard"
+        return "" if (change <= self.frozen.rounding[number]).all() else "not the same twice"
 
     def faults(self) -> list[list[Fault]]:
         """For each layer what is wrong with it."""
         found: list[list[Fault]] = [[] for _ in self.layers]
-        for number, fault in self._counted():
+        for number, fault in self._wrong_head_counts():
             found[number].append(fault)
-        for test in (self._other_layers, self._other_blocks, self._dead, self._free):
+        for test in (self._other_layers, self._other_blocks, self._dead_blocks, self._rows_on_no_path):
             for number, fault in test():
-                if not self.silent[number]:
+                if not self.unobserved[number]:
                     found[number].append(fault)
-        self.silent = [silent or LOST * lost for silent, lost in zip(self.silent, self.nudges.lost, strict=True)]
+        lost = self.perturbations.lost
+        self.unobserved = [why or LOST * of for why, of in zip(self.unobserved, lost, strict=True)]
         return found
 
-    def _counted(self) -> Iterator[tuple[int, Fault]]:
-        """Layers that attend, but with another number of heads."""
-        for number, strange in enumerate(self.nudges.hearing.strange):
-            if strange and not self.nudges.hearing.first[number] and not self._is_routed(number):
+    def _wrong_head_counts(self) -> Iterator[tuple[int, Fault]]:
+        """Layers that attend with another number of heads than their paths have."""
+        for number, counts in enumerate(self.frozen.other_head_counts):
+            if counts and not self.frozen.logits[number] and not self._is_routed(number):
                 heads = self.layers[number].heads
-                text = f"attends with {' or '.join(map(str, sorted(strange)))} heads, but its paths say {heads}"
+                text = f"attends with {' or '.join(map(str, sorted(counts)))} heads, but its paths say {heads}"
                 yield number, Fault(tuple(range(heads)), text)
 
     def _is_routed(self, number: int) -> bool:
-        """Whether it attends with several times the heads that were measured: which rows a head reads is routed."""
-        layer, strange = self.layers[number], self.nudges.hearing.strange[number]
-        return bool(strange) and layer.module in self.measured and not any(of % layer.heads for of in strange)
+        """Whether a layer attends with a multiple of the measured heads: a router picks the rows of a head."""
+        layer, counts = self.layers[number], self.frozen.other_head_counts[number]
+        return bool(counts) and layer.module in self.measured and not any(count % layer.heads for count in counts)
+
+    def _stray_heads(self, numbers: Numbers) -> Iterator[tuple[int, list[Tensor]]]:
+        """For each number, the heads of each layer that its rows move and that do not read them.
+
+        Rows are perturbed one number at a time only if some half of them moves a head that it should not.
+        """
+        halves = self.perturbations.halves(numbers)
+        if any(bool(strays.any()) for half in halves for strays in half.strays(self.layers)):
+            yield from enumerate(single.strays(self.layers) for single in self.perturbations.singles(numbers))
 
     def _other_layers(self) -> Iterator[tuple[int, Fault]]:
         """Heads that rows of another layer move."""
-        if not self._strays(self.nudges.layers_in_halves()):
-            return
-        for other, layer in enumerate(self.layers):
-            nudge = self.nudges.layer(other)
-            for number, strays in enumerate(nudge.strays(self.layers)):
-                if strays.any():
-                    yield number, about(strays, f"moved by rows claimed for {layer.module or 'the model'}")
+        layer_of_row = self.perturbations.numbers(lambda rows: torch.full_like(rows.block, rows.layer))
+        for other, strays in self._stray_heads(layer_of_row):
+            text = f"moved by rows claimed for {self.layers[other].module or 'the model'}"
+            yield from ((number, fault_of(heads, text)) for number, heads in enumerate(strays) if heads.any())
 
     def _other_blocks(self) -> Iterator[tuple[int, Fault]]:
-        """Heads that blocks of their own layer move, though they do not read them."""
+        """Heads that blocks move which they do not read."""
         for role in self.roles:
-            if not self._strays(self.nudges.blocks_in_halves(role)):
-                continue
-            strays: list[dict[int, list[int]]] = [{} for _ in self.layers]  # for each head the blocks
-            for block in range(self.nudges.blocks(role)):
-                nudge = self.nudges.block(role, block)
-                for of_head, heads in zip(strays, nudge.strays(self.layers), strict=True):
-                    for head in heads.nonzero().flatten().tolist():
-                        of_head.setdefault(head, []).append(block)
-            for number, of_head in enumerate(strays):
-                if of_head:
-                    yield number, self._stray(self.layers[number], role, of_head)
+            strays = [of for _, of in self._stray_heads(self.perturbations.numbers(lambda rows: rows.block, role))]
+            for number, layer in enumerate(self.layers if strays else []):
+                stray_BH = torch.stack([of[number] for of in strays])
+                if stray_BH.any():
+                    yield number, self._stray_fault(layer, role, stray_BH)
 
-    def _stray(self, layer: ExpectedLayer, role: int, of_head: dict[int, list[int]]) -> Fault:
-        heads = torch.zeros(layer.heads, dtype=torch.bool)
-        heads[list(of_head)] = True
+    def _stray_fault(self, layer: ExpectedLayer, role: int, stray_BH: Tensor) -> Fault:
         name = layer.role(layer.weights[min(role, len(layer.weights) - 1)])
-        first = min(of_head)
-        example = f"head {first} by {name}[{listed(of_head[first])}]"
-        return about(heads, f"moved by rows of {name} claimed for others: {example}")
+        first = indices(stray_BH.any(0))[0]
+        example = f"head {first} by {name}[{ranges(stray_BH[:, first])}]"
+        return fault_of(stray_BH.any(0), f"moved by rows of {name} claimed for others: {example}")
 
-    def _strays(self, nudges: Iterator[Perturbation]) -> bool:
-        return any(bool(strays.any()) for nudge in nudges for strays in nudge.strays(self.layers))
-
-    def _dead(self) -> Iterator[tuple[int, Fault]]:
+    def _dead_blocks(self) -> Iterator[tuple[int, Fault]]:
         """Blocks, or some rows of them, that move no logit."""
         for role in self.roles:
-            whole = self.nudges.role(role).dead(self.layers)
-            halves = [nudge.dead(self.layers) for nudge in self.nudges.rows_in_halves(role)]
-            part = torch.stack([whole, *halves]).any(0) & ~whole
+            every_row = self.perturbations.numbers(lambda rows: rows.on_path, role)
+            whole = self.perturbations.perturb(every_row).dead_blocks(self.layers)
+            halves = self.perturbations.halves(self.perturbations.numbers(lambda rows: rows.index_in_block, role))
+            part = torch.stack([whole, *(half.dead_blocks(self.layers) for half in halves)]).any(0) & ~whole
             for number, layer in enumerate(self.layers):
-                if role < len(layer.weights):
-                    yield from ((number, fault) for fault in self._deaths(layer, role, whole, part))
+                for dead, text in ((whole, WHOLE), (part, SOME_ROWS)):
+                    if role < len(layer.weights) and dead[self.expected.flat_index[layer.weights[role]]].any():
+                        yield number, self._dead_fault(layer, role, dead, text)
 
-    def _deaths(self, layer: ExpectedLayer, role: int, whole: Tensor, part: Tensor) -> Iterator[Fault]:
+    def _dead_fault(self, layer: ExpectedLayer, role: int, dead: Tensor, text: str) -> Fault:
         weight = layer.weights[role]
-        place, name = self.claims.rule.blocks.flat_index[weight], layer.role(weight)
-        for dead, words in (
-            (whole, "{} moves no logit of its heads"),
-            (part, "some rows of {} move no logit of its heads"),
-        ):
-            if dead[place].any():
-                blocks = f"{name}[{listed(dead[place].nonzero().flatten().tolist())}]"
-                heads = layer.readers(dead).nonzero().flatten().tolist()
-                yield Fault(tuple(heads), words.format(blocks))
+        blocks = ranges(dead[self.expected.flat_index[weight]])
+        return Fault(indices(layer.heads_reading(dead)), text.format(f"{layer.role(weight)}[{blocks}]"))
 
-    def _free(self) -> Iterator[tuple[int, Fault]]:
+    def _rows_on_no_path(self) -> Iterator[tuple[int, Fault]]:
         """Heads that rows on no path move."""
-        free = {id(part.param) for part, _ in self.claims.unclaimed()}
-        if not free:
-            return
-        hearing = self.nudges.hearing
-        each = zip(self.layers, self.nudges.double_unclaimed(), hearing.sizes, hearing.rounding, strict=True)
-        for number, (layer, change, size, still) in enumerate(each):
-            moved = change > torch.maximum(SCALE_FREE * size, still)
+        free = {id(part.param) for part, _ in self.expected.rows_on_no_path()}
+        changes = self.perturbations.double_rows_on_no_path() if free else []
+        for number, change in enumerate(changes):
+            layer, size = self.layers[number], self.frozen.sizes[number]
+            moved = change > torch.maximum(SCALE_FREE * size, self.frozen.rounding[number])
             if moved.any():
-                parts = [part for weight in layer.weights for part in weight.parts if id(part.param) in free]
-                own = {self.names.get(id(part.param), part.name).removeprefix(f"{layer.module}.") for part in parts}
+                params = [part for weight in layer.weights for part in weight.parts if id(part.param) in free]
+                own = {self.names.get(id(of.param), of.name).removeprefix(f"{layer.module}.") for of in params}
                 rows = " and ".join(sorted(own)) or "other layers"
-                yield number, about(moved, f"moved by rows of {rows} that are on no path")
+                yield number, fault_of(moved, f"moved by rows of {rows} that are on no path")

@@ -1,6 +1,6 @@
-"""What paths claim, in a form that can be tested: which block each head reads, and where every row is.
+"""The parameter rows that paths assign to each layer, head and block, indexed for the check.
 
-Shapes: W weights of a path, H heads. A block is named by its place in the flat vector of all blocks.
+Shapes: W weights of a path, H heads. A block is identified by its index in the flat vector of all blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quacklr.util.modules import named_modules
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PathBlocks:
-    """One path: the block that each head reads of each weight, and the weights that read its two inputs."""
+    """One path: the block of each weight that each head reads, and the first and the last weight."""
 
     reads_WH: Tensor
     ends: tuple[Weight, ...]
@@ -28,16 +28,16 @@ class PathBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpectedLayer:
-    """The heads of one attention module, and the terms of their logit; `weights` are the roles, each once."""
+    """One attention module: its number of heads, its paths, and the weights on them, each once."""
 
     module: str
     heads: int
-    terms: tuple[PathBlocks, ...]
+    paths: tuple[PathBlocks, ...]
     weights: tuple[Weight, ...]
 
-    def readers(self, touched: Tensor) -> Tensor:
-        """(H,): whether a head reads any of the touched blocks, given as a flat vector of bools."""
-        return torch.cat([touched[term.reads_WH] for term in self.terms]).any(0)
+    def heads_reading(self, blocks: Tensor) -> Tensor:
+        """(H,): whether a head reads any of the blocks, which are given as a flat mask."""
+        return torch.cat([blocks[path.reads_WH] for path in self.paths]).any(0)
 
     def role(self, weight: Weight) -> str:
         """The weight's name within the module."""
@@ -46,91 +46,92 @@ class ExpectedLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightRows:
-    """The rows of a parameter that a weight, or its bias, claims: whose, and the how-manieth of its block each is.
+    """The rows of one parameter that belong to a weight or to its bias.
 
-    `layer` and `role` number the attention that claims them first and the weight in it; `place` are its flat blocks.
+    `layer` and `role` are the indices of the first layer that has the weight and of the weight in that layer;
+    `flat_index` (blocks,) are its blocks; `index_in_block` (rows,) counts the rows of each block from 0.
     """
 
     part: Weight
     layer: int
     role: int
-    place: Tensor
-    block: Tensor
-    rank: Tensor
+    flat_index: Tensor
+    index_in_block: Tensor
 
     @property
-    def claimed(self) -> Tensor:
-        """(rows,): those that are part of the weight."""
-        return self.block >= 0
+    def block(self) -> Tensor:
+        """(rows,): the block of each row; -1 for rows that are not part of the weight."""
+        return self.part.block_of_row
+
+    @property
+    def on_path(self) -> Tensor:
+        """(rows,): whether a row is part of the weight."""
+        return self.part.block_of_row >= 0
 
     def spread(self, of_row: Tensor) -> Tensor:
-        """Something of each row, in a shape that broadcasts to the parameter, and on its device."""
+        """One value per row, in a shape that broadcasts to the parameter, on its device."""
         return self.part.spread(of_row.to(self.part.param.device))
 
 
 class ExpectedRows:
-    """All that some paths say of a model."""
+    """The layers of a model and the rows of its parameters, as some paths describe them."""
 
     def __init__(self, paths: Iterable[LogitPath], model: nn.Module) -> None:
-        paths = paths if isinstance(paths, list) else list(paths)  # a list that knows its modules stays what it is
+        paths = paths if isinstance(paths, list) else list(paths)  # a LogitPaths keeps its modules
         self.rule = Rule(paths)
-        self.layers = [self._layer(*group) for group in _grouped(by_module(paths).items(), model)]
+        self.flat_index = self.rule.blocks.flat_index
+        self.layers = [self._layer(*group) for group in _by_module_and_heads(paths, model)]
         self.rows = list(self._rows())
-        self.params: dict[int, Tensor] = {id(rows.part.param): rows.part.param for rows in self.rows}
+        self.params = list(dict.fromkeys(rows.part.param for rows in self.rows))
 
     def _layer(self, module: str, paths: Sequence[LogitPath]) -> ExpectedLayer:
-        place, canonical = self.rule.blocks.flat_index, self.rule.canonical
-        terms = []
+        canonical, blocks = self.rule.canonical, []
         for path in paths:
-            reads = [place[canonical[w]][read] for w, read in zip(path.weights, path.reads, strict=True)]
-            terms.append(PathBlocks(torch.stack(reads), tuple(dict.fromkeys((path.weights[0], path.weights[-1])))))
+            reads = [self.flat_index[canonical[w]][read] for w, read in zip(path.weights, path.reads, strict=True)]
+            blocks.append(PathBlocks(torch.stack(reads), tuple(dict.fromkeys((path.weights[0], path.weights[-1])))))
         weights = dict.fromkeys(canonical[weight] for path in paths for weight in path.weights)
-        return ExpectedLayer(module, paths[0].heads, tuple(terms), tuple(weights))
+        return ExpectedLayer(module, paths[0].heads, tuple(blocks), tuple(weights))
 
     def _rows(self) -> Iterator[WeightRows]:
-        seen: set[Weight] = set()
+        first: dict[Weight, tuple[int, int]] = {}
         for number, layer in enumerate(self.layers):
             for role, weight in enumerate(layer.weights):
-                if weight not in seen:
-                    seen.add(weight)
-                    place = self.rule.blocks.flat_index[weight]
-                    for part in weight.parts:
-                        yield WeightRows(part, number, role, place, part.block_of_row, _rank(part))
+                first.setdefault(weight, (number, role))
+        for weight, (layer_number, role) in first.items():
+            for part in weight.parts:
+                yield WeightRows(part, layer_number, role, self.flat_index[weight], _index_in_block(part))
 
-    def unclaimed(self) -> Iterator[tuple[Weight, Tensor]]:
-        """For each parameter with rows that nobody claims a weight of it, for its layout, and a mask of those rows."""
-        free: dict[int, tuple[Weight, Tensor]] = {}
+    def rows_on_no_path(self) -> Iterator[tuple[Weight, Tensor]]:
+        """For each parameter that also has rows on no path: a weight with its layout, and a mask of these rows."""
+        free: dict[Tensor, tuple[Weight, Tensor]] = {}
         for rows in self.rows:
-            part, before = free.get(id(rows.part.param), (rows.part, torch.ones_like(rows.claimed)))
-            free[id(rows.part.param)] = part, before & ~rows.claimed
+            part, mask = free.get(rows.part.param, (rows.part, torch.ones_like(rows.on_path)))
+            free[rows.part.param] = part, mask & ~rows.on_path
         yield from ((part, mask) for part, mask in free.values() if mask.any())
 
 
-def _grouped(found: Iterable[tuple[str, list[LogitPath]]], model: nn.Module) -> Iterator[tuple[str, list[LogitPath]]]:
-    """The paths of each module and number of heads; of a module with several inside, those as their weights are named.
+def _by_module_and_heads(paths: Iterable[LogitPath], model: nn.Module) -> Iterator[tuple[str, list[LogitPath]]]:
+    """The paths of each module and number of heads; paths of a submodule are listed under the submodule.
 
-    ValueError if a name is no module's: what it attends to would not be known.
+    ValueError if a weight is not named after a module of the model.
     """
     modules = {name for name, _ in named_modules(model)}
     groups: dict[tuple[str, int], list[LogitPath]] = {}
-    for outer, paths in found:
-        for path in paths:
-            inner = path.weights[0].name.rpartition(".")[0]
-            name = inner if inner in modules and f"{inner}.".startswith(f"{outer}." if outer else "") else outer
-            if name not in modules:
-                raise ValueError(
-                    f"{path.weights[0].name}: {name!r} is no module of the model; name a weight after the module that "
-                    "attends with it, <module>.<role>"
-                )
-            groups.setdefault((name, path.heads), []).append(path)
-    yield from ((name, paths) for (name, _), paths in groups.items())
+    for outer, path in ((outer, path) for outer, found in by_module(paths).items() for path in found):
+        inner = path.weights[0].name.rpartition(".")[0]
+        name = inner if inner in modules and f"{inner}.".startswith(f"{outer}." if outer else "") else outer
+        if name not in modules:
+            raise ValueError(
+                f"{path.weights[0].name}: {name!r} is no module of the model; name a weight after the module that "
+                "attends with it, <module>.<role>"
+            )
+        groups.setdefault((name, path.heads), []).append(path)
+    yield from ((name, group) for (name, _), group in groups.items())
 
 
-def _rank(part: Weight) -> Tensor:
-    """(rows,): 0, 1, 2, ... within each block."""
-    order = part.block_of_row.argsort(stable=True)
-    sizes = torch.bincount(part.block_of_row + 1)
-    starts = sizes.cumsum(0) - sizes
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order)) - starts.repeat_interleave(sizes)
-    return rank
+def _index_in_block(part: Weight) -> Tensor:
+    """(rows,): each row's index within its block; 0 for rows of no block."""
+    index = torch.zeros_like(part.block_of_row)
+    for block, rows in enumerate(part.rows_of_block.tolist()):
+        index[part.block_of_row == block] = torch.arange(rows)
+    return index

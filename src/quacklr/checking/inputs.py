@@ -1,4 +1,4 @@
-"""How long the vectors are that weights are multiplied with: seen in every product with a parameter of theirs."""
+"""The largest norm of the inputs that weights are multiplied with, recorded in every product with a parameter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from quacklr.core.weight import Weight
 
-PRODUCTS = {"matmul": 0, "__matmul__": 0, "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # place of the first factor
+PRODUCTS = {"matmul": 0, "__matmul__": 0, "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # index of the first factor
 
 
 class Inputs(TorchFunctionMode):
-    """While entered, keeps the largest norm of an input to each weight.
+    """While entered, keeps the largest norm of the inputs of each weight.
 
     A weight that is not multiplied as it is stored (parametrised, cast, scaled) is not seen.
     """
@@ -26,27 +26,27 @@ class Inputs(TorchFunctionMode):
         self._largest: dict[int, float] = {_storage(weight.param): float("nan") for weight in weights}
 
     def of(self, weight: Weight) -> float:
-        """The largest norm, with the 1 that a bias is multiplied with; 1 for a single column; NaN if none was seen."""
+        """The largest norm, including the 1 that a bias multiplies; 1 for a single column; NaN if none was seen."""
         if weight.param.numel() == len(weight.block_of_row):
             return 1.0
         norm = self._largest[_storage(weight.param)]
         return sqrt(norm**2 + 1) if weight.bias is not None else norm
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function as it is, and look at what is multiplied if it is a product."""
+        """Record the norms of the inputs if the function is a product, and call it."""
         kwargs = kwargs or {}
-        for weight, norms in _multiplied(getattr(func, "__name__", ""), (*args, *kwargs.values())):
+        for weight, norms in _factors(getattr(func, "__name__", ""), (*args, *kwargs.values())):
             if (storage := _storage(weight)) in self._largest:
-                now = float(norms().max())
-                if now == now:  # NaN is put in on purpose where the order of heads is measured
-                    self._largest[storage] = max(now, self._largest[storage])  # a NaN is replaced: comparison is False
+                norm = float(norms().max())
+                if norm == norm:  # NaN is put in on purpose where the order of heads is measured
+                    self._largest[storage] = max(norm, self._largest[storage])  # max(x, NaN) is x
         return func(*args, **kwargs)
 
 
-def _multiplied(name: str, operands: tuple[Any, ...]) -> Iterator[tuple[Tensor, Any]]:
-    """Each factor of a product that may be a weight, and the norms of what it is multiplied with.
+def _factors(name: str, operands: tuple[Any, ...]) -> Iterator[tuple[Tensor, Any]]:
+    """Each factor of a product that may be a weight, and a function for the norms of the other factor.
 
-    A weight that is added to activations as it is, as a bias of the queries, is multiplied with 1.
+    A weight that is added to activations, such as a bias of the queries, has inputs of norm 1.
     """
     if name == "linear":
         x, weight = operands[:2]
@@ -55,7 +55,7 @@ def _multiplied(name: str, operands: tuple[Any, ...]) -> Iterator[tuple[Tensor, 
         left, right = operands[PRODUCTS[name] :][:2]
         yield right, lambda: _norms(left, -1)
         yield left, lambda: _norms(right, -2 if right.ndim > 1 else -1)
-    elif name in ("conv1d", "conv2d"):  # a patch is at most as long as all of its places at the longest one's norm
+    elif name in ("conv1d", "conv2d"):  # bound on a patch's norm: the largest norm of its positions, at each of them
         x, weight = operands[:2]
         yield weight, lambda: _norms(x, 1) * sqrt(prod(weight.shape[2:]))
     elif name in ("add", "__add__", "__radd__", "add_", "__iadd__"):
@@ -66,11 +66,11 @@ def _multiplied(name: str, operands: tuple[Any, ...]) -> Iterator[tuple[Tensor, 
     elif name == "einsum":
         tensors = operands[1:] if isinstance(operands[1], Tensor) else operands[1]
         if len(tensors) == 2:
-            yield from _of_einsum(operands[0], *tensors)
+            yield from _einsum_factors(operands[0], *tensors)
 
 
-def _of_einsum(equation: str, one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Any]]:
-    """A norm is over the letters that both factors have and the result has not."""
+def _einsum_factors(equation: str, one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Any]]:
+    """Norms are taken over the letters that both factors have and the result does not."""
     sides, _, result = equation.replace(" ", "").replace("...", ".").partition("->")
     first, second = sides.split(",")
     for weight, x, letters in ((one, other, second), (other, one, first)):

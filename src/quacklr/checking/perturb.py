@@ -1,161 +1,122 @@
-"""Whose rows are whose: nudge some rows, and see which heads move.
+"""Perturb rows on paths, and find the heads whose logits change.
 
-A head may move only if it reads a nudged block, and a block must move some head that reads it. Layers, blocks and rows
-are nudged in halves, by each bit of their number, so that the forwards it takes grow with the logarithm of the model;
-only where something is wrong are they nudged one by one, to say what.
+A head may change only if it reads a perturbed block, and a block must change some head that reads it. Layers, blocks
+and rows are perturbed in halves, one half for each bit of their number, so that the number of forward passes grows
+with the logarithm of the model's size. They are perturbed one by one only where an error was found.
 
-Nudges are random and as large as the weights, not steps: what a row makes is a matter of the forward, and a row that
-is frozen, or has no gradient yet, is to be right too.
+Perturbations are random and as large as the weights. They are not optimizer steps, so that rows that are frozen or
+have no gradient yet are tested too.
 
 Shapes: H heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quacklr.checking.expected_rows import ExpectedLayer, ExpectedRows, WeightRows
 from quacklr.checking.frozen_inputs import FrozenInputs
-from quacklr.checking.sandbox import Sandbox, aside
+from quacklr.checking.sandbox import Sandbox, restored
 
-Pick = Callable[[WeightRows], Tensor | bool]
-Half = Callable[[Any], Any]
+Numbers = Mapping[WeightRows, Tensor]  # for each row a number: its layer, its block, or its index in the block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Perturbation:
-    """What one did: the flat blocks that it touched, and for each layer (H,) the heads that it moved, and did not."""
+    """The effect of one: `blocks` is a flat mask; `moved` and `still` are (H,) masks of heads for each layer.
 
-    touched: Tensor
+    A head whose logits cannot be compared is neither moved nor still.
+    """
+
+    blocks: Tensor
     moved: list[Tensor]
     still: list[Tensor]
 
     def strays(self, layers: Iterable[ExpectedLayer]) -> list[Tensor]:
-        """For each layer (H,): the heads that moved and read none of it."""
-        return [of & ~layer.readers(self.touched) for layer, of in zip(layers, self.moved, strict=True)]
+        """For each layer (H,): the heads that moved although they read no perturbed block."""
+        return [moved & ~layer.heads_reading(self.blocks) for layer, moved in zip(layers, self.moved, strict=True)]
 
-    def dead(self, layers: Iterable[ExpectedLayer]) -> Tensor:
-        """The flat blocks that were touched and moved none of the heads that read them."""
-        alive = torch.zeros_like(self.touched)
+    def dead_blocks(self, layers: Iterable[ExpectedLayer]) -> Tensor:
+        """Flat mask of the perturbed blocks that moved none of the heads that read them."""
+        alive = torch.zeros_like(self.blocks)
         for layer, still in zip(layers, self.still, strict=True):
-            for term in layer.terms:
-                alive[term.reads_WH[:, ~still]] = True
-        return self.touched & ~alive
+            for path in layer.paths:
+                alive[path.reads_WH[:, ~still]] = True
+        return self.blocks & ~alive
 
 
 class Perturbations:
-    """Nudges of a model whose inputs to every attention are held fixed. Rows of zeros are filled first.
+    """Perturbs a model while the inputs of every attention are frozen. Rows of zeros are filled with noise first.
 
-    `lost`: of each layer, whether its logits could not be compared after a nudge.
+    `lost`: for each layer, whether its logits could not be compared after a perturbation.
     """
 
-    def __init__(self, twin: Sandbox, claims: ExpectedRows) -> None:
-        self.claims = claims
+    def __init__(self, sandbox: Sandbox, expected: ExpectedRows) -> None:
+        self.expected = expected
         generator = torch.Generator().manual_seed(0)
-        self.noise = {id(param): _noise(param, generator) for param in claims.params.values()}
-        with torch.no_grad():  # what is multiplied with zeros would move nothing
-            for rows in claims.rows:
-                self._add(rows, rows.claimed & ~rows.part.rows_first().reshape(len(rows.block), -1).any(1).cpu())
-        self.hearing = FrozenInputs(twin.model, claims.layers, twin.batch, twin.orders)
-        self.lost = [False] * len(claims.layers)
+        self.noise = {param: _noise(param, generator) for param in expected.params}
+        with torch.no_grad():  # the partner of a row of zeros would move nothing
+            for rows in expected.rows:
+                self._add(rows, rows.on_path & ~rows.part.rows_first().reshape(len(rows.block), -1).any(1).cpu())
+        self.frozen = FrozenInputs(sandbox, expected.layers)
+        self.lost = [False] * len(expected.layers)
 
-    def nudge(self, pick: Pick) -> Perturbation:
-        """Nudge the claimed rows that are picked."""
-        touched = torch.zeros(self.claims.rule.blocks.total, dtype=torch.bool)
-        with aside(self.claims.params.values()):
-            for rows in self.claims.rows:
-                picked = rows.claimed & pick(rows)
-                touched[rows.place[rows.block[picked]]] = True
-                self._add(rows, picked)
+    def perturb(self, masks: Mapping[WeightRows, Tensor]) -> Perturbation:
+        """Add noise to the rows on paths that are True in the masks."""
+        blocks = torch.zeros(self.expected.rule.blocks.total, dtype=torch.bool)
+        with restored(self.expected.params):
+            for rows, mask in masks.items():
+                chosen = rows.on_path & mask
+                blocks[rows.flat_index[rows.block[chosen]]] = True
+                self._add(rows, chosen)
             change = self._change()
-        pairs = list(zip(change, self.hearing.rounding, strict=True))
-        return Perturbation(touched, [of > still for of, still in pairs], [of <= still for of, still in pairs])
+        pairs = list(zip(change, self.frozen.rounding, strict=True))
+        return Perturbation(blocks, [of > none for of, none in pairs], [of <= none for of, none in pairs])
+
+    def double_rows_on_no_path(self) -> list[Tensor]:
+        """For each layer (H,): the |change| when rows on no path of parameters that are on paths are doubled.
+
+        They are doubled, not perturbed: rows before a norm (DeepSeek's latents) do make the logit, and are rightly on
+        no path, because the logit does not depend on their scale.
+        """
+        with restored(self.expected.params):
+            for part, mask in self.expected.rows_on_no_path():
+                part.param.mul_(part.spread(1 + mask.to(part.param)))
+            return self._change()
 
     def _change(self) -> list[Tensor]:
-        change = self.hearing.change()
+        change = self.frozen.change()
         self.lost = [lost or bool(of.isnan().any()) for lost, of in zip(self.lost, change, strict=True)]
         return change
 
-    def _add(self, rows: WeightRows, picked: Tensor) -> None:
-        rows.part.param.add_(self.noise[id(rows.part.param)] * rows.spread(picked))
+    def _add(self, rows: WeightRows, chosen: Tensor) -> None:
+        rows.part.param.add_(self.noise[rows.part.param] * rows.spread(chosen))
 
-    def double_unclaimed(self) -> list[Tensor]:
-        """For each layer (H,): the |change| when rows that nobody claims, beside rows that somebody does, are doubled.
+    def numbers(self, number: Callable[[WeightRows], Tensor], role: int | None = None) -> Numbers:
+        """A number for each row of every weight, or of the weights with one role."""
+        return {rows: number(rows) for rows in self.expected.rows if role in (None, rows.role)}
 
-        Doubled, because before a norm (DeepSeek's latents) rows make the logit, and rightly are on no path: its scale
-        does not depend on theirs.
-        """
-        with aside(self.claims.params.values()):
-            for part, free in self.claims.unclaimed():
-                part.param.mul_(part.spread(1 + free.to(part.param)))
-            return self._change()
+    def halves(self, numbers: Numbers) -> Iterator[Perturbation]:
+        """For each bit, perturb the rows whose number does not have it, then those whose number has it."""
+        for bit in range(_largest(numbers).bit_length()):
+            for value in (0, 1):
+                yield self.perturb({rows: (number >> bit & 1) == value for rows, number in numbers.items()})
 
-    def layers_in_halves(self) -> Iterator[Perturbation]:
-        """All rows of half of the layers, for each bit of a layer's number."""
-        for half in _halves(len(self.claims.layers)):
-            yield self.nudge(_of_layers(half))
-
-    def blocks_in_halves(self, role: int) -> Iterator[Perturbation]:
-        """Half of the blocks of one weight of every layer, for each bit of a block's number."""
-        for half in _halves(self.blocks(role)):
-            yield self.nudge(_of_blocks(role, half))
-
-    def rows_in_halves(self, role: int) -> Iterator[Perturbation]:
-        """Half of the rows of every block of one weight of every layer, for each bit of a row's number in its block."""
-        for half in _halves(1 + max((int(rows.rank[rows.claimed].max()) for rows in self.of_role(role)), default=0)):
-            yield self.nudge(_of_ranks(role, half))
-
-    def layer(self, number: int) -> Perturbation:
-        """All rows of one layer."""
-        return self.nudge(lambda rows: rows.layer == number)
-
-    def role(self, role: int) -> Perturbation:
-        """One weight of every layer."""
-        return self.nudge(lambda rows: rows.role == role)
-
-    def block(self, role: int, block: int) -> Perturbation:
-        """One block of one weight of every layer."""
-        return self.nudge(lambda rows: (rows.block == block) & (rows.role == role))
-
-    def blocks(self, role: int) -> int:
-        """How many blocks a weight of that role has at most."""
-        return max((int(rows.block.max()) + 1 for rows in self.of_role(role)), default=0)
-
-    def of_role(self, role: int) -> list[WeightRows]:
-        """The rows of the weights that are the so-manieth of their layer."""
-        return [rows for rows in self.claims.rows if rows.role == role]
+    def singles(self, numbers: Numbers) -> Iterator[Perturbation]:
+        """Perturb the rows of one number after the other."""
+        for one in range(_largest(numbers) + 1):
+            yield self.perturb({rows: number == one for rows, number in numbers.items()})
 
 
-def _of_layers(half: Half) -> Pick:
-    return lambda rows: half(rows.layer)
-
-
-def _of_blocks(role: int, half: Half) -> Pick:
-    return lambda rows: half(rows.block) & (rows.role == role)
-
-
-def _of_ranks(role: int, half: Half) -> Pick:
-    return lambda rows: half(rows.rank) & (rows.role == role)
-
-
-def _halves(count: int) -> Iterator[Half]:
-    """Whether a number below the count has a bit, and whether it has not, for each bit."""
-    for bit in range((count - 1).bit_length()):
-        for value in (0, 1):
-            yield partial(_has, bit, value)
-
-
-def _has(bit: int, value: int, number: Any) -> Any:
-    return (number >> bit & 1) == value
+def _largest(numbers: Numbers) -> int:
+    return max((int(number[rows.on_path].max()) for rows, number in numbers.items()), default=0)
 
 
 def _noise(param: Tensor, generator: torch.Generator) -> Tensor:
-    """Random numbers as large as the parameter's."""
+    """Random numbers with the root mean square of the parameter."""
     size = float(param.detach().float().square().mean().sqrt()) or 0.1
     return size * torch.randn(param.shape, generator=generator).to(param)

@@ -1,4 +1,4 @@
-"""`quacklr.check`: the wiring proof, on a copy."""
+"""`quacklr.check`: real steps and perturbations on a copy of a model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from quacklr.checking.diagnose import Diagnosis
-from quacklr.checking.report import CheckReport, LayerReport
+from quacklr.checking.layer_report import LayerReport
+from quacklr.checking.report import CheckReport
 from quacklr.checking.sandbox import Loss, Sandbox
-from quacklr.checking.steps import Change, Stepper, changes
+from quacklr.checking.steps import Change, Stepper
 from quacklr.core.norms import Norm, frobenius
 from quacklr.core.path import LogitPath
 from quacklr.distributed.validate import validate_not_sharded
@@ -34,59 +35,63 @@ def check(
     steps: int = 3,
     growth: float = 4.0,
 ) -> CheckReport:
-    """Whether `QuacK(model, optimizer)` is wired right: every head's rows its own, and no logit moved out of bounds.
+    """Test that `QuacK(model, optimizer)` scales the right rows of every head, and that no logit exceeds its bound.
 
         print(check(model, optimizer, batch))
 
-    A copy takes a few real steps on the batch (a tensor, a tuple, or a dict), and for every head the largest |change|
-    of a logit that its own rows cause is held against the bound of docs/theory.md; as the weights are, and with all
-    claimed rows grown `growth`-fold after QuacK was attached, as long training does, with QuacK and without. Then rows
-    are nudged, to see that a head moves with its own rows and no others. `tau`, `norm`, `floor` are QuacK's; `paths`
-    are `logit_paths(model, batch)` if not given, measured, or the rules' if the batch cannot show them, which the
-    result says; `loss(model, batch)` is the model's own, or else a distance to random numbers. Neither the model nor
-    the optimizers are touched. Takes about 10 forwards and backwards, and 10 forwards for each doubling of layers,
-    heads and head size; holds six copies of the parameters.
+    A copy takes a few real steps on the batch (a tensor, a tuple, or a dict). For every head the largest |change| of a
+    logit that the step of its own rows causes is compared with the bound of docs/theory.md: with the weights as they
+    are, and with all rows on paths grown `growth`-fold after QuacK was attached, as in long training, with QuacK and
+    without. Then rows are perturbed, to test that a head depends on its own rows and on no others.
+
+    `tau`, `norm` and `floor` are those of QuacK. `paths` defaults to `logit_paths(model, batch)`, or to the paths of
+    the rules if the batch cannot be measured, which the report states. `loss(model, batch)` defaults to the model's
+    own loss, or to a distance to random numbers. Neither the model nor the optimizers are changed. Takes about 10
+    forward and backward passes, and 10 forward passes for each doubling of layers, heads and head size; holds six
+    copies of the parameters.
     """
     optimizers = as_optimizers(optimizer)
-    _refuse(optimizers, steps, growth)
+    _validate(optimizers, steps, growth)
     validate_not_sharded(model, "check", "check it in one process, before it is sharded: the rows are the same")
     devices = {param.device for param in model.parameters() if param.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")
     with torch.random.fork_rng(devices, device_type=kind), run_uncompiled():
-        twin = Sandbox.of(model, optimizers, paths, batch, loss)
+        sandbox = Sandbox.of(model, optimizers, paths, batch, loss)
         settings: dict[str, Any] | None = {"tau": tau, "norm": norm, "floor": floor}
-        if not twin.again().reaches_a_path():  # QuacK raises if it has nothing to do
+        if not sandbox.copy().has_gradients():  # QuacK raises if it has nothing to control
             settings = None
-        start = _run(twin.again(), steps, 1.0, settings)
-        plain = _run(twin.again(), steps, growth, None)
-        quack = _run(twin.again(), steps, growth, settings)
-        judge = Diagnosis(twin)
-        faults = judge.faults()
-    trains = [any(weight.trains for weight in layer.weights) for layer in judge.layers]
+        start = _changes(sandbox.copy(), steps, 1.0, settings)
+        plain = _changes(sandbox.copy(), steps, growth, None)
+        quack = _changes(sandbox.copy(), steps, growth, settings)
+        diagnosis = Diagnosis(sandbox)
+        faults = diagnosis.faults()
+    trains = [any(weight.trains for weight in layer.weights) for layer in diagnosis.layers]
     layers = [
         LayerReport(layer.module, layer.heads, *each)
-        for layer, *each in zip(judge.layers, judge.silent, start, plain, quack, faults, trains, strict=True)
+        for layer, *each in zip(
+            diagnosis.layers, diagnosis.unobserved, start, plain, quack, faults, trains, strict=True
+        )
     ]
-    left_alone = dict(getattr(twin.paths, "left_alone", {}))
-    return CheckReport(tuple(layers), growth, steps, left_alone, twin.unmeasured, twin.contradiction)
+    left_alone = dict(getattr(sandbox.paths, "left_alone", {}))
+    return CheckReport(tuple(layers), growth, steps, left_alone, sandbox.unmeasured, sandbox.contradiction)
 
 
-def _run(twin: Sandbox, steps: int, growth: float, settings: dict[str, Any] | None) -> list[Change]:
-    """A few steps from weights that have grown since QuacK was attached; without it, if there are no settings."""
+def _changes(sandbox: Sandbox, steps: int, growth: float, settings: dict[str, Any] | None) -> list[Change]:
+    """Steps from weights that have grown since QuacK was attached; without QuacK if settings are None."""
     torch.manual_seed(0)
-    claims = twin.claims()
-    quack = None if settings is None else QuacK(twin.paths, twin.optimizers, **settings)
-    stepper = Stepper(twin, claims)
+    expected = sandbox.expected_rows()
+    quack = None if settings is None else QuacK(sandbox.paths, sandbox.optimizers, **settings)
+    stepper = Stepper(sandbox, expected, quack)
     with torch.no_grad():
-        for rows in claims.rows:
-            rows.part.param.mul_(rows.spread(torch.where(rows.claimed, growth, 1.0)))
-    found = changes(stepper, steps, quack)
+        for rows in expected.rows:
+            rows.part.param.mul_(rows.spread(torch.where(rows.on_path, growth, 1.0)))
+    changes = stepper.changes(steps)
     if quack is not None:
         quack.remove()
-    return found
+    return changes
 
 
-def _refuse(optimizers: list[Optimizer], steps: int, growth: float) -> None:
+def _validate(optimizers: list[Optimizer], steps: int, growth: float) -> None:
     if steps < 1:
         raise ValueError(f"steps={steps}: at least one step must be taken")
     if not 0 < growth < float("inf"):

@@ -1,4 +1,4 @@
-"""What was found, as a table to read: a line a layer, what is wrong, and a sentence to end with."""
+"""The result of a check: a table with one line per layer, the faults, and a verdict."""
 
 from __future__ import annotations
 
@@ -6,80 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from quacklr.checking.layer_report import NO_BOUND, LayerReport
+from quacklr.util.text_table import columns, grouped
 
-from quacklr.checking.faults import Fault, listed
-from quacklr.checking.steps import Change
-
-NO_BOUND = "its bound is not known"
-NO_STEP = "its rows took no step: no gradient, or lr is 0"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerReport:
-    """One attention: what steps do to its heads at the start, and grown, without QuacK and with it; and its faults.
-
-    `silent` says why nothing is known of it, if that is so. `trains`: whether any of its rows do.
-    """
-
-    module: str
-    heads: int
-    silent: str
-    start: Change
-    plain: Change
-    quack: Change
-    nudged: list[Fault]
-    trains: bool = True
-
-    @property
-    def unshown(self) -> str:
-        """What the steps do not show of it, if anything."""
-        if self.silent:
-            return self.silent
-        changes = self.start, self.plain, self.quack
-        if not all(bool(change.bound.isfinite().all()) for change in changes):
-            return NO_BOUND
-        if not all(bool(change.measured.isfinite().all()) for change in changes):
-            return "its logits are not finite, or not comparable, after a step"
-        return "" if bool((self.quack.bound > 0).all()) or not self.trains else NO_STEP
-
-    @property
-    def faults(self) -> list[Fault]:
-        """All that is wrong."""
-        if self.silent:
-            return self.nudged
-        beyond = [(self.start, "at the start"), (self.plain, "grown, without QuacK"), (self.quack, "grown, with QuacK")]
-        return [*self.nudged, *(fault for change, when in beyond for fault in _beyond(change, when))]
-
-    @property
-    def wrong(self) -> Tensor:
-        """(H,): the heads that something is wrong with."""
-        wrong = torch.zeros(self.heads, dtype=torch.bool)
-        wrong[[head for fault in self.faults for head in fault.heads]] = True
-        return wrong
-
-
-def _beyond(change: Change, when: str) -> list[Fault]:
-    found = []
-    if heads := change.beyond.nonzero().flatten().tolist():
-        by, allowed = (f"{float(of[heads[0]]):.3g}" for of in (change.measured, change.bound))
-        text = (
-            f"{when} a logit of head {listed(heads)} moves by {by} in a step, and the rates of its rows allow {allowed}"
-        )
-        found.append(Fault(tuple(heads), text))
-    if heads := change.overstepped.nonzero().flatten().tolist():
-        text = f"{when} rows of head {listed(heads)} take a larger step than their rates allow"
-        found.append(Fault(tuple(heads), text))
-    return found
+MANY = 40  # layers, above which only the first ones, the last ones and those with faults are printed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckReport:
-    """The proof of a model's wiring, or what is wrong with it: `ok`, a table when printed, a picture when saved.
+    """Whether QuacK's rates reach the right rows: `ok`, a table when printed, a picture when saved.
 
-    `unmeasured`: why the paths are those of the rules, if the batch did not show them. `contradiction`: how the batch
-    shows other ones than the rules, if it does.
+    `unmeasured`: why the paths are those of the rules, if the batch could not be measured. `contradiction`: how the
+    measured paths differ from the rules, if they do.
     """
 
     layers: tuple[LayerReport, ...]
@@ -91,21 +29,71 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every layer was shown to be right, and paths are not otherwise than they were measured."""
-        shown = all(not layer.unshown and not layer.faults for layer in self.layers)
-        return bool(self.layers) and shown and not self.contradiction
+        """Whether every layer was proved to be right, and no measurement contradicts the paths."""
+        proved = all(not layer.unproved and not layer.faults for layer in self.layers)
+        return bool(self.layers) and proved and not self.contradiction
 
     def save(self, file: str | Path) -> None:
-        """Draw it: for each layer and head the changes and the bound. Needs matplotlib (quacklr[lab])."""
+        """Draw the changes and the bound of every layer and head. Needs matplotlib (quacklr[lab])."""
         try:
             from quacklr.checking.figure import draw
         except ModuleNotFoundError as missing:
             raise ModuleNotFoundError(
                 f"a picture needs {missing.name}: pip install 'quacklr[lab]'", name=missing.name
             ) from missing
-        draw(self, file)
+        draw(self.layers, self.growth, self.verdict().split(";")[0], self.ok, Path(file))
 
     def __str__(self) -> str:
-        from quacklr.checking.show import show
+        faults = grouped((layer.module, fault.text) for layer in self.layers for fault in layer.faults)
+        alone = grouped(self.left_alone.items())
+        by_rule = "paths are those of the rules, "
+        sections = [
+            self._table() if self.layers else [],
+            ["wrong:", *faults] if faults else [],
+            ["left alone:", *alone] if alone else [],
+            [f"{by_rule}and could not be measured: {self.unmeasured}"] if self.unmeasured else [],
+            [f"{by_rule}but others were measured: {self.contradiction}"] if self.contradiction else [],
+            [self.verdict()],
+        ]
+        return "\n\n".join("\n".join(section) for section in sections if section)
 
-        return show(self)
+    def _table(self) -> list[str]:
+        grown, count = f"grown {self.growth:g}x", len(self.layers)
+        titles = ("attention", "heads", "at the start", "bound", f"{grown}, plain", f"{grown}, QuacK", "its bound", "")
+        shown = {*range(MANY // 2), *range(count - MANY // 4, count)} if count > MANY else range(count)
+        return columns([titles, *(each.cells() for i, each in enumerate(self.layers) if i in shown or each.faults)])
+
+    def verdict(self) -> str:
+        """The last line."""
+        proved = [layer for layer in self.layers if layer.unproved in ("", NO_BOUND)]
+        wrong = [layer for layer in self.layers if layer.faults]
+        if wrong:
+            heads = sum(int(layer.wrong.sum()) for layer in wrong)
+            return (
+                f"wired wrong: {heads} head{'s' * (heads != 1)} in {len(wrong)} of {_layers(len(self.layers))}; give "
+                "the module a method logit_paths() that says what is true, or take what was measured: "
+                f"QuacK(logit_paths(model, batch, rules=False), optimizer){self._not_covered()}"
+            )
+        if not proved:
+            return (
+                "not shown: the batch runs none of these layers, or their logits cannot be observed; give "
+                "a batch that runs them, and switch the model to sdpa or eager attention"
+            )
+        heads = sum(layer.heads for layer in proved)
+        return (
+            f"wired right{', as far as shown' * (not self.ok)}: {_layers(len(proved))}, {heads} heads; no logit moves "
+            "by more than the rates of its head's rows allow, and none with rows that are not its head's"
+            f"{self._not_covered()}{'; but other paths were measured' * bool(self.contradiction)}"
+        )
+
+    def _not_covered(self) -> str:
+        """What the check does not prove."""
+        no_bound = sum(layer.unproved == NO_BOUND for layer in self.layers)
+        unknown = sum(layer.unproved not in ("", NO_BOUND) and not layer.faults for layer in self.layers)
+        bound = f"; the bound of {_layers(no_bound)} is not known, since a weight's input is not seen"
+        rest = f"; of {unknown} more nothing is known, since the batch does not show it"
+        return bound * bool(no_bound) + rest * bool(unknown)
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' * (count != 1)}"

@@ -1,4 +1,4 @@
-"""A copy of a model with its optimizers, to take real steps with; the original never notices."""
+"""A copy of a model with its optimizers, on which real steps can be taken without changing the original."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Sandbox:
-    """A model, its optimizers without hooks or schedulers, its paths, and a batch with a loss to step on.
+    """A copied model, its optimizers without hooks or schedulers, its paths, a batch and a loss.
 
-    `unmeasured`: why paths are those of the rules, if they could not be measured. `contradiction`: how what was
-    measured differs from the rules, if it does.
+    The paths are those of the rules if the batch could not be measured (`unmeasured` is why), or if the measurement
+    differs from the rules (`contradiction` is how).
     """
 
     model: nn.Module
@@ -48,29 +48,27 @@ class Sandbox:
         batch: Any,
         loss: Loss | None,
     ) -> Sandbox:
-        """Copies that belong together; the paths are measured in the copy unless they are given.
+        """Copy everything; paths that are not given are measured in the copy.
 
-        Runs the batch once: some models put other modules in place when they first see what they are given.
+        Runs the batch once, because some models replace modules in their first forward pass.
         """
         given = paths if paths is None or isinstance(paths, list) else list(paths)
-        twin, own, found = _copied((unwrapped(model), optimizers, given))
-        with undisturbed(twin), own_buffers(twin):
-            run(twin, batch)
-        unmeasured = contradiction = ""
-        if found is None:
-            found, unmeasured, contradiction = found_paths(twin, batch)
-        return cls(twin, own, found, batch, loss or default_loss, unmeasured, contradiction)
+        model, optimizers, found = _copied(unwrapped(model), optimizers, given)
+        with undisturbed(model), own_buffers(model):
+            run(model, batch)
+        found, unmeasured, contradiction = _found_paths(model, batch) if found is None else (found, "", "")
+        return cls(model, optimizers, found, batch, loss or default_loss, unmeasured, contradiction)
 
-    def again(self) -> Sandbox:
-        """A copy of the copy."""
-        model, optimizers, paths = _copied((self.model, self.optimizers, self.paths))
+    def copy(self) -> Sandbox:
+        """A copy that can be stepped independently."""
+        model, optimizers, paths = _copied(self.model, self.optimizers, self.paths)
         return replace(self, model=model, optimizers=optimizers, paths=paths)
 
-    def claims(self) -> ExpectedRows:
-        """What its paths say."""
+    def expected_rows(self) -> ExpectedRows:
+        """The rows that the paths assign to each head."""
         return ExpectedRows(self.paths, self.model)
 
-    def reaches_a_path(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether the loss of the batch has a gradient for any weight on a path."""
         self._backward()
         parts = [part for path in self.paths for weight in path.weights for part in weight.parts]
@@ -84,48 +82,45 @@ class Sandbox:
             self.loss(self.model, self.batch).backward()
 
     def step(self) -> None:
-        """One real step of all optimizers, in the mode that the model was given in; buffers stay what they are."""
+        """One real step of all optimizers. Neither the training mode nor the buffers of the model are changed."""
         self._backward()
         for optimizer in self.optimizers:
             optimizer.step()
 
 
-def found_paths(model: nn.Module, batch: Any) -> tuple[list[LogitPath], str, str]:
-    """Measured paths; or those of the rules, with why they could not be measured, or how they were measured otherwise.
-
-    ValueError if there are none.
-    """
+def _found_paths(model: nn.Module, batch: Any) -> tuple[list[LogitPath], str, str]:
+    """The paths, `unmeasured` and `contradiction` of a Sandbox. ValueError if there are no paths."""
     try:
         return logit_paths(model, batch), "", ""
     except ValueError as error:
         why = str(error)
         try:
-            ruled = logit_paths(model)
+            by_rule = logit_paths(model)
         except ValueError:
             raise error from None
     try:
-        measurable = bool(measured_paths(model, batch))
+        measured = bool(measured_paths(model, batch))
     except ValueError:
-        measurable = False
-    return ruled, "" if measurable else why, why if measurable else ""
+        measured = False
+    return (by_rule, "", why) if measured else (by_rule, why, "")
 
 
 @contextmanager
-def aside(params: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Parameters and copies of them; without gradients, and afterwards they are again what they were."""
-    pairs = [(param, param.detach().clone()) for param in params]
+def restored(params: Iterable[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
+    """Copies of parameters, by parameter. On exit the parameters have the copied values again. Disables gradients."""
+    copies = {param: param.detach().clone() for param in params}
     with torch.no_grad():
         try:
-            yield pairs
+            yield copies
         finally:
-            for param, was in pairs:
-                param.copy_(was)
+            for param, value in copies.items():
+                param.copy_(value)
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that the model returns; of other outputs the mean squared distance to fixed random numbers.
+    """The loss that the model returns; for other outputs the mean squared distance to fixed random numbers.
 
-    Any real gradient will do. The mean square alone would have none where a norm comes last.
+    Any gradient will do. A mean square alone would have none if the last module is a norm.
     """
     returned = run(model, batch)
     loss = getattr(returned, "loss", None)
@@ -136,9 +131,8 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     if not outputs:
         raise ValueError(f"{type(model).__name__} gives nothing with a gradient; pass loss=, a function (model, batch)")
     noise = torch.Generator().manual_seed(0)
-    return torch.stack(
-        [(x.float() - torch.randn(x.shape, generator=noise).to(x.device)).square().mean() for x in outputs]
-    ).sum()
+    targets = [torch.randn(x.shape, generator=noise).to(x.device) for x in outputs]
+    return torch.stack([(x.float() - y).square().mean() for x, y in zip(outputs, targets, strict=True)]).sum()
 
 
 def _tensors(returned: Any) -> Iterator[Tensor]:
@@ -149,16 +143,16 @@ def _tensors(returned: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _copied(together: tuple[nn.Module, list[Optimizer], Any]) -> tuple[nn.Module, list[Optimizer], Any]:
-    """Copied in one go, so that they share parameters as the originals do."""
+def _copied(model: nn.Module, optimizers: list[Optimizer], paths: Any) -> tuple[nn.Module, list[Optimizer], Any]:
+    """Copies that share parameters with each other as the originals do."""
     memo: dict[int, Any] = {}
     try:
-        copies = copy.deepcopy(together, memo)
-        for before, after in zip(together[1], copies[1], strict=True):
-            for name, value in vars(before).items():  # an optimizer copies nothing that is not torch's own
+        copies = copy.deepcopy((model, optimizers, paths), memo)
+        for before, after in zip(optimizers, copies[1], strict=True):
+            for name, value in vars(before).items():  # deepcopy of an optimizer keeps only torch's own attributes
                 if name not in vars(after) and not callable(value):
                     setattr(after, name, copy.deepcopy(value, memo))
     except (RuntimeError, TypeError) as error:
-        kind = type(together[0]).__name__
+        kind = type(model).__name__
         raise ValueError(f"{kind} cannot be copied, and only a copy is ever stepped: {error}") from error
     return copies

@@ -1,1 +1,1 @@
-"""What an attention logit is made of, and the rule for its learning rates: one process, torch only."""
+"""The definition of an attention logit as paths of weights, and the rule for learning rates. Imports only torch."""

@@ -1,7 +1,7 @@
-"""Where the blocks of a model are: copying them out, measuring them, and moving them back.
+"""The blocks of a model's weights: copy their rows, compute their norms, and scale the step that they took.
 
-Every block has one place in a flat vector (norms, sensitivities, rates: one number a block). Its rows are read through
-a view of the parameter, and copied with the bias as a last column.
+Every block has an index in a flat vector, and there is one flat vector for norms, for sensitivities and for rates. Rows
+are read through a view of the parameter, and copied with the bias as a last column.
 
 Shapes: B blocks, R rows, C columns.
 """
@@ -25,10 +25,10 @@ Memory = list[Tensor | None]
 
 
 class BlockRows:
-    """The rows of some blocks of a weight, all of one size: which row of the tensor is which.
+    """The local rows of some blocks of a parameter, with the same number of rows in every block.
 
-    Where they are a regular grid, as in every layout in common use, they are read through a view of the tensor;
-    otherwise they are gathered and put back.
+    Rows at regular distances, as in every common layout, are read through a view. Others are gathered, and written
+    back.
     """
 
     def __init__(self, weight: Weight, blocks: Tensor) -> None:
@@ -44,32 +44,31 @@ class BlockRows:
         self.row_step = int(index[0, 1]) - self.first if index.shape[1] > 1 else 0
         block, row = (torch.arange(size, device="cpu") for size in index.shape)
         grid = self.first + block.unsqueeze(1) * self.block_step + row * self.row_step
-        negative = self.block_step < 0  # torch has no such strides
-        self.is_grid = torch.equal(index, grid) and not negative
-        self._view: Tensor | None = None  # made when first read
-        self._made_of: object = None
+        self.is_grid = torch.equal(index, grid) and self.block_step >= 0  # torch has no negative strides
+        self._view: Tensor | None = None  # created on the first read
+        self._view_of: object = None
 
     def read(self) -> Tensor:
-        """(B, R, C): a view of the rows, or a copy of them where there is no regular grid.
+        """(B, R, C): a view of the rows, or a copy if they are at irregular distances.
 
-        The view is kept for as long as the tensor has the same memory, dtype, shape and strides.
+        The view is cached while the tensor has the same memory, dtype, shape and strides.
         """
         data = local_tensor(self.tensor) if self.sharded else self.tensor
-        made_of = data.data_ptr(), data.dtype, data.shape, data.stride()
-        if made_of != self._made_of:
-            self._view, self._made_of = self._new_view(), made_of
-        return self._view if self._view is not None else self._rows_first()[self.index].reshape(self.size)
+        view_of = data.data_ptr(), data.dtype, data.shape, data.stride()
+        if view_of != self._view_of:
+            self._view, self._view_of = self._new_view(), view_of
+        return self._view if self._view is not None else self.weight.rows_first()[self.index].reshape(self.size)
 
-    def move(self, old_BRC: Tensor, rate_B11: Tensor) -> None:
-        """Rows become old + rate * (now - old); exactly `now` where the rate is 1."""
-        now_BRC = self.read()
-        if now_BRC.dtype in (torch.float32, torch.float64):
-            torch.lerp(old_BRC.to(now_BRC.dtype), now_BRC, rate_B11.to(now_BRC.dtype), out=now_BRC)
+    def scale_step(self, old_BRC: Tensor, rate_B11: Tensor) -> None:
+        """Set the rows to old + rate * (new - old); exactly to `new` where the rate is 1."""
+        new_BRC = self.read()
+        if new_BRC.dtype in (torch.float32, torch.float64):
+            torch.lerp(old_BRC.to(new_BRC.dtype), new_BRC, rate_B11.to(new_BRC.dtype), out=new_BRC)
         else:  # in fp32, since a rate in bf16 would be off by up to 0.2 %
-            now_BRC.copy_(now_BRC.to(torch.float32).sub_(old_BRC).mul_(rate_B11).add_(old_BRC))
+            new_BRC.copy_(new_BRC.to(torch.float32).sub_(old_BRC).mul_(rate_B11).add_(old_BRC))
         if self._view is None:
-            tensor = self._rows_first()
-            tensor[self.index] = now_BRC.view(*self.index.shape, *tensor.shape[1:])
+            tensor = self.weight.rows_first()
+            tensor[self.index] = new_BRC.view(*self.index.shape, *tensor.shape[1:])
 
     def _new_view(self) -> Tensor | None:
         """The view, or None if strides cannot describe it."""
@@ -78,7 +77,7 @@ class BlockRows:
                 f"{self.weight.name}: its parameter has shape {tuple(self.tensor.shape)} now, and had {self.shape} "
                 "when QuacK was attached; attach a new one"
             )
-        rows = self._rows_first()
+        rows = self.weight.rows_first()
         if not self.is_grid or not _is_matrix(rows):
             return None
         matrix = rows.view(-1, self.size[2])
@@ -86,140 +85,145 @@ class BlockRows:
         stride = self.block_step * row, self.row_step * row, column
         return matrix.as_strided(self.size, stride, matrix.storage_offset() + self.first * row)
 
-    def _rows_first(self) -> Tensor:
-        return self.weight.rows_first()
-
 
 def _is_matrix(rows: Tensor) -> bool:
-    """Whether everything else of a row is evenly spaced in memory, so that (rows, everything else) is a view."""
+    """Whether the entries of a row are evenly spaced in memory, so that (rows, columns) is a view."""
     strides = rows.stride()[1:]
     return all(outer == inner * size for outer, inner, size in zip(strides, strides[1:], rows.shape[2:], strict=False))
 
 
-class Piece:
-    """Blocks of one weight that have the same number of rows here; almost always all of them."""
+class LocalBlocks:
+    """Blocks of one weight that have the same number of local rows; almost always all of its blocks.
+
+    `parts` are the parameters whose local rows it reads: by default the weight and its bias.
+    """
 
     def __init__(self, weight: Weight, blocks: Tensor, parts: Sequence[Weight] | None = None) -> None:
         self.weight, self.blocks = weight, blocks
-        self.columns = [BlockRows(part, blocks) for part in parts or weight.parts]  # [W b]
-        self.widths = [rows.size[2] for rows in self.columns]
+        self.parts = [BlockRows(part, blocks) for part in parts or weight.parts]  # the columns of [W b]
+        self.widths = [rows.size[2] for rows in self.parts]
         on_cpu = weight.param.device.type == "cpu"
-        self._keeps = on_cpu and (weight.rows_are_first or len(self.columns) == 1)
+        self._recycles = on_cpu and (weight.rows_are_first or len(self.parts) == 1)
         self._spare: Tensor | None = None
 
-    def holds(self, tensors: Container[int]) -> bool:
-        """Whether it has a rate and is made of any of these tensors (by id)."""
-        return self.weight.rated and any(id(rows.tensor) in tensors for rows in self.columns)
+    def contains(self, tensors: Container[int]) -> bool:
+        """Whether the weight has a rate and some of these tensors (by id) are its parameters."""
+        return self.weight.rated and any(id(rows.tensor) in tensors for rows in self.parts)
 
     def copy(self) -> Tensor:
-        """(B, R, C): the rows as they are now, laid out in memory as the parameter is."""
-        columns_BRC = [rows.read() for rows in self.columns]
-        dtype = reduce(torch.promote_types, [column_BRC.dtype for column_BRC in columns_BRC])
+        """(B, R, C): a copy of the rows, with the memory layout of the parameter."""
+        parts_BRC = [rows.read() for rows in self.parts]
+        dtype = reduce(torch.promote_types, [part_BRC.dtype for part_BRC in parts_BRC])
         out, self._spare = self._spare, None
         if out is not None and out.dtype != dtype:
             out = None
-        if out is not None and len(columns_BRC) == 1:
-            return out.copy_(columns_BRC[0])
+        if out is not None and len(parts_BRC) == 1:
+            return out.copy_(parts_BRC[0])
         if self.weight.rows_are_first:
-            return torch.cat(columns_BRC, 2, out=out)
-        return torch.cat([column_BRC.permute(2, 0, 1) for column_BRC in columns_BRC]).permute(1, 2, 0)
+            return torch.cat(parts_BRC, 2, out=out)
+        return torch.cat([part_BRC.permute(2, 0, 1) for part_BRC in parts_BRC]).permute(1, 2, 0)
 
-    def take_back(self, copy_BRC: Tensor) -> None:
-        """On the CPU, keep a used copy for the next step: fresh pages cost more than the copying."""
-        if self._keeps:
+    def recycle(self, copy_BRC: Tensor) -> None:
+        """On the CPU, keep the memory of a copy for the next step: allocating pages costs more than copying."""
+        if self._recycles:
             self._spare = copy_BRC
 
-    def has_moved(self, old_BRC: Tensor) -> bool:
+    def have_moved(self, old_BRC: Tensor) -> bool:
         """Whether any row differs from its copy. Waits for the device."""
-        olds = old_BRC.split_with_sizes(self.widths, 2)
-        return not all(torch.equal(rows.read(), old) for rows, old in zip(self.columns, olds, strict=True))
+        return not all(torch.equal(rows.read(), old) for rows, old in self._by_part(old_BRC))
 
-    def move(self, old_BRC: Tensor, rate_B11: Tensor, tensors: Container[int]) -> None:
-        """Every row of these tensors (by id) becomes old + rate of its block * (now - old). Takes `old_BRC` back."""
-        olds = old_BRC.split_with_sizes(self.widths, 2) if len(self.widths) > 1 else (old_BRC,)
-        for rows, old in zip(self.columns, olds, strict=True):
+    def scale_step(self, old_BRC: Tensor, rate_B11: Tensor, tensors: Container[int]) -> None:
+        """Set the rows of these tensors (by id) to old + rate * (new - old). Recycles `old_BRC`."""
+        for rows, old in self._by_part(old_BRC):
             if self.weight.rated and id(rows.tensor) in tensors:
-                rows.move(old, rate_B11)
-        self.take_back(old_BRC)
+                rows.scale_step(old, rate_B11)
+        self.recycle(old_BRC)
+
+    def _by_part(self, copy_BRC: Tensor) -> Iterable[tuple[BlockRows, Tensor]]:
+        copies = copy_BRC.split_with_sizes(self.widths, 2) if len(self.widths) > 1 else (copy_BRC,)
+        return zip(self.parts, copies, strict=True)
 
 
 class BlockGroup(NamedTuple):
-    """The blocks of one weight that have the same number of rows; almost always all of them."""
+    """The blocks of one weight that have the same number of rows; almost always all of its blocks."""
 
     weight: Weight
     blocks: Tensor
 
-    @classmethod
-    def all_of(cls, weight: Weight) -> Iterator[BlockGroup]:
-        """The runs of a weight, smallest blocks first."""
-        sizes = weight.rows_of_block
-        for size in sorted(set(sizes.tolist())):
-            yield cls(weight, (sizes == size).nonzero().squeeze(1))
+
+def by_size(blocks: Tensor, sizes: Tensor) -> Iterator[Tensor]:
+    """The blocks of each size, smallest first, without those of size 0."""
+    for size in sorted(set(sizes.tolist()) - {0}):
+        yield blocks[sizes == size]
 
 
 class Blocks:
-    """All blocks of some weights, each with its place in one flat vector: run after run."""
+    """All blocks of some weights. In flat vectors they are in the order of `groups`."""
 
     def __init__(self, weights: Iterable[Weight]) -> None:
-        self.runs = [run for weight in weights for run in BlockGroup.all_of(weight)]
-        self.pieces = self._pieces()
+        self.groups = [
+            BlockGroup(weight, blocks)
+            for weight in weights
+            for blocks in by_size(torch.arange(weight.blocks, device="cpu"), weight.rows_of_block)
+        ]
+        self.local = self._local_blocks()
         self.flat_index: dict[Weight, Tensor] = {}
         self.total = 0
-        for weight, blocks in self.runs:
-            place = self.flat_index.setdefault(weight, torch.empty(weight.blocks, dtype=torch.long, device="cpu"))
-            place[blocks] = torch.arange(self.total, self.total + len(blocks), device="cpu")
+        for weight, blocks in self.groups:
+            index = self.flat_index.setdefault(weight, torch.empty(weight.blocks, dtype=torch.long, device="cpu"))
+            index[blocks] = torch.arange(self.total, self.total + len(blocks), device="cpu")
             self.total += len(blocks)
-        self.device = self.runs[0].weight.param.device
-        self.one_device = all(weight.param.device == self.device for weight, _ in self.runs)
+        self.device = self.groups[0].weight.param.device
+        self.one_device = all(weight.param.device == self.device for weight, _ in self.groups)
         self._split: tuple[Tensor, Sequence[Tensor]] | None = None
 
-    def _pieces(self) -> list[Piece]:
-        return [Piece(weight, blocks) for weight, blocks in self.runs]
+    def _local_blocks(self) -> list[LocalBlocks]:
+        return [LocalBlocks(weight, blocks) for weight, blocks in self.groups]
 
-    def nothing(self) -> Memory:
-        """What a norm remembers at first."""
-        return [None] * len(self.runs)
+    def empty_memory(self) -> Memory:
+        """The memory of a norm before its first call."""
+        return [None] * len(self.groups)
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """A flat vector as (B, 1, 1) views, one a piece."""
+        """A flat vector as (B, 1, 1) views, one for each of `local`."""
         if self._split is None or self._split[0] is not flat:
-            self._split = flat, flat.view(-1, 1, 1).split_with_sizes([len(piece.blocks) for piece in self.pieces])
+            self._split = flat, flat.view(-1, 1, 1).split_with_sizes([len(each.blocks) for each in self.local])
         return self._split[1]
 
-    def copy(self, of: Container[int]) -> Copies:
-        """A copy of every piece that is made of one of these tensors (by id)."""
-        return [piece.copy() if piece.holds(of) else None for piece in self.pieces]
+    def copy(self, tensors: Container[int]) -> Copies:
+        """Copies of the rows of these tensors (by id), one for each of `local`; None for other tensors."""
+        return [each.copy() if each.contains(tensors) else None for each in self.local]
 
-    def take_back(self, copies: Copies) -> None:
-        """Keep copies that are not needed any more for the next step, where that saves time."""
-        for piece, copy_BRC in zip(self.pieces, copies, strict=True):
+    def recycle(self, copies: Copies) -> None:
+        """Keep the memory of copies for the next step, where that saves time."""
+        for each, copy_BRC in zip(self.local, copies, strict=True):
             if copy_BRC is not None:
-                piece.take_back(copy_BRC)
+                each.recycle(copy_BRC)
 
     def have_moved(self, copies: Copies) -> bool:
         """Whether any row differs from its copy. Waits for the device."""
-        return any(p.has_moved(old) for p, old in zip(self.pieces, copies, strict=True) if old is not None)
+        return any(each.have_moved(old) for each, old in zip(self.local, copies, strict=True) if old is not None)
 
     def measure(self, norm: Norm, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
-        """A copy of every piece, the norms of all blocks, and what the norm remembers of each run.
+        """Copies of all rows, the norms of all blocks, and the norm's memory of each group.
 
-        Each copy is measured as soon as it is made, while it is in the cache.
+        The norm of each copy is computed as soon as it is made, while it is in the cache.
         """
         copies: Copies = []
         norms: list[Tensor] = []
-        remembered: Memory = []
-        for piece, last in zip(self.pieces, memory, strict=True):
-            copy_BRC = piece.copy()
+        new_memory: Memory = []
+        for each, last in zip(self.local, memory, strict=True):
+            copy_BRC = each.copy()
             norms_B, now = norm(copy_BRC, last)
             if norms_B.dtype != torch.float32 or not self.one_device:
                 norms_B = norms_B.to(self.device, torch.float32)
             copies.append(copy_BRC)
             norms.append(norms_B)
-            remembered.append(now)
-        return copies, norms, remembered
+            new_memory.append(now)
+        return copies, norms, new_memory
 
-    def move(self, copies: Copies, rates: Tensor, tensors: Container[int]) -> None:
-        """Every row of these tensors (by id) becomes old + rate of its block * (now - old)."""
-        for piece, old_BRC, rate_B11 in zip(self.pieces, copies, self.split(rates), strict=True):
+    def scale_step(self, copies: Copies, rates: Tensor, tensors: Container[int]) -> None:
+        """Set every row of these tensors (by id) to old + rate of its block * (new - old)."""
+        for each, old_BRC, rate_B11 in zip(self.local, copies, self.split(rates), strict=True):
             if old_BRC is not None:
-                piece.move(old_BRC, rate_B11 if self.one_device else rate_B11.to(old_BRC.device), tensors)
+                each.scale_step(old_BRC, rate_B11 if self.one_device else rate_B11.to(old_BRC.device), tensors)

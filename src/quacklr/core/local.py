@@ -1,8 +1,8 @@
-"""What this process has of a parameter: all of it, or the shard that FSDP2, HSDP or tensor parallelism left here.
+"""The local shard of a DTensor parameter. Of the core, only this module knows DTensor.
 
-A shard is the local tensor of a DTensor. Which entries of the parameter it holds is told by one index vector a
-dimension, so it may end in the middle of a head, hold no row at all, or be cut along the columns. Other files of the
-core ask the functions here; only ranks.py reads a DTensor's mesh itself, for its process groups.
+Under FSDP2, HSDP or tensor parallelism a parameter is a DTensor, and each process holds a shard of it. Global indices,
+one vector for each dimension, identify the entries of the shard. It may therefore end in the middle of a head, hold no
+row at all, or be sharded along the columns.
 """
 
 from __future__ import annotations
@@ -15,78 +15,69 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. There can be none before its module is imported, which takes a while."""
+    """Whether a tensor is a DTensor. Without torch's module for it, which is slow to import, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this process has of it, without gradients. To write there is to write to the tensor."""
+def local_tensor(tensor: Any) -> Tensor:
+    """The local shard of a DTensor, or the tensor itself; detached, and in the memory of the parameter."""
     if not is_sharded(tensor):
         return tensor.detach()
     with torch.no_grad():
-        sharded: Any = tensor
-        local: Tensor = sharded.to_local()
-        return local.detach()
+        return tensor.to_local().detach()
 
 
-def local_indices(tensor: Tensor, dim: int) -> Tensor:
-    """Which entries along a dimension are here, in the order in which they are here. Asks no other process."""
-    whole = torch.arange(tensor.shape[dim], device="cpu")
+def local_indices(tensor: Any, dim: int) -> Tensor:
+    """Global indices along a dimension of the entries in the local shard, in its order. Does not communicate."""
+    indices = torch.arange(tensor.shape[dim], device="cpu")
     if not is_sharded(tensor):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
+        return indices
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
-    sharded: Any = tensor
-    along = [_along(placement, dim) for placement in sharded.placements]
-    return local_tensor(distribute_tensor(whole, sharded.device_mesh, along, src_data_rank=None)).cpu()
+    placements = [_of_vector(each) if _is_shard(each, dim) else Replicate() for each in tensor.placements]
+    return local_tensor(distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None)).cpu()
 
 
-def _along(placement: Any, dim: int) -> Any:
-    """The placement of a vector that is cut as a tensor is cut along a dimension."""
-    from torch.distributed.tensor import Replicate
+def _is_shard(placement: Any, dim: int | None = None) -> bool:
+    if placement.is_replicate() or placement.is_partial():
+        return False
+    return dim is None or placement.dim == dim
 
-    if not is_shard(placement) or placement.dim != dim:
-        return Replicate()
+
+def _of_vector(placement: Any) -> Any:
+    """The placement of a vector that is sharded as a dimension of a tensor is."""
     strided = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
     return type(placement)(0, **strided)  # under TP and FSDP2 together it is torch's own _StridedShard
 
 
-def is_shard(placement: Any) -> bool:
-    """Whether each process along a dimension of the mesh has a part of its own."""
-    return not placement.is_replicate() and not placement.is_partial()
-
-
 class ShardSpec(NamedTuple):
-    """A process group, each of which has a part of a tensor along a dimension."""
+    """One sharding of a tensor: the process group over which a dimension is sharded."""
 
     group: Any
     dim: int
-    factor: int  # torch's, of a shard that is strided
+    factor: int  # torch's split_factor, of a strided shard
 
 
-def shard_specs(tensor: Tensor) -> tuple[ShardSpec, ...]:
-    """How a tensor is cut, in the order of the mesh's dimensions. What each group has must be added up over it."""
-    if not is_sharded(tensor):
-        return ()
-    sharded: Any = tensor
-    mesh = sharded.device_mesh
+def shard_specs(tensor: Any) -> tuple[ShardSpec, ...]:
+    """How a tensor is sharded, in the order of the mesh's dimensions; without groups of a single process."""
     return tuple(
-        ShardSpec(mesh.get_group(i), placement.dim, getattr(placement, "split_factor", 1))
-        for i, placement in enumerate(sharded.placements)
-        if is_shard(placement) and mesh.size(i) > 1
+        ShardSpec(tensor.device_mesh.get_group(i), placement.dim, getattr(placement, "split_factor", 1))
+        for i, placement in _shards(tensor)
+        if tensor.device_mesh.size(i) > 1
     )
 
 
-def shard_counts(tensor: Tensor) -> list[int]:
-    """Between how many processes a tensor is cut, each time it is: 1 for a mesh dimension of one."""
-    sharded: Any = tensor
-    if not is_sharded(tensor):
-        return []
-    return [sharded.device_mesh.size(i) for i, placement in enumerate(sharded.placements) if is_shard(placement)]
+def shard_counts(tensor: Any) -> list[int]:
+    """The numbers of shards along the mesh dimensions over which a tensor is sharded."""
+    return [tensor.device_mesh.size(i) for i, _ in _shards(tensor)]
 
 
-def is_partial(tensor: Tensor) -> bool:
-    """Whether its value is a sum over processes that nobody has added up yet."""
-    sharded: Any = tensor
-    return is_sharded(tensor) and any(placement.is_partial() for placement in sharded.placements)
+def _shards(tensor: Any) -> list[tuple[int, Any]]:
+    """The mesh dimensions over which a tensor is sharded, with the placements."""
+    return [(i, each) for i, each in enumerate(tensor.placements) if _is_shard(each)] if is_sharded(tensor) else []
+
+
+def is_partial(tensor: Any) -> bool:
+    """Whether a tensor is a pending sum over processes (a Partial DTensor)."""
+    return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)

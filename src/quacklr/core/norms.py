@@ -1,7 +1,7 @@
-"""How large a block is. A norm takes blocks of one shape, stacked, and what it remembers of the last step.
+"""Norms of blocks. A norm takes stacked blocks of one shape, and its memory of the last step.
 
-The bound holds for any norm that is at least the spectral one; these are the paper's two. Both are
-accumulated in fp32 or better whatever the parameter's dtype. To use your own, write a function of the same form.
+The bound holds for any norm that is at least the spectral norm. These are the paper's two; both are accumulated in fp32
+or better, whatever the parameter's dtype. To use another norm, write a function of the same form.
 
 Shapes: B blocks, R rows, C columns (the bias is one of them), V vectors.
 """
@@ -20,17 +20,17 @@ VECTORS, FIRST_ITERATIONS, SQUARINGS = 8, 30, 6
 
 
 def frobenius(blocks_BRC: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Root of the sum of squares. What the paper trains with; one pass over the weights, nothing to remember."""
+    """Square root of the sum of squares; the paper's default. One pass over the weights, no memory."""
     return torch.linalg.vector_norm(blocks_BRC, dim=(1, 2), dtype=precision(blocks_BRC)), memory
 
 
 def spectral(blocks_BRC: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Largest singular value, by power iteration from the last step's singular vectors. The tight bound.
+    """Largest singular value, by power iteration from the last step's singular vectors; the tight bound.
 
-    One iteration a step follows weights that train, within 1 % of an exact SVD and from below. It carries eight
-    vectors, since singular values cross while training, and one vector would stay with the one that was largest.
-    Without memory it starts from fixed random vectors and iterates longer. Costs two passes over the weights,
-    remembers 8 C numbers a block (fewer if it has fewer rows), and copies blocks of lower precision to fp32.
+    One iteration for each step stays within 1 % of an exact SVD, from below. It iterates on eight vectors: singular
+    values cross during training, and a single vector would stay with the one that was largest. Without memory it starts
+    from fixed random vectors and runs 30 iterations. Costs two passes over the weights, a memory of 8 C numbers for
+    each block (fewer if it has fewer rows), and an fp32 copy of blocks of lower precision.
     """
     blocks_BRC = blocks_BRC.to(precision(blocks_BRC))
     basis_BCV = memory if memory is None else memory.to(blocks_BRC.dtype)  # a model may have become double
@@ -43,20 +43,20 @@ def spectral(blocks_BRC: Tensor, memory: Tensor | None = None) -> tuple[Tensor, 
 
 
 def precision(blocks_BRC: Tensor) -> torch.dtype:
-    """What norms are accumulated in."""
+    """The dtype in which norms are accumulated."""
     return torch.float64 if blocks_BRC.dtype == torch.float64 else torch.float32
 
 
 def orthonormal(vectors_BCV: Tensor) -> Tensor:
-    """A basis of what they span; of zeros some basis, so that a block of zeros can be measured later.
+    """An orthonormal basis of the span of the vectors; for zeros any basis, so that iteration can continue from it.
 
-    Contiguous, because a checkpoint is: products with another layout round differently.
+    It is contiguous, as it is when loaded from a checkpoint: products with another layout round differently.
     """
     return torch.linalg.qr(vectors_BCV).Q.contiguous()
 
 
 def largest_singular_value(gram_BVV: Tensor) -> Tensor:
-    """Of some columns with Gram matrix G: tr(G^(n+1)) / tr(G^n). An eigensolver would wait for the device."""
+    """Largest singular value from a Gram matrix G, as sqrt(tr(G^(n+1)) / tr(G^n)): eigensolvers wait for the device."""
     tiny = torch.finfo(gram_BVV.dtype).tiny
     power_BVV = gram_BVV
     for _ in range(SQUARINGS):
@@ -67,7 +67,7 @@ def largest_singular_value(gram_BVV: Tensor) -> Tensor:
 
 
 def random_basis(count: int, rows: int, columns: int) -> Tensor:
-    """For blocks of this size; always the same. More vectors than rows would be made of rounding errors."""
+    """A fixed random basis. It has no more vectors than rows: those would consist of rounding errors."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = count, columns, min(VECTORS, rows, columns)
     return orthonormal(torch.randn(size, generator=generator, device="cpu", dtype=torch.float32))

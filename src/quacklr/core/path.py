@@ -1,10 +1,10 @@
-"""What an attention logit is made of: a sum of paths, each a chain of weights.
+"""An attention logit as a sum of paths, each a product of weights.
 
     MHA   q[h] . k[h]                               one path
     GQA   q[h] . k[g(h)]                            one path, a key block serves a group of heads
     MLA   dq uq[h] . uk[h] dkv  +  dq qr[h] . kr    two paths; dq, dkv, kr serve all heads
 
-Declaring an attention as paths is all it takes to train it; rule.py never asks which kind it is.
+QuacK needs nothing but the paths of an attention: no other code depends on the kind of attention.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from quacklr.core.weight import Weight, whole_numbers
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LogitPath:
-    """A chain of weights whose product makes one term of the logit of each of `heads` heads.
+    """A chain of weights whose product is one term of the logit of each head.
 
-    In order from the query's input to the key's: the two ends read an input, those between them another's output.
-
-    Heads read a weight's blocks in equal runs (head h reads block h * blocks // heads) unless `block_of_head` says
-    otherwise: one (heads,) vector for each weight, or None for the equal runs.
+    Args:
+        weights: in order from the query's input to the key's input. The first and the last read an input, the others
+            read the output of a neighbour.
+        heads: the number of heads.
+        block_of_head: for each weight a (heads,) vector, the block that each head reads. None for equal runs: head h
+            reads block h * blocks // heads.
     """
 
     weights: tuple[Weight, ...]
@@ -48,11 +50,10 @@ class LogitPath:
         given = [None] * len(self.weights) if self.block_of_head is None else list(self.block_of_head)
         if len(given) != len(self.weights):
             raise ValueError(f"{self}: {len(self.weights)} weights, but block_of_head has {len(given)} entries")
-        object.__setattr__(
-            self, "block_of_head", tuple(self._read(w, g) for w, g in zip(self.weights, given, strict=True))
-        )
+        blocks = tuple(self._valid_blocks(weight, each) for weight, each in zip(self.weights, given, strict=True))
+        object.__setattr__(self, "block_of_head", blocks)
 
-    def _read(self, weight: Weight, given: Tensor | None) -> Tensor:
+    def _valid_blocks(self, weight: Weight, given: Tensor | None) -> Tensor:
         if given is None:
             if self.heads % weight.blocks:
                 blocks = f"{weight.blocks} blocks in equal runs"
@@ -67,7 +68,7 @@ class LogitPath:
 
     @property
     def reads(self) -> Tensor:
-        """(weights, heads): the block each head reads of each weight."""
+        """(weights, heads): the block of each weight that each head reads."""
         assert self.block_of_head is not None
         return torch.stack([read for read in self.block_of_head if read is not None])
 
@@ -79,7 +80,7 @@ class LogitPath:
 
 
 def as_paths(given: object, demand: str) -> list[LogitPath]:
-    """What somebody gave as paths, as a list; ValueError, beginning with the demand, if it is something else."""
+    """The given paths as a list; ValueError, with a message that begins with `demand`, if they are not paths."""
     paths = []
     for path in given if isinstance(given, Iterable) else [given]:
         if not isinstance(path, LogitPath):
@@ -90,7 +91,7 @@ def as_paths(given: object, demand: str) -> list[LogitPath]:
 
 def mha(q: Weight, k: Weight) -> list[LogitPath]:
     """The logit of multi-head attention, q[h] . k[h]; grouped- and multi-query when k has fewer blocks than q."""
-    _same_head_size(q, k)
+    _validate_head_size(q, k)
     return [LogitPath((q, k), heads=q.blocks)]
 
 
@@ -99,11 +100,11 @@ def mla(
 ) -> list[LogitPath]:
     """The logit of multi-head latent attention, dq uq[h] . uk[h] dkv + dq qr[h] . kr, as in the paper's Algorithm 2.
 
-    Leave out `dq` or `dkv` where the model has no such projection, or a norm on the latent that it makes: the logit
-    then does not depend on its scale.
+    Leave out `dq` or `dkv` if the model has no such projection, or normalises its output: then the logit does not
+    depend on the scale of the projection.
     """
-    _same_head_size(uq, uk)
-    _same_head_size(qr, kr)
+    _validate_head_size(uq, uk)
+    _validate_head_size(qr, kr)
     down_q, down_kv = ([w] if w is not None else [] for w in (dq, dkv))
     return [
         LogitPath((*down_q, uq, uk, *down_kv), heads=uq.blocks),
@@ -111,8 +112,8 @@ def mla(
     ]
 
 
-def _same_head_size(q: Weight, k: Weight) -> None:
-    """A dot product needs as many rows in a block of the one as of the other."""
+def _validate_head_size(q: Weight, k: Weight) -> None:
+    """Validate that the blocks of both have the same number of rows, as a dot product needs."""
     sizes = [sorted(set(weight.rows_of_block.tolist())) for weight in (q, k)]
     if sizes[0] != sizes[1]:
         raise ValueError(

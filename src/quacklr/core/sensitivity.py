@@ -1,10 +1,10 @@
-"""The one rule: a weight's learning rate goes with one over its sensitivity.
+"""The rule of QuacK: a weight's learning rate is inversely proportional to its sensitivity.
 
     s(w, b) = max over paths through w, over heads h reading block b, of  prod of ||v[h]|| for the other v on the path
     rate    = tau * s_init / s
 
-The sensitivity is how far a unit change of the block can move a logit through any one path. The paper's Algorithm 1
-(MHA) and Algorithm 2 (MLA) are both this line; their `factor` is 1 / s, their `lr` is lr * rate.
+The sensitivity is how far a unit change of block b of weight w can move a logit through one path. The paper's
+Algorithm 1 (MHA) and Algorithm 2 (MLA) are both this rule; their `factor` is 1 / s, their `lr` is lr * rate.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from quacklr.core.weight import Weight, distinct
 
 
 class Rule:
-    """The rule for some paths, compiled to index vectors: a few tensor operations, however many layers and heads.
+    """The rule for some paths, compiled to index vectors: a few tensor operations for any number of layers and heads.
 
-    A term is one way in which a block enters a head's logit: `block` (terms,) says which block it is, and `partners`, a
-    list of (terms,), which others are on the path. Where a path is short, `partners` names one more block, of norm 1.
-    `blocks_of` makes the blocks: `distributed.sharded_blocks.blocks_of` also of sharded weights.
+    A term is a block together with its partners, the other blocks on a head's path. `block`, (terms,), is the flat
+    index of the block; `partners`, a list of (terms,), are those of its partners. Short paths are padded with an extra
+    block of norm 1. `blocks_of` makes the blocks; `distributed.sharded_blocks.blocks_of` supports sharded weights.
     """
 
     def __init__(self, paths: Iterable[LogitPath], blocks_of: Callable[[list[Weight]], Blocks] = Blocks) -> None:
@@ -37,38 +37,37 @@ class Rule:
         self.parts = [part for weight in self.weights for part in weight.parts]
         self.blocks = blocks_of(self.weights)
         block, partners = self._terms()
-        self._refuse_unread(block)
+        self._validate_read(block)
         device = self.blocks.device
         self.block, self.partners = block.to(device), [b.to(device) for b in partners]
-        self.once = len(block) == self.blocks.total
+        self.one_term_each = len(block) == self.blocks.total
         self.one = torch.ones(1, device=device, dtype=torch.float32)
 
     def _terms(self) -> tuple[Tensor, list[Tensor]]:
-        most_beside = max(1, *(len(path.weights) - 1 for path in self.paths))
+        most_partners = max(1, *(len(path.weights) - 1 for path in self.paths))
         terms = []
         for path in self.paths:
-            places = [self.blocks.flat_index[self.canonical[weight]] for weight in path.weights]
-            read = [place[blocks] for place, blocks in zip(places, path.reads, strict=True)]
-            nothing = torch.full((path.heads,), self.blocks.total, device="cpu")
+            indices = [self.blocks.flat_index[self.canonical[weight]] for weight in path.weights]
+            read = [index[blocks] for index, blocks in zip(indices, path.reads, strict=True)]
+            padding = torch.full((path.heads,), self.blocks.total, device="cpu")
             for i, block in enumerate(read):
                 others = read[:i] + read[i + 1 :]
-                terms.append(torch.stack([block, *others, *[nothing] * (most_beside - len(others))]))
-        block, *partners = torch.unique(torch.cat(terms, 1), dim=1)  # in the order of blocks
+                terms.append(torch.stack([block, *others, *[padding] * (most_partners - len(others))]))
+        block, *partners = torch.unique(torch.cat(terms, 1), dim=1)  # sorted by block
         return block, partners
 
-    def _refuse_unread(self, block: Tensor) -> None:
+    def _validate_read(self, block: Tensor) -> None:
         unread = torch.bincount(block, minlength=self.blocks.total) == 0
-        for weight, place in self.blocks.flat_index.items():
-            if unread[place].any():
-                raise ValueError(
-                    f"{weight.name}: block {int(unread[place].nonzero()[0])} is read by no head of its path"
-                )
+        for weight, index in self.blocks.flat_index.items():
+            if unread[index].any():
+                block_number = int(unread[index].nonzero()[0])
+                raise ValueError(f"{weight.name}: block {block_number} is read by no head of its path")
 
     def sensitivity(self, norms: list[Tensor]) -> Tensor:
-        """(total,) sensitivities of all blocks from their norms. Nothing leaves the device."""
+        """The sensitivities of all blocks, (total,), from their norms. Does not wait for the device."""
         norm = torch.cat([*norms, self.one])
         of_term = reduce(torch.mul, [norm.take(partners) for partners in self.partners])
-        if self.once:
+        if self.one_term_each:
             return of_term
         return norm.new_zeros(self.blocks.total).scatter_reduce_(0, self.block, of_term, "amax")
 
@@ -76,7 +75,6 @@ class Rule:
 def rates_from(target: Tensor, now: Tensor, tau: float, out: Tensor | None = None) -> Tensor:
     """Multipliers of lr from sensitivities: target / now, where target is tau * the sensitivity at the start.
 
-    tau where nothing has changed, and never NaN or inf: a block whose partner has become exactly zero moves no logit,
-    and steps with tau * lr until it does again.
+    A rate is never NaN or inf: if a partner is exactly zero, the block moves no logit and its rate is tau.
     """
     return torch.div(target, now, out=out).nan_to_num_(nan=tau, posinf=tau)

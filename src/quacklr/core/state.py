@@ -1,15 +1,15 @@
-"""QuacK's state, keyed by weight name: what a run must keep to resume exactly.
+"""The state dict of QuacK, keyed by weight name: all that a run needs to resume exactly.
 
     version        of this format; states of quacklr 0.1 have none
-    norm           its name
-    shape, rows    by weight: the parameter's shape, and a digest of which row belongs to which block
+    norm           name of the norm
+    shape, rows    by weight: the parameter's shape, and a digest of its block_of_row
     sensitivity    by weight, (blocks,): at the start; all rates are relative to it
     rates          by weight, (blocks,): of the last step
-    stepped        by parameter: whether it has stepped in the present iteration, so that the rest of it uses `rates`
-    memory         by weight: what the norm remembers; absent if that is nothing
+    stepped        by parameter: whether it has stepped in this iteration; the other parameters then use `rates`
+    memory         by weight: the norm's memory; absent if it has none
 
-Plain tensors, numbers and strings, none stored on a parameter: they survive sharding, torch.save and weights_only
-loading. The keys are the same at every step, as torch.distributed.checkpoint needs them.
+It consists of plain tensors, numbers and strings, and can be loaded with weights_only. The keys are the same at every
+step, as torch.distributed.checkpoint requires.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VERSION = 2
 
 
 class Saved(NamedTuple):
-    """What a state says: flat vectors for all blocks, and ids of the tensors that have stepped."""
+    """The contents of a state: flat vectors for all blocks, and ids of the tensors that have stepped."""
 
     start: Tensor
     rates: Tensor | None
@@ -39,55 +39,55 @@ class Saved(NamedTuple):
 
 
 def norm_name(norm: Norm) -> str:
-    """How a norm is called in states and tables."""
+    """The name of a norm in states and tables."""
     return str(getattr(norm, "__name__", type(norm).__name__))
 
 
 def write_state(rule: Rule, norm: Norm, saved: Saved) -> dict[str, Any]:
-    """A state as a dict of copies."""
+    """The state dict; its tensors are copies."""
     state: dict[str, Any] = {"version": VERSION, "norm": norm_name(norm)}
     state["shape"] = {weight.name: list(weight.param.shape) for weight in rule.weights}
     state["rows"] = {weight.name: _digest(weight) for weight in rule.weights}
-    state["sensitivity"] = {weight.name: saved.start[place] for weight, place in rule.blocks.flat_index.items()}
+    state["sensitivity"] = {weight.name: saved.start[index] for weight, index in rule.blocks.flat_index.items()}
     if saved.rates is not None:
-        state["rates"] = {weight.name: saved.rates[place] for weight, place in rule.blocks.flat_index.items()}
+        state["rates"] = {weight.name: saved.rates[index] for weight, index in rule.blocks.flat_index.items()}
         state["stepped"] = {part.name: id(part.param) in saved.stepped for part in rule.parts}
-    runs = zip(rule.blocks.runs, saved.memory, strict=True)
-    if memory := {_key(run): last.clone() for run, last in runs if last is not None}:
+    groups = zip(rule.blocks.groups, saved.memory, strict=True)
+    if memory := {_key(group): last.clone() for group, last in groups if last is not None}:
         state["memory"] = memory
     return state
 
 
 def read_state(rule: Rule, norm: Norm, state: Any, expected: Saved, adapt: bool) -> Saved:
-    """What `write_state` was given. Raises ValueError if it is of another model or norm, or cannot be.
+    """The contents of a state dict; ValueError if it is of another model or norm, or holds invalid numbers.
 
-    `expected` are values of the right shapes.
+    `expected` has values of the right shapes.
     """
     _validate_same_weights(rule, norm, state)
     start = _flat(rule, state, "sensitivity")
     rates = _flat(rule, state, "rates") if "rates" in state else None
-    for weight, place in rule.blocks.flat_index.items():
-        if weight.rated and adapt and not (start[place] > 0).all():
-            raise ValueError(f"{weight.name}: the state holds a sensitivity of {float(start[place].min()):g}")
-        if rates is not None and not (rates[place] >= 0).all():
-            raise ValueError(f"{weight.name}: the state holds a rate of {float(rates[place].min()):g}")
+    for weight, index in rule.blocks.flat_index.items():
+        if weight.rated and adapt and not (start[index] > 0).all():
+            raise ValueError(f"{weight.name}: the state holds a sensitivity of {float(start[index].min()):g}")
+        if rates is not None and not (rates[index] >= 0).all():
+            raise ValueError(f"{weight.name}: the state holds a rate of {float(rates[index].min()):g}")
     memory: Memory = []
-    for run, known in zip(rule.blocks.runs, expected.memory, strict=True):
-        last = state.get("memory", {}).get(_key(run))
+    for group, known in zip(rule.blocks.groups, expected.memory, strict=True):
+        last = state.get("memory", {}).get(_key(group))
         if last is not None and known is not None:
-            _validate_values(run.weight.name, last, known.shape)
-        memory.append(None if last is None else last.to(run.weight.param.device))
+            _validate_values(group.weight.name, last, known.shape)
+        memory.append(None if last is None else last.to(group.weight.param.device))
     stepped = state.get("stepped", {})
     return Saved(start, rates, {id(part.param) for part in rule.parts if stepped.get(part.name, False)}, memory)
 
 
 def _flat(rule: Rule, state: Mapping[str, Any], key: str) -> Tensor:
-    """One number a block, from vectors by weight name."""
+    """The flat vector of an entry of the state, which has one vector for each weight."""
     flat = torch.empty(rule.blocks.total, device=rule.blocks.device, dtype=torch.float32)
-    for weight, place in rule.blocks.flat_index.items():
+    for weight, index in rule.blocks.flat_index.items():
         of_weight = state[key].get(weight.name)
         _validate_values(weight.name, of_weight, (weight.blocks,))
-        flat[place] = of_weight.to(flat)
+        flat[index] = of_weight.to(flat)
     return flat
 
 
@@ -101,16 +101,16 @@ def _validate_values(name: str, found: object, shape: Collection[int]) -> None:
 
 
 def _digest(weight: Weight) -> str:
-    """Equal for equal rows of equal blocks, of the parameter and of its bias."""
+    """A digest of the blocks of all rows, of the parameter and of its bias."""
     runs = [torch.unique_consecutive(part.block_of_row, return_counts=True) for part in weight.parts]
     layout = [(part.dim, *(run.tolist() for run in each)) for part, each in zip(weight.parts, runs, strict=True)]
     return hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
 
 
-def _key(run: BlockGroup) -> str:
-    """A weight's name; with a number of rows if not all of its blocks have the same."""
-    sizes = run.weight.rows_of_block
-    return run.weight.name if len(run.blocks) == len(sizes) else f"{run.weight.name}[{sizes[run.blocks[0]]} rows]"
+def _key(group: BlockGroup) -> str:
+    """The weight's name; with the number of rows if its blocks have different numbers of rows."""
+    name, sizes = group.weight.name, group.weight.rows_of_block
+    return name if len(group.blocks) == len(sizes) else f"{name}[{sizes[group.blocks[0]]} rows]"
 
 
 def _validate_same_weights(rule: Rule, norm: Norm, state: Any) -> None:
@@ -125,22 +125,21 @@ def _validate_same_weights(rule: Rule, norm: Norm, state: Any) -> None:
     if state["norm"] != norm_name(norm):
         raise ValueError(f"the state was made with norm={state['norm']}, but this QuacK has norm={norm_name(norm)}")
     saved = {name: (list(shape), _length(state["sensitivity"].get(name))) for name, shape in state["shape"].items()}
-    here = {weight.name: (list(weight.param.shape), weight.blocks) for weight in rule.weights}
+    own = {weight.name: (list(weight.param.shape), weight.blocks) for weight in rule.weights}
     rows = {weight.name: _digest(weight) for weight in rule.weights}
-    differences = [
-        *(f"{name} is in the state but not in the model" for name in sorted(saved.keys() - here.keys())),
-        *(f"{name} is in the model but not in the state" for name in sorted(here.keys() - saved.keys())),
-        *(
-            f"{name} has shape {saved[name][0]} and {saved[name][1]} blocks in the state, "
-            f"shape {here[name][0]} and {here[name][1]} blocks in the model"
-            for name in sorted(here.keys() & saved.keys())
-            if saved[name][0] != here[name][0] or saved[name][1] not in (None, here[name][1])
-        ),
-        *(
-            f"{name} has other rows in the state than in the model"
-            for name, digest in sorted(state.get("rows", {}).items())
-            if rows.get(name, digest) != digest
-        ),
+    differences = [f"{name} is in the state but not in the model" for name in sorted(saved.keys() - own.keys())]
+    differences += [f"{name} is in the model but not in the state" for name in sorted(own.keys() - saved.keys())]
+    differences += [
+        "{} has shape {} and {} blocks in the state, shape {} and {} blocks in the model".format(
+            name, *saved[name], *own[name]
+        )
+        for name in sorted(own.keys() & saved.keys())
+        if saved[name][0] != own[name][0] or saved[name][1] not in (None, own[name][1])
+    ]
+    differences += [
+        f"{name} has other rows in the state than in the model"
+        for name, digest in sorted(state.get("rows", {}).items())
+        if rows.get(name, digest) != digest
     ]
     if differences:
         raise ValueError("the state is of another model: " + "; ".join(differences))

@@ -1,4 +1,4 @@
-"""What QuacK will not attach to: each refusal names the weight and the way out, before anything is touched."""
+"""Validation when QuacK is attached: each error names the weight and what to do about it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOAT32 = torch.finfo(torch.float32)
 
 
 def validate_settings(tau: object, norm: object, floor: object) -> None:
-    """Numbers in range, and a norm that can be called."""
+    """tau and floor must be numbers in the range of float32, and the norm a function."""
     if isinstance(tau, Optimizer):
         raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
     if not isinstance(tau, int | float) or isinstance(tau, bool):
@@ -36,60 +36,56 @@ def validate_settings(tau: object, norm: object, floor: object) -> None:
 
 
 def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> None:
-    """A parameter that trains must be in one of the optimizers; a frozen one counts in norms and needs none."""
+    """Every parameter on a path that is not frozen must be in one of the optimizers."""
     if not any(weight.trains for weight in weights):
         raise ValueError(f"{weights[0].name} and all others on a path are frozen, so there is nothing to control")
     stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    for weight in weights:
-        for part in weight.parts:
-            if weight.rated and part.param.requires_grad and id(part.param) not in stepped:
-                if is_sharded(part.param):
-                    raise ValueError(
-                        f"{part.name}: its parameter is sharded, and in none of the optimizers given; sharding "
-                        "replaces parameters, so make the optimizer after it, then attach"
-                    )
-                raise ValueError(
-                    f"{part.name}: its parameter is in none of the optimizers given; pass the one that steps it too, "
-                    "or freeze it with requires_grad_(False)"
-                )
+    for part in (part for weight in weights if weight.rated for part in weight.parts):
+        if not part.param.requires_grad or id(part.param) in stepped:
+            continue
+        if is_sharded(part.param):
+            raise ValueError(
+                f"{part.name}: its parameter is sharded, and in none of the optimizers given; sharding "
+                "replaces parameters, so make the optimizer after it, then attach"
+            )
+        raise ValueError(
+            f"{part.name}: its parameter is in none of the optimizers given; pass the one that steps it too, "
+            "or freeze it with requires_grad_(False)"
+        )
 
 
 def validate_not_meta(weights: Iterable[Weight]) -> None:
-    """A weight without numbers has no norm."""
+    """A weight on the meta device has no norm."""
     for part in (part for weight in weights for part in weight.parts):
         if part.param.device.type == "meta":
             raise ValueError(f"{part.name}: its parameter is on the meta device; attach after materialising the model")
 
 
 def validate_not_attached_twice(weights: Iterable[Weight], taken: Iterable[Weight], who: str = "QuacK") -> None:
-    """Two that scale the same optimizer's step of one parameter would do it twice."""
-    others: dict[int, str] = {}
-    for other in taken:
-        for part in other.parts:
-            others.setdefault(id(part.param), part.name)
-    for weight in weights:
-        for part in weight.parts:
-            if id(part.param) in others:
-                raise ValueError(
-                    f"{part.name}: another {who} is attached to its parameter (as {others[id(part.param)]}); "
-                    "call remove() on that one first"
-                )
+    """No parameter may be on the paths of two QuacKs on one optimizer: its step would be scaled twice."""
+    others = {id(part.param): part.name for weight in reversed(list(taken)) for part in weight.parts}
+    for part in (part for weight in weights for part in weight.parts):
+        if id(part.param) in others:
+            raise ValueError(
+                f"{part.name}: another {who} is attached to its parameter (as {others[id(part.param)]}); "
+                "call remove() on that one first"
+            )
 
 
 def validate_norms(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) -> None:
-    """Norms must be finite, and sensitivities positive: Lemma 1 needs a lower bound on every norm."""
-    owner = {int(b): weight for weight, place in rule.blocks.flat_index.items() for b in place}
-    for broken in (~norms.isfinite()).nonzero().flatten().tolist()[:1]:
-        _raise_not_finite(owner[broken], bool(norms[broken].isnan()))
-    rated = torch.tensor([owner[b].rated for b in range(len(norms))], device=norms.device)
-    useless = (rated & ~((sensitivity > 0) & sensitivity.isfinite())).nonzero().flatten().tolist()
-    if not adapt or not useless:
+    """Norms must be finite and sensitivities positive, since Lemma 1 needs a lower bound on every norm."""
+    weight_of = {int(b): weight for weight, index in rule.blocks.flat_index.items() for b in index}
+    for block in (~norms.isfinite()).nonzero().flatten().tolist()[:1]:
+        _raise_not_finite(weight_of[block], bool(norms[block].isnan()))
+    rated = torch.tensor([weight_of[b].rated for b in range(len(norms))], device=norms.device)
+    invalid = (rated & ~((sensitivity > 0) & sensitivity.isfinite())).nonzero().flatten().tolist()
+    if not adapt or not invalid:
         return
-    name = owner[useless[0]].name
-    partners = {b for others in rule.partners for b in others[rule.block == useless[0]].tolist()}
-    zeros = sorted({owner[b].name for b in partners if b in owner and norms[b] == 0})
+    name = weight_of[invalid[0]].name
+    partners = {b for others in rule.partners for b in others[rule.block == invalid[0]].tolist()}
+    zeros = sorted({weight_of[b].name for b in partners if b in weight_of and norms[b] == 0})
     if not zeros:
-        where = "below" if sensitivity[useless[0]] == 0 else "above"
+        where = "below" if sensitivity[invalid[0]] == 0 else "above"
         raise ValueError(
             f"{name}: the product of its partners' norms is {where} what float32 can hold; scale the weights, and the "
             "logits in turn"
@@ -102,9 +98,9 @@ def validate_norms(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) 
 
 
 def _raise_not_finite(weight: Weight, is_nan: bool) -> None:
-    """A norm is not finite: because its entries are not, or because they are too large.
+    """Raise the error for a norm that is not finite, because entries are not finite or because they are too large.
 
-    Of a sharded weight only the norm is known to all processes, and all must say the same.
+    For a sharded weight the norm alone decides: all processes know it, and all must raise the same error.
     """
     entries = [local_tensor(part.param) for part in weight.parts]
     sharded = any(is_sharded(part.param) for part in weight.parts)

@@ -1,14 +1,14 @@
 """A weight: some rows of a parameter, and for each row the block it belongs to.
 
-A block is what one head reads. One index vector a parameter describes every layout there is, because it says of
-each row only whose it is:
+A block is the rows that one head (or a group of heads) reads. One index vector for each parameter describes every
+layout, because it gives the block of each row:
 
     separate     q: 0 0 1 1 2 2                     one parameter a weight
     fused        q: 0 0 1 1 . . . . . . . .         [q|k|v]; k: . . . . 0 0 1 1 . . . .
     per head     q: 0 0 . . . . 1 1 . . . .         [h, 3, d]
     gated        q: 0 0 . . 1 1 . .                 rows of a head are [q, gate]
 
-(a dot is -1: the row is not part of the weight). `packed` writes these vectors for the layouts people use.
+(a dot is -1: the row is not part of the weight). `packed` makes these vectors for the common layouts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ from quacklr.core.local import is_sharded, local_indices, local_tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)  # a weight equals itself only, so it can key a dict
+@dataclass(frozen=True, slots=True, eq=False, repr=False)  # equal only to itself, so it can be the key of a dict
 class Weight:
     """Some rows of a parameter, and the block each belongs to.
 
-    Rows lie along `dim` of `param`; everything else of a row is flattened. `dim=(0, 1)` are the rows of matrices that
-    are stacked in one parameter, first to last. `block_of_row` is (rows,) long, -1 for rows that are not part of the
-    weight. A `bias` belongs to its rows' blocks: it counts in their norms and gets their
-    rates, as one more column, [W b] [x; 1]. It is a tensor with an entry for each row of `param`, or, if it is laid out
-    in another way, a weight with as many rows in each block. A weight that is not `rated` counts in its partners'
-    rates and has none itself.
+    Args:
+        name: the module's name and the role, such as "layers.0.attn.q".
+        param: the parameter.
+        block_of_row: (rows,) long; -1 for rows that are not part of the weight.
+        dim: the dimension of `param` along which the rows are; the other dimensions are flattened to columns. (0, 1)
+            for the rows of matrices that are stacked in one parameter.
+        bias: counts in the norms of its rows' blocks and gets their rates, as one more column, [W b] [x; 1]. A tensor
+            with an entry for each row of `param`; or, if its layout is different, a Weight with as many rows in each
+            block.
+        rated: False for a weight that has no rate itself, but counts in its partners' rates.
     """
 
     name: str
@@ -46,9 +50,9 @@ class Weight:
     rated: bool = True
 
     def __post_init__(self) -> None:
-        self._refuse_param(self.param)
-        object.__setattr__(self, "dim", self._checked_dim())
-        object.__setattr__(self, "block_of_row", self._checked(self.block_of_row))
+        self._validate_param(self.param)
+        object.__setattr__(self, "dim", self._valid_dim())
+        object.__setattr__(self, "block_of_row", self._valid_block_of_row())
         if self.bias is None:
             return
         name, bias = f"{self.name}.bias", self.bias
@@ -57,7 +61,7 @@ class Weight:
             raise ValueError(f"{self.name}: its bias must have as many rows in each block as its parameter")
         object.__setattr__(self, "bias", bias)
 
-    def _refuse_param(self, param: object) -> None:
+    def _validate_param(self, param: object) -> None:
         if not isinstance(param, Tensor):
             raise ValueError(f"{self.name}: its parameter is a {type(param).__name__}, not a tensor")
         if param.dtype not in DTYPES:
@@ -68,18 +72,19 @@ class Weight:
         if param.numel() == 0:
             raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(param.shape)}")
 
-    def _checked_dim(self) -> int | tuple[int, ...]:
+    def _valid_dim(self) -> int | tuple[int, ...]:
         shape = tuple(self.param.shape)
         if isinstance(self.dim, tuple):
             if self.dim != tuple(range(len(shape)))[: len(self.dim)] or len(self.dim) < 2:
                 raise ValueError(f"{self.name}: dim={self.dim}; several dimensions are the first ones: (0, 1)")
-            self._refuse_strided(self.param)
-        elif not -len(shape) <= self.dim < len(shape):
+            self._validate_contiguous(self.param)
+            return self.dim
+        if not -len(shape) <= self.dim < len(shape):
             raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {shape}")
-        return self.dim if isinstance(self.dim, tuple) else self.dim % len(shape)
+        return self.dim % len(shape)
 
-    def _refuse_strided(self, param: Tensor) -> None:
-        """Of a tensor that is not contiguous `flatten` makes a copy, and what is written to a copy is lost."""
+    def _validate_contiguous(self, param: Tensor) -> None:
+        """`flatten` of a tensor that is not contiguous makes a copy, and writing to a copy would have no effect."""
         if not param.is_contiguous():
             raise ValueError(f"{self.name}: dim={self.dim}, but its parameter is not contiguous")
 
@@ -89,41 +94,41 @@ class Weight:
 
     @property
     def rows_are_first(self) -> bool:
-        """Whether a row's entries lie together in memory."""
+        """Whether the entries of a row are together in memory."""
         return isinstance(self.dim, tuple) or self.dim == 0
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dimensions along which rows lie."""
+        """The dimensions of the parameter along which the rows are."""
         return self.dim if isinstance(self.dim, tuple) else (self.dim,)
 
     def rows_first(self) -> Tensor:
-        """What is here of the parameter, without gradients: a view of it with its rows along the first dimension."""
+        """The local shard of the parameter, detached: a view with the rows along the first dimension."""
         param = local_tensor(self.param)
         if not isinstance(self.dim, tuple):
             return param.movedim(self.dim, 0)
-        self._refuse_strided(param)
+        self._validate_contiguous(param)
         return param.flatten(0, len(self.dim) - 1)
 
     def local_rows(self) -> Tensor:
-        """Which of its rows these are; all of them, unless the parameter is sharded."""
-        return _grid(self.param, self.dims)
+        """Global row indices of the local shard; all rows, unless the parameter is sharded."""
+        return _flat_indices(self.param, self.dims)
 
     def local_blocks(self) -> Tensor:
-        """The block that each of them belongs to."""
+        """The block of each local row."""
         return self.block_of_row[self.local_rows()] if is_sharded(self.param) else self.block_of_row
 
     def local_columns(self) -> Tensor:
-        """Which entries of a row they have."""
-        return _grid(self.param, tuple(d for d in range(self.param.ndim) if d not in self.dims))
+        """Global column indices of the local shard."""
+        return _flat_indices(self.param, tuple(d for d in range(self.param.ndim) if d not in self.dims))
 
     def spread(self, of_row: Tensor) -> Tensor:
-        """One number a row, in a shape that broadcasts to the parameter."""
+        """Reshape a vector of one number for each row, so that it broadcasts to the parameter."""
         return of_row.view([size if d in self.dims else 1 for d, size in enumerate(self.param.shape)])
 
-    def _checked(self, given: object) -> Tensor:
+    def _valid_block_of_row(self) -> Tensor:
         rows = math.prod(self.param.shape[dim] for dim in self.dims)
-        block_of_row = whole_numbers(given)
+        block_of_row = whole_numbers(self.block_of_row)
         if block_of_row is None:
             raise ValueError(f"{self.name}: block_of_row must hold whole numbers, one for each row")
         if block_of_row.shape != (rows,):
@@ -141,32 +146,32 @@ class Weight:
 
     @property
     def rows_of_block(self) -> Tensor:
-        """(blocks,): how many rows each block has."""
+        """(blocks,): the number of rows in each block."""
         return torch.bincount(self.block_of_row[self.block_of_row >= 0])
 
     @property
     def blocks(self) -> int:
-        """How many blocks (heads, or groups of heads) the weight has."""
+        """The number of blocks: heads, or groups of heads."""
         return int(self.block_of_row.max()) + 1
 
     @property
     def columns(self) -> int:
-        """Entries of a row, the bias not among them."""
+        """The number of entries in a row, without the bias."""
         return self.param.numel() // len(self.block_of_row)
 
     @property
     def parts(self) -> tuple[Weight, ...]:
-        """The weight itself, and its bias if it has one."""
+        """The weight itself, and its bias as a weight if it has one."""
         return (self, self.bias) if isinstance(self.bias, Weight) else (self,)
 
     @property
     def trains(self) -> bool:
-        """Whether it gets a rate: neither frozen, nor one that only counts."""
+        """Whether it has a rate: it is `rated`, and not frozen."""
         return self.rated and any(part.param.requires_grad for part in self.parts)
 
 
 def whole_numbers(given: object) -> Tensor | None:
-    """Given numbers as a long tensor on the CPU; None if they are not all whole numbers."""
+    """Numbers as a long tensor on the CPU; None if they are not all whole numbers."""
     try:
         numbers = torch.as_tensor(given, device="cpu")
     except (TypeError, ValueError, RuntimeError):
@@ -175,12 +180,12 @@ def whole_numbers(given: object) -> Tensor | None:
     return None if inexact else numbers.to(torch.long)
 
 
-def _grid(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The entries along some dimensions that are here, numbered as if these dimensions were flattened."""
-    number = torch.zeros(1, dtype=torch.long, device="cpu")
+def _flat_indices(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Global indices of the local shard along some dimensions, as if these dimensions were flattened."""
+    index = torch.zeros(1, dtype=torch.long, device="cpu")
     for dim in dims:
-        number = (number.unsqueeze(1) * tensor.shape[dim] + local_indices(tensor, dim)).flatten()
-    return number
+        index = (index.unsqueeze(1) * tensor.shape[dim] + local_indices(tensor, dim)).flatten()
+    return index
 
 
 Segment = tuple[str | None, int, int]
@@ -189,10 +194,10 @@ Segment = tuple[str | None, int, int]
 def packed(
     source: nn.Module | Tensor, *segments: Segment, repeat: int = 1, dim: int = 0, bias: Tensor | None = None
 ) -> list[Weight]:
-    """The named weights of a parameter whose rows are `segments` in order, the whole `repeat` times over.
+    """The named weights of a parameter whose rows are `segments` in order, repeated `repeat` times.
 
-    A segment is (name, blocks, rows of a block); rows of a segment named None belong to nothing. `source` is a
-    parameter, or a module with a `weight` and perhaps a `bias`.
+    A segment is (name, blocks, rows of a block); rows of a segment with the name None are part of no weight. `source`
+    is a parameter, or a module with a `weight` and perhaps a `bias`.
 
         q,     = packed(q_proj, ("q", heads, d))                                         separate
         q, k   = packed(qkv, ("q", heads, d), ("k", groups, d), (None, groups, d))       [q|k|v]
@@ -216,10 +221,10 @@ def packed(
     weights, start = [], 0
     for name, blocks, size in segments:
         if name is not None:
-            owner = torch.full((repeat, period), -1, device="cpu")
+            block_of_row = torch.full((repeat, period), -1, device="cpu")
             block = torch.arange(repeat * blocks, device="cpu").view(repeat, blocks)
-            owner[:, start : start + blocks * size] = block.repeat_interleave(size, dim=1)
-            weights.append(Weight(name, param, owner.flatten(), dim, bias))
+            block_of_row[:, start : start + blocks * size] = block.repeat_interleave(size, dim=1)
+            weights.append(Weight(name, param, block_of_row.flatten(), dim, bias))
         start += blocks * size
     return weights
 
@@ -238,14 +243,14 @@ def _weight_of(module: nn.Module, names: str) -> Tensor:
 
 
 def distinct(weights: Iterable[Weight]) -> dict[Weight, Weight]:
-    """For each weight the first one that is the same rows of the same parameter: itself, unless layers are tied.
+    """Map each weight to the first one with the same rows of the same parameter: to itself, unless layers are tied.
 
-    Refuses two weights that share a name, and two that claim the same row with different blocks: a row has one rate.
+    Raises ValueError if two different weights have the same name, or have a row in common: a row has one rate.
     """
     canonical: dict[Weight, Weight] = {}
     by_rows: dict[object, Weight] = {}
     by_name: dict[str, Weight] = {}
-    owners: dict[int, list[Weight]] = {}
+    by_param: dict[int, list[Weight]] = {}
     for weight in dict.fromkeys(weights):
         key = tuple((id(part.param), part.dim, tuple(part.block_of_row.tolist())) for part in weight.parts)
         canonical[weight] = by_rows.setdefault(key, weight)
@@ -254,8 +259,8 @@ def distinct(weights: Iterable[Weight]) -> dict[Weight, Weight]:
         if by_name.setdefault(weight.name, weight) is not weight:
             raise ValueError(f"{weight.name}: two different weights have this name; name each after its module")
         for part in weight.parts:
-            for other in owners.setdefault(id(part.param), []):
+            for other in by_param.setdefault(id(part.param), []):
                 if other.dim != part.dim or ((other.block_of_row >= 0) & (part.block_of_row >= 0)).any():
                     raise ValueError(f"{part.name} and {other.name} claim the same rows; declare them as one Weight")
-            owners[id(part.param)].append(part)
+            by_param[id(part.param)].append(part)
     return canonical

@@ -1,1 +1,1 @@
-"""Weights that several processes hold together, and the collectives that put their norms together."""
+"""Sharded and replicated models: norms of sharded weights, and the collectives that combine results over processes."""

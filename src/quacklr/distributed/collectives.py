@@ -1,4 +1,4 @@
-"""The processes that train one model together, each on data of its own: what they measure is put together."""
+"""Collectives over the processes that train one model together, each on its own data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Groups = Sequence[Any]
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several."""
+    """Whether torch.distributed is initialised with more than one process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -35,48 +35,50 @@ def groups_of(model: nn.Module) -> Groups:
 
 
 def all_reduce_max(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-    """The largest over all ranks, entry by entry."""
-    return _reduced(tensors, groups, dist.ReduceOp.MAX) if groups else list(tensors)
+    """The elementwise maximum over all ranks."""
+    return _all_reduce(tensors, groups, dist.ReduceOp.MAX)
 
 
 def all_reduce_sum(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-    """The sum over all ranks, entry by entry."""
-    return _reduced(tensors, groups, dist.ReduceOp.SUM) if groups else list(tensors)
+    """The elementwise sum over all ranks."""
+    return _all_reduce(tensors, groups, dist.ReduceOp.SUM)
 
 
 def all_reduce_sums(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
-    """Each added up over its groups: one collective for each group, however many tensors there are."""
-    found = list(tensors)
+    """The sum of each tensor over its own groups: one collective for each group, whatever the number of tensors."""
+    sums = list(tensors)
     for group in union(groups):
-        which = [i for i, each in enumerate(groups) if group in each]
-        for i, tensor in zip(which, all_reduce_sum([found[i] for i in which], [group]), strict=True):
-            found[i] = tensor
-    return found
+        members = [i for i, each in enumerate(groups) if group in each]
+        for i, tensor in zip(members, all_reduce_sum([sums[i] for i in members], [group]), strict=True):
+            sums[i] = tensor
+    return sums
 
 
 def union(groups: Iterable[Groups]) -> Groups:
-    """All of them, each once, in the order in which they first come, which is the same in every process."""
+    """All groups, each once, in the order of their first occurrence, which is the same in every process."""
     return list(dict.fromkeys(group for each in groups for group in each))
 
 
-def all_ranks_agree(words: Sequence[object], groups: Groups, device: torch.device) -> bool:
-    """Whether all ranks say the same. Ask before reducing what may differ in size."""
-    said = zlib.crc32(repr(words).encode())
-    most, least = all_reduce_max([torch.tensor([said, -said], device=device)], groups)[0].tolist()
-    return bool(most == said == -least)
+def all_ranks_agree(values: Sequence[object], groups: Groups, device: torch.device) -> bool:
+    """Whether all ranks have the same values. Call it before a reduction of tensors that may differ in size."""
+    checksum = zlib.crc32(repr(values).encode())
+    most, least = all_reduce_max([torch.tensor([checksum, -checksum], device=device)], groups)[0].tolist()
+    return bool(most == checksum == -least)
 
 
-def _reduced(tensors: Sequence[Tensor], groups: Groups, how: Any) -> list[Tensor]:
-    """All in one piece: a single collective for each group, however many layers there are."""
+def _all_reduce(tensors: Sequence[Tensor], groups: Groups, operation: Any) -> list[Tensor]:
+    """Reduce all tensors as one flat vector: a single collective for each group."""
+    if not groups:
+        return list(tensors)
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     for group in groups:
-        dist.all_reduce(flat, how, group=group)
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+        dist.all_reduce(flat, operation, group=group)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def fully_sharded(model: nn.Module) -> list[Any]:
-    """The modules that FSDP2 shards by themselves."""
+    """The modules to which FSDP2's `fully_shard` was applied."""
     if not is_distributed():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -85,14 +87,14 @@ def fully_sharded(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 keep shards of its parameters only, as an optimizer sees them."""
+    """Free the unsharded parameters of FSDP2: the model's parameters are then those of its optimizer."""
     for module in fully_sharded(model):
         module.reshard()
 
 
 @contextmanager
 def resharded(model: nn.Module) -> Iterator[None]:
-    """Afterwards FSDP2 has only shards of its parameters: without a backward it would keep what a step makes stale."""
+    """Reshard on exit: without a backward pass FSDP2 would keep unsharded parameters, stale after a step."""
     try:
         yield
     finally:
@@ -101,7 +103,7 @@ def resharded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Every parameter that FSDP2 shards whole in every process, to be read."""
+    """All parameters that FSDP2 shards are unsharded in every process, for reading."""
     with resharded(model):
         for module in fully_sharded(model):
             module.unshard()

@@ -1,10 +1,10 @@
-"""Norms of blocks that several processes hold together: each adds up what it has, and an all-reduce does the rest.
+"""Norms of sharded blocks: each process computes a sum over its local shard, and an all-reduce adds the sums.
 
-    frobenius   the squares of what is here, by block: a number a block is sent
-    spectral    W'W V of the rows that are here: 8 C numbers a block are sent (power.py)
+    frobenius   sum of squares: one number for each block is sent
+    spectral    W'W V of the local rows: 8 C numbers for each block are sent (sharded_spectral.py)
 
-One all-reduce for each dimension of the mesh along which something is cut, whatever the number of layers. What comes
-out is the same in all processes, so rates are, and each moves its own rows by them.
+There is one all-reduce for each dimension of the mesh over which a weight is sharded, whatever the number of layers.
+The norms, and so the rates, are the same in all processes, and each process scales the step of its local rows.
 
 Shapes: B blocks, R rows, C columns.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quacklr.core.blocks import BlockGroup, Blocks, Copies, Memory, Piece
+from quacklr.core.blocks import BlockGroup, Blocks, Copies, LocalBlocks, Memory, by_size
 from quacklr.core.local import is_partial, is_sharded, shard_specs
 from quacklr.core.norms import Norm, frobenius, spectral
 from quacklr.core.path import LogitPath
@@ -29,143 +29,128 @@ from quacklr.distributed.sharded_spectral import Placement, Placements, spectral
 
 
 def blocks_of(weights: Sequence[Weight]) -> Blocks:
-    """The blocks of some weights, whether all of them is here or not."""
-    if any(is_sharded(part.param) for weight in weights for part in weight.parts):
-        return ShardedBlocks(weights)
-    return Blocks(weights)
+    """The blocks of some weights, which may be sharded."""
+    sharded = any(is_sharded(part.param) for weight in weights for part in weight.parts)
+    return ShardedBlocks(weights) if sharded else Blocks(weights)
 
 
 def sensitivity(paths: Iterable[LogitPath], norm: Norm = frobenius) -> dict[Weight, Tensor]:
     """How far a unit change of each block can move a logit through one path: (blocks,) for each weight on the paths."""
     rule = Rule(paths, blocks_of)
-    _, norms, _ = rule.blocks.measure(norm, rule.blocks.nothing())
+    _, norms, _ = rule.blocks.measure(norm, rule.blocks.empty_memory())
     flat = rule.sensitivity(norms)
     return {weight: flat[rule.blocks.flat_index[first]] for weight, first in rule.canonical.items()}
 
 
-class RunShard(NamedTuple):
-    """Parts of a run that are cut alike: the weight and its bias, or one of the two."""
+class GroupShard(NamedTuple):
+    """The parameters of a block group that are sharded in the same way: the weight and its bias, or one of the two."""
 
-    run: int
+    group: int  # index of the block group
     parts: tuple[Weight, ...]
-    groups: Groups
-    columns: Tensor  # which entries of [W b] are here
+    process_groups: Groups
+    columns: Tensor  # indices of the local columns of [W b]
 
 
 class ShardedBlocks(Blocks):
-    """All blocks of some weights, of which this process may have some rows and columns only."""
+    """All blocks of some weights, of which this process holds some rows and columns."""
 
     def __init__(self, weights: Iterable[Weight]) -> None:
         weights = list(weights)
         _validate_not_partial(weights)
         super().__init__(weights)
-        sizes = [len(self.runs[share.run].blocks) for share in self.shares]
-        places = [self.flat_index[run.weight][run.blocks] for run in (self.runs[share.run] for share in self.shares)]
-        slots = torch.arange(sum(sizes), device="cpu").split(sizes)
-        of_piece = [
-            slots[share][seat.blocks_B.cpu()] for share, seat in zip(self._share_of_piece, self._seats, strict=True)
-        ]
-        self._sizes, self._place_of_slot = sizes, torch.cat(places).to(self.device)
-        self._slot_of_norm = torch.cat([slots[0][:0], *of_piece]).to(self.device)
-        self._place_of_norm = self._place_of_slot[self._slot_of_norm]
+        indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
+        counted = [at.is_counted for at in self._placements for _ in at.blocks_B]
+        self._flat_of_local = torch.cat([torch.empty(0, dtype=torch.long, device="cpu"), *indices]).to(self.device)
+        self._not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
 
-    def _pieces(self) -> list[Piece]:
-        self.shares = [share for number, run in enumerate(self.runs) for share in shares_of(number, run)]
-        groups = [union(share.groups for share in self.shares if share.run == run) for run in range(len(self.runs))]
-        self._seats = Placements(self.runs, groups, [groups_of_columns(run.weight) for run in self.runs])
-        self._share_of_piece: list[int] = []
-        pieces = []
-        for number, (run, parts, mine, columns) in enumerate(self.shares):
-            weight, blocks = self.runs[run]
-            counts = all(dist.get_rank(group) == 0 for group in groups[run] if group not in mine)
-            for alike in alike_here(parts[0], blocks) if len(columns) else ():
-                piece = Piece(weight, alike, parts)
-                pieces.append(piece)
-                self._share_of_piece.append(number)
-                to, where = weight.param.device, torch.searchsorted(blocks, alike)
-                self._seats.append(Placement(run, where.to(to), rows_of(piece).to(to), columns.to(to), counts))
-        return pieces
+    def _local_blocks(self) -> list[LocalBlocks]:
+        """One for each shard of a block group and number of local rows; and their placements."""
+        shards = [shard for number, group in enumerate(self.groups) for shard in shards_of(number, group)]
+        process_groups = [union(s.process_groups for s in shards if s.group == i) for i in range(len(self.groups))]
+        self._placements = Placements(self.groups, process_groups, [column_groups(g.weight) for g in self.groups])
+        local = []
+        for group, parts, own_groups, columns in shards:
+            weight, blocks = self.groups[group]
+            counted = all(dist.get_rank(other) == 0 for other in process_groups[group] if other not in own_groups)
+            block_of_row, device = parts[0].local_blocks(), weight.param.device
+            sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
+            for same_size in by_size(blocks, sizes) if len(columns) else ():
+                local.append(LocalBlocks(weight, same_size, parts))
+                position, rows = torch.searchsorted(blocks, same_size), rows_in_blocks(local[-1])
+                at = Placement(group, position.to(device), rows.to(device), columns.to(device), counted)
+                self._placements.append(at)
+        return local
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """What a flat vector has for each block of a piece, as (B, 1, 1)."""
-        return flat[self._place_of_norm].view(-1, 1, 1).split([len(piece.blocks) for piece in self.pieces])
+        """A flat vector as (B, 1, 1) tensors, one for each of `local`."""
+        return flat[self._flat_of_local].view(-1, 1, 1).split([len(each.blocks) for each in self.local])
 
     def measure(self, norm: Norm, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
-        """A copy of every piece, the norms of all blocks, and what the norm remembers. Every process must call it."""
-        copies = [piece.copy() for piece in self.pieces]
+        """Copies of the local rows, the norms of all blocks, and the norm's memory. A collective call."""
+        copies = [each.copy() for each in self.local]
         if norm is frobenius:
             return list(copies), [self._frobenius(copies)], memory
         if norm is spectral:
             known = [last for last in memory if last is not None]
-            norms, bases = spectral_norms(self._seats, copies, known if len(known) == len(memory) else [])
+            norms, bases = spectral_norms(self._placements, copies, known if len(known) == len(memory) else [])
             return list(copies), [norms_B.to(self.device, torch.float32) for norms_B in norms], list(bases)
         name = getattr(norm, "__name__", norm)
         raise ValueError(
-            f"{self.runs[0].weight.name}: its parameter is sharded, and the norm {name} needs whole blocks; use "
+            f"{self.groups[0].weight.name}: its parameter is sharded, and the norm {name} needs whole blocks; use "
             "quacklr.frobenius or quacklr.spectral"
         )
 
     def _frobenius(self, copies: list[Tensor]) -> Tensor:
-        zeros = torch.zeros(len(self._place_of_slot), device=self.device, dtype=torch.float32)
-        here = torch.cat([zeros[:0], *(frobenius(copy_BRC)[0].to(zeros) for copy_BRC in copies)])
-        squares = zeros.index_add(0, self._slot_of_norm, here.square_())
-        whole = torch.cat(all_reduce_sums(squares.split(self._sizes), [share.groups for share in self.shares]))
-        return zeros[: self.total].index_add(0, self._place_of_slot, whole).sqrt_()
+        zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
+        norms = torch.cat([zeros[:0], *(frobenius(copy_BRC)[0].to(zeros) for copy_BRC in copies)])
+        squares = zeros.index_add(0, self._flat_of_local, norms.square_().masked_fill_(self._not_counted, 0))
+        by_group = squares.split([len(group.blocks) for group in self.groups])
+        return torch.cat(all_reduce_sums(by_group, self._placements.process_groups)).sqrt_()
 
 
-def shares_of(number: int, run: BlockGroup) -> Iterator[RunShard]:
-    """The weight and its bias together if they are cut alike, otherwise one by one."""
-    parts = run.weight.parts
+def shards_of(number: int, group: BlockGroup) -> Iterator[GroupShard]:
+    """One for the weight and its bias if both are sharded in the same way, otherwise one for each of the two."""
+    parts = group.weight.parts
     starts = [sum(part.columns for part in parts[:i]) for i in range(len(parts))]
     columns = [start + part.local_columns() for start, part in zip(starts, parts, strict=True)]
-    groups = [tuple(cut.group for cut in shard_specs(part.param)) for part in parts]
-    if are_alike(parts):
-        yield RunShard(number, parts, groups[0], torch.cat(columns))
+    process_groups = [tuple(spec.group for spec in shard_specs(part.param)) for part in parts]
+    if are_sharded_alike(parts):
+        yield GroupShard(number, parts, process_groups[0], torch.cat(columns))
     else:
-        yield from (RunShard(number, (part,), g, c) for part, g, c in zip(parts, groups, columns, strict=True))
+        for part, part_groups, part_columns in zip(parts, process_groups, columns, strict=True):
+            yield GroupShard(number, (part,), part_groups, part_columns)
 
 
-def are_alike(parts: Sequence[Weight]) -> bool:
-    """Whether every process has the same rows of all of them; by how they are cut, so that all say the same."""
+def are_sharded_alike(parts: Sequence[Weight]) -> bool:
+    """Whether every process has the same rows of all parts. Decided by placements, so it is the same everywhere."""
     if not any(shard_specs(part.param) for part in parts) or len(parts) == 1:
         return True
-    first, rest = parts[0], parts[1:]
-    lie = [[(cut.group, part.dims == (cut.dim,), cut.factor) for cut in shard_specs(part.param)] for part in parts]
-    same_rows = all(torch.equal(part.block_of_row, first.block_of_row) for part in rest)
-    return same_rows and all(each == lie[0] for each in lie) and all(by_row for _, by_row, _ in lie[0])
+    first, *others = ([(s.group, part.dims == (s.dim,), s.factor) for s in shard_specs(part.param)] for part in parts)
+    same_rows = all(torch.equal(part.block_of_row, parts[0].block_of_row) for part in parts[1:])
+    return same_rows and all(each == first for each in others) and all(by_row for _, by_row, _ in first)
 
 
-def groups_of_columns(weight: Weight) -> Groups:
-    """The groups that have parts of rows, or rows and their biases apart; none if every process has whole rows."""
-    apart = not are_alike(weight.parts)
-    return union(
-        [[cut.group] for part in weight.parts for cut in shard_specs(part.param) if apart or cut.dim not in part.dims]
-    )
+def column_groups(weight: Weight) -> Groups:
+    """The process groups over which single rows are sharded, or separated from their biases."""
+    alike = are_sharded_alike(weight.parts)
+    specs = [(part, spec) for part in weight.parts for spec in shard_specs(part.param)]
+    return union([spec.group] for part, spec in specs if not alike or spec.dim not in part.dims)
 
 
-def alike_here(part: Weight, blocks: Tensor) -> Iterator[Tensor]:
-    """Of these blocks those that have a row here, by how many they have."""
-    block_of_row = part.local_blocks()
-    sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=part.blocks)[blocks]
-    for size in sorted(set(sizes.tolist()) - {0}):
-        yield blocks[sizes == size]
-
-
-def rows_of(piece: Piece) -> Tensor:
-    """(B, R): which rows of its blocks a piece has."""
-    part = piece.columns[0].weight
-    row_of_block = torch.empty(len(part.block_of_row), dtype=torch.long, device="cpu")
+def rows_in_blocks(local: LocalBlocks) -> Tensor:
+    """(B, R): each local row's index within its block."""
+    part = local.parts[0].weight
+    row_in_block = torch.empty(len(part.block_of_row), dtype=torch.long, device="cpu")
     for block in range(part.blocks):
         rows = (part.block_of_row == block).nonzero().squeeze(1)
-        row_of_block[rows] = torch.arange(len(rows), device="cpu")
-    return row_of_block[part.local_rows()][piece.columns[0].index.cpu()]
+        row_in_block[rows] = torch.arange(len(rows), device="cpu")
+    return row_in_block[part.local_rows()][local.parts[0].index.cpu()]
 
 
 def _validate_not_partial(weights: Iterable[Weight]) -> None:
-    for weight in weights:
-        for part in weight.parts:
-            if is_partial(part.param):
-                raise ValueError(
-                    f"{part.name}: its parameter is a sum that has not been added up over its processes (a Partial "
-                    "DTensor); redistribute it first"
-                )
+    for part in (part for weight in weights for part in weight.parts):
+        if is_partial(part.param):
+            raise ValueError(
+                f"{part.name}: its parameter is a sum that has not been added up over its processes (a Partial "
+                "DTensor); redistribute it first"
+            )

@@ -1,8 +1,8 @@
-"""Power iteration on blocks that several processes hold together: what quacklr.spectral does, in shards.
+"""The spectral norm of sharded blocks, by the same power iteration as quacklr.spectral.
 
-W'W V is a sum over rows, so each process multiplies with the rows it has, and one all-reduce adds up. Where it has
-parts of rows only, W V is a sum over columns, and has to be added up before: one more. The basis V is the same in all
-processes, and the norms come from V'W'W V, which needs no further word between them.
+W'W V is a sum over rows: each process multiplies its local rows, and one all-reduce adds the products. If rows are
+sharded along their columns, W V is a sum over columns and needs another all-reduce before. The basis V is the same in
+all processes, and the norms follow from V'W'W V without further communication.
 
 Shapes: B blocks, R rows, C columns (the bias is one of them), V vectors.
 """
@@ -21,72 +21,82 @@ from quacklr.distributed.collectives import Groups, all_reduce_sums
 
 
 class Placement(NamedTuple):
-    """Where the rows of a piece stand in the whole of their run."""
+    """The indices of local rows and columns in their block group."""
 
-    run: int
+    group: int  # index of the block group
     blocks_B: Tensor
     rows_BR: Tensor
     columns_C: Tensor
-    counts: bool  # of what several processes have, only one adds it to a sum over all of them
+    is_counted: bool  # of replicated entries, only one process adds its own to an all-reduced sum
 
 
 class Placements(list[Placement]):
-    """Of every piece where it stands; and of every run over which groups it is cut, and over which its rows are."""
+    """The placement of each of the local blocks; and for each block group the process groups it is sharded over.
 
-    def __init__(self, runs: Sequence[BlockGroup], groups: Sequence[Groups], of_columns: Sequence[Groups]) -> None:
+    `column_groups` are the process groups over which its columns are sharded.
+    """
+
+    def __init__(
+        self, groups: Sequence[BlockGroup], process_groups: Sequence[Groups], column_groups: Sequence[Groups]
+    ) -> None:
         super().__init__()
-        self.runs, self.groups, self.of_columns = runs, groups, of_columns
+        self.groups, self.process_groups, self.column_groups = groups, process_groups, column_groups
 
 
-def spectral_norms(seats: Placements, pieces: list[Tensor], bases: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The norms of each run's blocks, and the bases for the next step; without bases it starts as spectral does."""
-    pieces = [piece_BRC.to(precision(piece_BRC)) for piece_BRC in pieces]
-    bases = [basis_BCV.to(precision(run.weight.param)) for run, basis_BCV in zip(seats.runs, bases, strict=False)]
+def spectral_norms(
+    placements: Placements, local: list[Tensor], bases: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The norms of each group's blocks, and the bases for the next step; `bases` is empty on the first call.
+
+    `local` are the local rows, (B, R, C), of each placement.
+    """
+    local = [rows_BRC.to(precision(rows_BRC)) for rows_BRC in local]
+    bases = [basis_BCV.to(precision(g.weight.param)) for g, basis_BCV in zip(placements.groups, bases, strict=False)]
     if not bases:
-        bases = [_random_basis(run) for run in seats.runs]
+        bases = [_random_basis(group) for group in placements.groups]
         for _ in range(FIRST_ITERATIONS):
-            bases = [orthonormal(applied_BCV) for applied_BCV in _applied(seats, pieces, bases)]
-    applied = _applied(seats, pieces, bases)
-    grams = [basis_BCV.mT @ applied_BCV for basis_BCV, applied_BCV in zip(bases, applied, strict=True)]
-    return [largest_singular_value(gram_BVV) for gram_BVV in grams], [orthonormal(each) for each in applied]
+            bases = [orthonormal(product_BCV) for product_BCV in _products(placements, local, bases)]
+    products = _products(placements, local, bases)
+    grams = [basis_BCV.mT @ product_BCV for basis_BCV, product_BCV in zip(bases, products, strict=True)]
+    return [largest_singular_value(gram_BVV) for gram_BVV in grams], [orthonormal(each) for each in products]
 
 
-def _random_basis(run: BlockGroup) -> Tensor:
-    param = run.weight.param
-    columns = sum(part.columns for part in run.weight.parts)
-    return random_basis(*_size(run), columns).to(param.device, precision(param))
+def _random_basis(group: BlockGroup) -> Tensor:
+    param = group.weight.param
+    columns = sum(part.columns for part in group.weight.parts)
+    return random_basis(*_size(group), columns).to(param.device, precision(param))
 
 
-def _applied(seats: Placements, pieces: list[Tensor], bases: list[Tensor]) -> list[Tensor]:
-    """W'W V of each run."""
+def _products(placements: Placements, local: list[Tensor], bases: list[Tensor]) -> list[Tensor]:
+    """W'W V of each group."""
     images = [
-        piece_BRC @ bases[seat.run][seat.blocks_B][:, seat.columns_C]
-        for seat, piece_BRC in zip(seats, pieces, strict=True)
+        rows_BRC @ bases[at.group][at.blocks_B][:, at.columns_C] for at, rows_BRC in zip(placements, local, strict=True)
     ]
-    if any(seats.of_columns):
-        images = _reduce_columns(seats, images, bases)
-    applied = [torch.zeros_like(basis_BCV) for basis_BCV in bases]
-    for seat, piece_BRC, image_BRV in zip(seats, pieces, images, strict=True):
-        at = seat.blocks_B[:, None], seat.columns_C[None, :]
-        if seat.counts:
-            applied[seat.run].index_put_(at, piece_BRC.mT @ image_BRV, accumulate=True)
-    return all_reduce_sums(applied, seats.groups)
+    if any(placements.column_groups):
+        images = _reduce_columns(placements, images, bases)
+    products = [torch.zeros_like(basis_BCV) for basis_BCV in bases]
+    for at, rows_BRC, image_BRV in zip(placements, local, images, strict=True):
+        if at.is_counted:
+            index = at.blocks_B[:, None], at.columns_C[None, :]
+            products[at.group].index_put_(index, rows_BRC.mT @ image_BRV, accumulate=True)
+    return all_reduce_sums(products, placements.process_groups)
 
 
-def _reduce_columns(seats: Placements, images: list[Tensor], bases: list[Tensor]) -> list[Tensor]:
-    """W V of the rows that are here, with what others have of them."""
-    torn = [run for run, groups in enumerate(seats.of_columns) if groups]
-    whole = {run: bases[run].new_zeros(*_size(seats.runs[run]), bases[run].shape[2]) for run in torn}
-    for seat, image_BRV in zip(seats, images, strict=True):
-        if seat.run in whole and seat.counts:
-            whole[seat.run].index_put_((seat.blocks_B[:, None], seat.rows_BR), image_BRV, accumulate=True)
-    whole = dict(zip(torn, all_reduce_sums(list(whole.values()), [seats.of_columns[run] for run in torn]), strict=True))
+def _reduce_columns(placements: Placements, images: list[Tensor], bases: list[Tensor]) -> list[Tensor]:
+    """W V of the local rows, summed over the process groups that hold their other columns."""
+    split = [i for i, process_groups in enumerate(placements.column_groups) if process_groups]
+    sums = {i: bases[i].new_zeros(*_size(placements.groups[i]), bases[i].shape[2]) for i in split}
+    for at, image_BRV in zip(placements, images, strict=True):
+        if at.group in sums and at.is_counted:
+            sums[at.group].index_put_((at.blocks_B[:, None], at.rows_BR), image_BRV, accumulate=True)
+    reduced = all_reduce_sums(list(sums.values()), [placements.column_groups[i] for i in split])
+    sums = dict(zip(split, reduced, strict=True))
     return [
-        whole[seat.run][seat.blocks_B[:, None], seat.rows_BR] if seat.run in whole else image_BRV
-        for seat, image_BRV in zip(seats, images, strict=True)
+        sums[at.group][at.blocks_B[:, None], at.rows_BR] if at.group in sums else image_BRV
+        for at, image_BRV in zip(placements, images, strict=True)
     ]
 
 
-def _size(run: BlockGroup) -> tuple[int, int]:
-    """Blocks, and rows of each."""
-    return len(run.blocks), int(run.weight.rows_of_block[run.blocks[0]])
+def _size(group: BlockGroup) -> tuple[int, int]:
+    """The number of blocks, and of rows in each."""
+    return len(group.blocks), int(group.weight.rows_of_block[group.blocks[0]])

@@ -1,4 +1,4 @@
-"""Ways of sharding that QuacK, the monitor and the clip cannot work with: errors that name the way out."""
+"""Errors for models that are sharded in ways which QuacK, the monitor or the clip do not support."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quacklr.distributed.collectives import fully_sharded
 
 
 def validate_not_fsdp1(model: nn.Module) -> None:
-    """FSDP1 flattens parameters, so that nobody can say whose rows they are."""
+    """FSDP1 flattens parameters, so that the rows of a head cannot be identified."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
             "the model is wrapped in FullyShardedDataParallel (FSDP1), which flattens its parameters; use fully_shard "
@@ -18,10 +18,10 @@ def validate_not_fsdp1(model: nn.Module) -> None:
 
 
 def validate_no_tensor_parallel(model: nn.Module, who: str) -> None:
-    """Each process of a tensor-parallel model attends with other heads; those of FSDP2 all with all of them."""
+    """Under tensor parallelism each process computes only some heads; under FSDP2 every process computes all heads."""
     by_data = {id(param) for module in fully_sharded(model) for param in module.parameters()}
     for name, param in model.named_parameters():
-        if any(size > 1 for size in shard_counts(param)[id(param) in by_data :]):  # FSDP2's is the first of its cuts
+        if any(size > 1 for size in shard_counts(param)[id(param) in by_data :]):  # the first is FSDP2's
             raise ValueError(
                 f"{name}: its parameter is cut by tensor parallelism, so no process has all heads, and {who} needs "
                 "them; use DistributedDataParallel or FSDP2"
@@ -29,7 +29,7 @@ def validate_no_tensor_parallel(model: nn.Module, who: str) -> None:
 
 
 def validate_not_sharded(model: nn.Module, who: str, instead: str) -> None:
-    """For what needs a whole model in one process."""
+    """For a function that needs the whole model in one process."""
     for name, param in model.named_parameters():
         if is_sharded(param):
             raise ValueError(f"{name}: its parameter is sharded, and {who} needs the whole model; {instead}")

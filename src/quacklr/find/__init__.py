@@ -1,4 +1,4 @@
-"""A model's attention, as paths: `logit_paths` finds them, and says what it left alone and why."""
+"""Finds the attention modules of a model, and the paths of their logits: `logit_paths`."""
 
 from quacklr.find.discover import logit_paths
 

@@ -1,21 +1,21 @@
-"""Walk over a model's modules and collect the paths of each attention, named after its module.
+"""Collects the paths of every attention of a model, with weights named after its module.
 
-What a module declares is believed; then come the rules; with a batch, what they say is held against what was measured,
-and what no rule knows is taken from there.
+Paths come from the module's own declaration, or else from a rule. With a batch, rules are compared with a measurement,
+and attention that no rule knows is measured.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from quacklr.core.path import LogitPath, as_paths
-from quacklr.find.compare import differences
-from quacklr.find.finding import DECLARED, MEASURED, VERIFIED, Finding
+from quacklr.find.compare import differences, wrong_rule
+from quacklr.find.finding import DECLARED, MEASURED, VERIFIED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.rules import by_rule
 from quacklr.util.modules import evaluating, named_modules
@@ -27,22 +27,27 @@ UNSEEN = (
 )
 NOT_SEEN = "not recognised, and not seen to attend in a forward of the sample"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
+TAKE_MEASURED = (
+    "to use what was measured, call logit_paths(model, batch, rules=False); a method logit_paths() of the module would "
+    "be believed"
+)
 
 
 class LogitPaths(list[LogitPath]):
-    """Paths, those of each attention module under its name; and what has none and why.
+    """The paths of a model.
 
-    `found` is what is known of each attention, by module name.
+    `by_module` has the paths of each attention, `found` the finding for each attention, and `left_alone` the reason for
+    each attention or weight that has no path; all by module name.
     """
 
     def __init__(self, found: Mapping[str, Finding]) -> None:
-        self.by_module = {name: _named(finding.paths, name) for name, finding in found.items() if finding.paths}
+        self.by_module = {name: _renamed(finding.paths, name) for name, finding in found.items() if finding.paths}
         super().__init__(path for paths in self.by_module.values() for path in paths)
         self.left_alone, self.found = _left_alone(found), dict(found)
 
 
 def by_module(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
-    """The paths of each attention module: as they were found, or else as their weights are named, `<module>.<role>`."""
+    """The paths of each attention module, as they were found, or by the names of their weights, `<module>.<role>`."""
     if isinstance(paths, LogitPaths):
         return paths.by_module
     found: dict[str, list[LogitPath]] = {}
@@ -52,13 +57,13 @@ def by_module(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
 
 
 def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> LogitPaths:
-    """The paths of every attention of the model, their weights named `<module>.<role>`.
+    """The paths of every attention of the model, with weights named `<module>.<role>`.
 
-    A module with a method `logit_paths()` is believed, and not searched further; others are read by rules. With a
-    `sample`, a batch that the model takes (a tensor, a tuple, or a dict), attention is measured too, in one forward
-    that leaves the model as it was: what no rule knows is found, and where a rule is wrong, that is a ValueError that
-    shows both. With `rules=False` what was measured is taken, and no rule is asked. A model with nothing to control is
-    a ValueError.
+    Where a module has a method `logit_paths()`, its result is used, and the module is not searched further. Rules read
+    the other modules. With a `sample`, a batch that the model takes (a tensor, a tuple, or a dict), attention is also
+    measured, in a forward pass that does not change the model. This finds attention that no rule knows. Raises
+    ValueError if the measurement contradicts a rule, or if the model has no path. With `rules=False`, the measurement
+    is used and rules are not.
     """
     if not rules and sample is None:
         raise ValueError(
@@ -82,15 +87,12 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
 
 
 def _nothing(found: Mapping[str, Finding], rules_only: bool) -> str:
-    """Why there is nothing to control, and what can be done about it, if anything can."""
+    """The message for a model without paths: the reasons, and what to do."""
     reasons = _reasons(_left_alone(found))
     if found and not any(finding.unknown or finding.declared for finding in found.values()):
         return f"nothing for QuacK to control in its {len(found)} attention layers{reasons}; train it without"
     measure = "pass a batch to measure it, logit_paths(model, batch), " if rules_only else ""
-    declare = (
-        "give its attention a method logit_paths(), or pass the paths themselves: "
-        "QuacK([LogitPath(...), ...], optimizer)"
-    )
+    declare = "give its attention a method logit_paths(), or pass paths: QuacK([LogitPath(...), ...], optimizer)"
     if not found:
         return (
             "no attention that QuacK can control: no module looks like softmax attention. A model may have none "
@@ -100,17 +102,14 @@ def _nothing(found: Mapping[str, Finding], rules_only: bool) -> str:
 
 
 def found_by_rule(model: nn.Module) -> dict[str, Finding]:
-    """What declarations and rules say of each attention, by module name, in the model's order."""
+    """The finding by declaration or rule for each attention, by module name, in the model's order."""
     found: dict[str, Finding] = {}
-    done: list[str] = []
-    with evaluating(model):  # some parametrised weights move on when they are read in training
+    with evaluating(model):  # some parametrised weights change when they are read in training mode
         for name, module in named_modules(model):
-            if any(name.startswith(outer) for outer in done):
-                continue
-            finding = _declared(module, name) or by_rule(module)
-            if finding is not None:
-                found[name] = finding
-                done.append(f"{name}." if name else "")
+            if not any(is_inside(name, outer) for outer in found):
+                finding = _declared(module, name) or by_rule(module)
+                if finding is not None:
+                    found[name] = finding
     return found
 
 
@@ -122,34 +121,26 @@ def _declared(module: Any, name: str) -> Finding | None:
 
 
 def _measured(model: nn.Module, sample: Any, found: dict[str, Finding]) -> dict[str, Finding]:
-    """Findings, completed by what was measured; a rule that it contradicts is an error."""
-    seen = measured_paths(model, sample)
-    if not seen:
+    """Findings, completed by a measurement. ValueError if it contradicts a rule."""
+    measured = measured_paths(model, sample)
+    if not measured:
         raise ValueError(f"{type(model).__name__}: {UNSEEN}")
-    believed = [name for name, finding in found.items() if finding.declared]
-    for name, finding in seen.items():
-        if any(name == outer or not outer or name.startswith(f"{outer}.") for outer in believed):
-            continue
+    modules = dict(named_modules(model))
+    declared = [name for name, finding in found.items() if finding.declared]
+    for name, finding in measured.items():
         ruled = found.get(name)
+        if any(is_inside(name, outer) for outer in declared):
+            continue
         if ruled is None or ruled.unknown or (finding.unknown and not finding.undecided):
             found[name] = replace(finding, origin=MEASURED)
-        elif finding.undecided:
-            continue
-        elif wrong := differences(ruled.paths, finding.paths, model):
-            raise ValueError(
-                f"{name or 'the model'}: the rule for {_class(model, name)} is wrong here; {wrong}; to use what was "
-                "measured, call logit_paths(model, batch, rules=False); a method logit_paths() of the module would be "
-                "believed"
-            )
-        else:
+        elif not finding.undecided:
+            if wrong := differences(ruled.paths, finding.paths, model):
+                raise wrong_rule(name, modules[name], wrong, TAKE_MEASURED)
             found[name] = replace(ruled, origin=VERIFIED)
-    found = {n: f if n in seen or not f.unknown else Finding(reason=NOT_SEEN, unknown=True) for n, f in found.items()}
-    order = [name for name, _ in named_modules(model)]
-    return dict(sorted(found.items(), key=lambda item: order.index(item[0])))
-
-
-def _class(model: nn.Module, name: str) -> str:
-    return type(dict(named_modules(model))[name]).__name__
+    for name, finding in found.items():
+        if finding.unknown and name not in measured:
+            found[name] = Finding(reason=NOT_SEEN, unknown=True)
+    return {name: found[name] for name in modules if name in found}
 
 
 def _left_alone(found: Mapping[str, Finding]) -> dict[str, str]:
@@ -162,17 +153,16 @@ def _left_alone(found: Mapping[str, Finding]) -> dict[str, str]:
 
 
 def _reasons(left_alone: dict[str, str]) -> str:
-    """Why, each reason once, with the first module that has it."""
+    """Each reason once, with the first module that has it."""
     first: dict[str, str] = {}
     for name, reason in left_alone.items():
         first.setdefault(reason, name)
     return "".join(f" ({name or 'the model'}: {reason})" for reason, name in first.items())
 
 
-def _named(paths: Iterable[LogitPath], module: str) -> list[LogitPath]:
-    """The same paths, each weight's name prefixed with its module's."""
-    paths = list(paths)
+def _renamed(paths: Sequence[LogitPath], module: str) -> list[LogitPath]:
+    """The same paths, with weights named `<module>.<role>`."""
     if not module:
-        return paths
+        return list(paths)
     weights = {weight: replace(weight, name=f"{module}.{weight.name}") for path in paths for weight in path.weights}
     return [replace(path, weights=tuple(weights[weight] for weight in path.weights)) for path in paths]

@@ -1,4 +1,4 @@
-"""What a rule says of a module."""
+"""The result of looking for the paths of one attention module."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from quacklr.core.path import LogitPath
 
+# reasons for having no path
 QK_NORM = "QK norm: its logit does not depend on the scale of its queries and keys"
 SCALE_FREE = "parametrised so that its logit does not depend on the scale of its weights"
 NO_SOFTMAX = "no softmax attention"
@@ -15,17 +16,17 @@ NOT_LINEAR = "comes before a norm, or something else that the logit is not linea
 NO_WEIGHTS = "its queries and keys are not made of weights of its own"
 LATENT_NORM = "cut off by the norm on the latent: the logit does not depend on its scale"
 
-
 # how an attention was found
 DECLARED, BY_RULE, VERIFIED, MEASURED, GIVEN = "declared", "by rule", "verified", "measured", "given"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The paths of an attention; or why it has none.
+    """The paths of an attention module, or the reason why it has none.
 
-    `cut`: weights by role that are on no path, and why. `unknown`: it may well have paths, but they are not known.
-    `undecided`: unknown because of the sample, so that it contradicts no other finding. `origin`: how it was found.
+    `cut` maps roles of weights that are on no path to the reason. `unknown`: the module may have paths, but they could
+    not be determined. `undecided`: unknown because of the sample, so it does not contradict another finding.
+    `origin` is how the attention was found.
     """
 
     paths: Sequence[LogitPath] = ()
@@ -37,10 +38,19 @@ class Finding:
 
     @property
     def declared(self) -> bool:
-        """Whether the module itself said it, by a method `logit_paths`."""
+        """Whether the paths come from the module's own method `logit_paths`."""
         return self.origin == DECLARED
 
 
+def is_inside(name: str, outer: str) -> bool:
+    """Whether the module with this name is the outer one or a part of it."""
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+class UnreadableError(ValueError):
+    """A rule recognises the module, but cannot determine its paths. The message is the reason."""
+
+
 def unknown(why: str = "") -> Finding:
-    """An attention that no rule can read, with what is known of why."""
+    """The finding for an attention that no rule can read, with the reason if there is one."""
     return Finding(reason=UNKNOWN.format(f" ({why})" if why else ""), unknown=True)

@@ -1,8 +1,8 @@
-"""A short slice of the first batch that a model runs, kept to verify its rules with.
+"""Keeps a small slice of the first batch that a model runs, to verify rules with.
 
-A pre-forward hook keeps the first examples of what the model is called with. A trainer may call a part of the model it
-was given (a LightningModule's `self.model`), so the modules around every attention have the hook, and the outermost
-one that is called keeps its arguments. Then the hooks of all modules inside of it are removed.
+A forward pre-hook keeps the first examples of the model's inputs. A trainer may call a part of the model that it was
+given (a LightningModule's `self.model`), so all modules around an attention have the hook. The outermost module that is
+called keeps its inputs, and the hooks of all modules inside it are removed.
 """
 
 from __future__ import annotations
@@ -15,98 +15,75 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from quacklr.find.finding import is_inside
 from quacklr.util.modules import Arguments, compiled_modules, named_modules
 
 EXAMPLES, TOKENS = 2, 8
-LONGEST = 512  # tokens of an example that is run whole, where a model does not run on a few of them
+LONGEST = 512  # tokens of an example that may be run whole, where a model does not run on a few of them
 
 
 class FirstBatch:
-    """While its hooks are on, keeps what the modules around some attentions are called with first."""
+    """The inputs of the first call of modules around some attentions, kept by hooks."""
 
     def __init__(self, model: nn.Module, attentions: Iterable[str]) -> None:
-        around = {part for name in attentions for part in _outer(name)}
+        attentions = list(attentions)
         self.calls: dict[str, tuple[Callable[[], nn.Module | None], Arguments]] = {}
         self._hooks: dict[str, list[RemovableHandle]] = {}
         for name, module in [*compiled_modules(model), *named_modules(model)]:
-            if name in around and not isinstance(module, torch.jit.ScriptModule):
+            is_around = any(is_inside(attention, name) for attention in attentions)
+            if is_around and not isinstance(module, torch.jit.ScriptModule):
                 hook = module.register_forward_pre_hook(Hook(self, name), with_kwargs=True)
                 self._hooks.setdefault(name, []).append(hook)
 
     def keep(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep the first examples of a call, and ask no more of what is inside the module."""
-        if name not in self._hooks:
-            return
-        self.calls[name] = ref(module), _examples(Arguments(args, dict(kwargs)))
-        for inside in [other for other in self._hooks if is_inside(other, name)]:
-            self._remove(inside)
+        """Keep the first examples of a call, and remove the hooks of the modules inside."""
+        if name in self._hooks:
+            self.calls[name] = ref(module), _examples(Arguments(args, dict(kwargs)))
+            self.remove(name)
 
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for name in list(self._hooks):
-            self._remove(name)
-
-    def _remove(self, name: str) -> None:
-        for hook in self._hooks.pop(name):
-            hook.remove()
+    def remove(self, outer: str = "") -> None:
+        """Remove the hooks of a module and of all modules inside it."""
+        for name in [name for name in self._hooks if is_inside(name, outer)]:
+            for hook in self._hooks.pop(name):
+                hook.remove()
 
 
 class Hook:
-    """The pre-forward hook. A copied or saved model gets one that does nothing."""
+    """The forward pre-hook. In a model that is copied or saved it does nothing."""
 
-    def __init__(self, batch: FirstBatch, name: str) -> None:
+    def __init__(self, batch: FirstBatch | None, name: str) -> None:
         self.batch, self.name = batch, name
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the call. Not while compiling, nor of inference tensors, which have no gradients.
+        """Keep the call, but not while compiling, nor in inference mode, whose tensors have no gradients.
 
-        The hook of a module that `torch.compile` returned runs outside of what is compiled.
+        The hook of a module that `torch.compile` returned runs outside the compiled code.
         """
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-            return
-        self.batch.keep(self.name, module, args, kwargs)
+        if self.batch is not None and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+            self.batch.keep(self.name, module, args, kwargs)
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
-
-
-def is_inside(name: str, outer: str) -> bool:
-    """Whether a module is another one, or a part of it."""
-    return not outer or name == outer or name.startswith(f"{outer}.")
-
-
-def _outer(name: str) -> list[str]:
-    """The module and all that it is a part of: a.b gives "", a and a.b."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:i]) for i in range(len(parts) + 1)]
+    def __reduce__(self) -> tuple[type[Hook], tuple[None, str]]:
+        return Hook, (None, self.name)
 
 
 def slices(call: Arguments) -> Iterator[Arguments]:
     """The call with a few tokens of each example; then with all of them, if they are not too many."""
     batch, lengths = _sizes(call)
     if any(length > TOKENS for length in lengths):
-        yield call.map(lambda tensor: _cut_tokens(tensor, batch, lengths))
+        yield call.map(lambda tensor: _first_tokens(tensor, batch, lengths))
     if all(length <= LONGEST for length in lengths):
         yield call
 
 
 def _examples(call: Arguments) -> Arguments:
-    """The first examples, as copies that training does not change."""
+    """A copy of the first examples of a call."""
     batch, _ = _sizes(call)
     with torch.no_grad():
-        return call.map(lambda tensor: _cut_batch(tensor, batch).detach().clone())
+        return call.map(lambda tensor: _first_examples(tensor, batch).detach().clone())
 
 
 def _sizes(call: Arguments) -> tuple[int, set[int]]:
-    """The batch size, and the lengths of sequences: second dimensions of token ids, or of a batch of vectors."""
+    """The batch size, and the sequence lengths: second dimensions of token ids, or of a batch of vectors."""
     tensors = call.tensors()
     ids = [tensor for tensor in tensors if tensor.ndim == 2 and not tensor.is_floating_point()]
     vectors = [tensor for tensor in tensors if tensor.ndim == 3 and tensor.is_floating_point()]
@@ -114,12 +91,12 @@ def _sizes(call: Arguments) -> tuple[int, set[int]]:
     return batch, {tensor.shape[1] for tensor in ids or vectors[:1]}
 
 
-def _cut_batch(tensor: Tensor, batch: int) -> Tensor:
+def _first_examples(tensor: Tensor, batch: int) -> Tensor:
     dim = next((dim for dim in range(min(2, tensor.ndim)) if tensor.shape[dim] == batch), None)
     return tensor if dim is None else tensor.narrow(dim, 0, min(EXAMPLES, batch))
 
 
-def _cut_tokens(tensor: Tensor, batch: int, lengths: set[int]) -> Tensor:
+def _first_tokens(tensor: Tensor, batch: int, lengths: set[int]) -> Tensor:
     for dim, size in enumerate(tensor.shape):
         if size in lengths and (dim or size != batch):
             tensor = tensor.narrow(dim, 0, min(TOKENS, size))

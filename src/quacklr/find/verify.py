@@ -1,4 +1,4 @@
-"""What rules say of a model's attention, verified by a measurement on the first batch that the model runs."""
+"""Verifies the findings of rules by a measurement on the first batch that the model runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from quacklr.core.local import is_sharded
-from quacklr.find.compare import differences
-from quacklr.find.finding import BY_RULE, VERIFIED, Finding
-from quacklr.find.first_batch import FirstBatch, is_inside, slices
+from quacklr.find.compare import differences, wrong_rule
+from quacklr.find.finding import BY_RULE, VERIFIED, Finding, is_inside
+from quacklr.find.first_batch import FirstBatch, slices
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.rules.evidence import is_trusted
 from quacklr.util.modules import Arguments, named_modules, unwrapped, wrappers
@@ -37,10 +37,10 @@ GUESSED = (
 
 
 class Verification:
-    """Keeps a slice of the first batch; `finish` measures on it, and compares with what rules found.
+    """Keeps a slice of the first batch; `finish` measures on it, and compares with the findings of rules.
 
-    Costs about three forwards of 2 x 8 tokens, once. The measurement leaves the model, its gradients and the random
-    state as they were.
+    Costs about three forward passes of 2 x 8 tokens, once. The measurement does not change the model, its gradients or
+    the random state. `notes` has, for each attention found by a rule, VERIFIED or the reason why it is not verified.
     """
 
     def __init__(self, model: nn.Module, found: Mapping[str, Finding], verify: bool) -> None:
@@ -58,14 +58,14 @@ class Verification:
             self._warn_of_guesses()
 
     def before_step(self) -> None:
-        """Verify, if there was a batch. In a step with a closure, as Lightning's, it comes only during the step."""
+        """Verify, if there was a batch. In a step with a closure, as Lightning's, the batch comes during the step."""
         if self._batch is not None and self._batch.calls:
             self.finish()
 
     def finish(self) -> None:
-        """Verify, or say that there was no batch. Raises ValueError where the measurement contradicts a rule.
+        """Verify, or note that there was no batch. ValueError if the measurement contradicts a rule.
 
-        After an error the verification is still to be done, so that the next step raises again.
+        After an error the batch is kept, so that the next step raises again.
         """
         if self._batch is None:
             return
@@ -78,7 +78,7 @@ class Verification:
         self._warn_of_guesses()
 
     def _warn_of_guesses(self) -> None:
-        """One warning for all attentions in classes that are not known, and that were not verified for one reason."""
+        """One warning for each reason why attentions of unknown classes were not verified."""
         guessed: dict[str, list[str]] = {}
         for name in self._kinds:
             if self.notes[name] != VERIFIED:
@@ -90,13 +90,13 @@ class Verification:
             warnings.warn(GUESSED.format(where, " and ".join(kinds), why), stacklevel=2)
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         if self._batch is not None:
             self._batch.remove()
             self._batch = None
 
     def _measured(self, outer: str, module: nn.Module, call: Arguments) -> dict[str, str]:
-        """For each attention in a module that was called, VERIFIED or why it could not be verified."""
+        """The note for each attention in a module that was called."""
         why = "its inputs are too long to be measured"
         for part in slices(call):
             try:
@@ -110,30 +110,31 @@ class Verification:
         return {name: note for name, found in seen.items() if (note := self._compared(name, found, outer, module))}
 
     def _compared(self, name: str, measured: Finding, outer: str, module: nn.Module) -> str:
-        """VERIFIED, or why it was not; nothing if no rule spoke of it. ValueError if a rule is wrong."""
+        """The note for an attention; empty if no rule found it. ValueError if a rule is wrong."""
         attention = dict(named_modules(module))[name.removeprefix(outer).lstrip(".")]
-        kind = type(attention).__name__
         ruled = self._found.get(name)
         if ruled is None:
             declared = [other for other, finding in self._found.items() if finding.declared]
             if measured.paths and not any(is_inside(name, other) for other in declared):
-                warnings.warn(NOT_FOUND.format(name or "the model", kind), stacklevel=2)
+                warnings.warn(NOT_FOUND.format(name or "the model", type(attention).__name__), stacklevel=2)
             return ""
         if name not in self.notes:
             return ""
         if measured.undecided:
             return f"not verified: {measured.reason}"
-        says = "that it is on a path" if ruled.paths else ruled.reason
-        wrong = differences(ruled.paths, measured.paths, unwrapped(module))
         if measured.unknown:
-            wrong = f"it says {says}, but measured is: {measured.reason}"
+            wrong = (
+                f"it says {'that it is on a path' if ruled.paths else ruled.reason}, but measured is: {measured.reason}"
+            )
+        else:
+            wrong = differences(ruled.paths, measured.paths, unwrapped(module))
         if wrong:
-            raise ValueError(f"{name or 'the model'}: the rule for {kind} is wrong here; {wrong}; {TAKE_MEASURED}")
+            raise wrong_rule(name, attention, wrong, TAKE_MEASURED)
         return VERIFIED
 
 
 def _cannot(model: nn.Module) -> str:
-    """Why a model cannot be verified while it trains, if it cannot."""
+    """The reason why a model cannot be verified while it trains; empty if it can."""
     if any(each._compiled_call_impl is not None for each in wrappers(model)):
         return COMPILED
     return SHARDED if any(is_sharded(param) for param in model.parameters()) else ""

@@ -1,1 +1,1 @@
-"""Look inside a model: tiny copies of known architectures, and batches they accept."""
+"""`quacklr inspect`: the attention layers of a model as quacklr finds them."""

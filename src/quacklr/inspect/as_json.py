@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
+
+from torch import nn
 
 from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
 from quacklr.inspect.layers import AttentionLayer
-from quacklr.inspect.report import ModelReport, summary
+from quacklr.inspect.report import ModelReport
 from quacklr.util.modules import named_parameters
 
 Json = dict[str, Any]
+Names = dict[int, str]  # of parameters, by id
 
 
 def as_json(report: ModelReport, target: str) -> Json:
-    """All that the text says, with rows of parameters and without collapsing; `small` if another model was measured."""
+    """The content of the text, with rows of parameters and every layer; `small` if another model was measured."""
     count, total = report.numbers
     return {
         "target": target,
@@ -22,22 +27,22 @@ def as_json(report: ModelReport, target: str) -> Json:
         "parameters": total,
         "controlled": count,
         "attaches": not report.refusal,
-        "summary": summary(report),
+        "summary": report.summary(),
         "measured_on": report.measured_on or None,
         "not_measured": report.failure or None,
-        "layers": _layers(report.layers, report),
+        "layers": _layers(report.layers, report.model),
         "left_alone": report.left_alone,
-        "small": _layers(report.small, report) if report.small else None,
+        "small": _layers(report.small, report.running) if report.small else None,
     }
 
 
-def _layers(layers: list[AttentionLayer], report: ModelReport) -> list[Json]:
-    model = report.model if layers is report.layers else report.running
+def _layers(layers: Sequence[AttentionLayer], model: nn.Module) -> list[Json]:
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     return [_layer(layer, names) for layer in layers]
 
 
-def _layer(layer: AttentionLayer, names: dict[int, str]) -> Json:
+def _layer(layer: AttentionLayer, names: Names) -> Json:
+    measured = layer.comparison.measured
     return {
         "module": layer.module,
         "class": layer.kind,
@@ -45,26 +50,29 @@ def _layer(layer: AttentionLayer, names: dict[int, str]) -> Json:
         "heads": layer.heads,
         "groups": layer.groups,
         "head_dim": sum(layer.sizes) or None,
-        "paths": [_path(path, names) for path in layer.finding.paths],
+        "paths": _paths(layer.finding.paths, names),
         "rates": layer.rates(),
         "left_alone": layer.left_alone,
-        "agrees": layer.check.agrees,
-        "measured": layer.check.word or None,
-        "measured_paths": [_path(path, names) for path in layer.check.measured.paths] if layer.check.measured else None,
+        "agrees": layer.comparison.agrees,
+        "measured": layer.comparison.word or None,
+        "measured_paths": _paths(measured.paths, names) if measured else None,
     }
 
 
-def _path(path: LogitPath, names: dict[int, str]) -> Json:
-    return {
-        "heads": path.heads,
-        "weights": [
-            _weight(weight, names) | {"block_of_head": read}
-            for weight, read in zip(path.weights, path.reads.tolist(), strict=True)
-        ],
-    }
+def _paths(paths: Sequence[LogitPath], names: Names) -> list[Json]:
+    return [
+        {
+            "heads": path.heads,
+            "weights": [
+                _weight(weight, names) | {"block_of_head": read}
+                for weight, read in zip(path.weights, path.reads.tolist(), strict=True)
+            ],
+        }
+        for path in paths
+    ]
 
 
-def _weight(weight: Weight, names: dict[int, str]) -> Json:
+def _weight(weight: Weight, names: Names) -> Json:
     bias = weight.parts[1:]
     return {
         "role": weight.name,
@@ -78,13 +86,10 @@ def _weight(weight: Weight, names: dict[int, str]) -> Json:
 
 
 def _rows(weight: Weight) -> list[list[list[int]]]:
-    """For each block its rows, as runs [start, stop]."""
-    runs: list[list[list[int]]] = [[] for _ in range(weight.blocks)]
-    before = -1
-    for row, block in enumerate(weight.block_of_row.tolist()):
-        if block >= 0 and block == before:
-            runs[block][-1][1] = row + 1
-        elif block >= 0:
-            runs[block].append([row, row + 1])
-        before = block
-    return runs
+    """For each block the intervals [start, stop] of its rows."""
+    intervals: list[list[list[int]]] = [[] for _ in range(weight.blocks)]
+    for block, run in groupby(enumerate(weight.block_of_row.tolist()), key=lambda row: row[1]):
+        rows = [row for row, _ in run]
+        if block >= 0:
+            intervals[block].append([rows[0], rows[-1] + 1])
+    return intervals

@@ -1,4 +1,4 @@
-"""`quacklr inspect TARGET`: the attention of a model, as quacklr sees it."""
+"""`quacklr inspect TARGET`: the attention layers of a model as quacklr finds them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from contextlib import contextmanager, redirect_stdout
 
 from quacklr.inspect.as_json import as_json
 from quacklr.inspect.report import report
+from quacklr.inspect.resolve import resolve
 from quacklr.inspect.show import show
-from quacklr.inspect.target import BadTargetError, resolve
+from quacklr.inspect.target import BadTargetError
 from quacklr.util.arguments import Parser
 from quacklr.util.terminal import answer, sentence
 
@@ -32,7 +33,7 @@ TARGET is one of
 EXAMPLES = """\
 examples:
   quacklr inspect deepseek_v3             seconds: of 671 billion parameters only the shapes
-  quacklr inspect llama --measure         run a small one, and hold it against what was read
+  quacklr inspect llama --measure         run a small one, and compare it with the rules
   quacklr inspect train.py:make_model     yours
   quacklr inspect gpt2 --json | jq '.layers[0].paths'
 
@@ -43,15 +44,15 @@ there is no such model
 
 
 def main(argv: Sequence[str]) -> int:
-    """Inspect a model and print what was found; the exit code says whether all of it is understood."""
-    asked = parser().parse_args(argv)
+    """Inspect a model and print the report; the exit code is that of the report."""
+    options = parser().parse_args(argv)
     try:
         with quiet():
-            say(f"building {asked.target} ...")
-            found = report(resolve(asked.target), asked.measure)
-            text = json.dumps(as_json(found, asked.target)) if asked.json else show(found, asked.target)
+            progress(f"building {options.target} ...")
+            found = report(resolve(options.target), options.measure)
+            text = json.dumps(as_json(found, options.target)) if options.json else show(found, options.target)
         answer(text)
-    except BrokenPipeError:  # somebody reads the first lines only
+    except BrokenPipeError:  # the reader wanted the first lines only
         return 1
     except (BadTargetError, OSError) as error:
         print(f"quacklr inspect: {sentence(error) if isinstance(error, OSError) else error}", file=sys.stderr)
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> Parser:
     """The options."""
-    options = of_target("quacklr inspect", "[--measure] [--json]", ABOUT, EXAMPLES)
+    options = target_parser("quacklr inspect", "[--measure] [--json]", ABOUT, EXAMPLES)
     options.add_argument(
         "--measure",
         action="store_true",
@@ -71,8 +72,8 @@ def parser() -> Parser:
     return options
 
 
-def of_target(command: str, options: str, about: str, examples: str) -> Parser:
-    """The parser of a command that is about one model."""
+def target_parser(command: str, options: str, about: str, examples: str) -> Parser:
+    """The parser of a command whose argument is one model."""
     found = Parser(
         prog=command,
         description=about,
@@ -86,7 +87,7 @@ def of_target(command: str, options: str, about: str, examples: str) -> Parser:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Others' warnings, logs and prints stay away from the answer."""
+    """While entered, suppress warnings and logs, and print to stderr, so that stdout has the answer only."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -97,7 +98,7 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def say(line: str) -> None:
-    """What takes a moment, to a person who watches."""
+def progress(line: str) -> None:
+    """Print to stderr if it is a terminal."""
     if sys.stderr.isatty():
         print(line, file=sys.stderr)

@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quacklr.inspect.check import NoMeasurementError
 from quacklr.inspect.sample import sample_for
-from quacklr.inspect.target import SMALL, BadTargetError, Target, told
-from quacklr.inspect.tiny import default_config, shrink
-
-INSTALL = "pip install transformers"
+from quacklr.inspect.small_config import default_config, shrink
+from quacklr.inspect.target import SMALL, BadTargetError, NoMeasurementError, Target, one_line
 
 
 def types() -> list[str]:
-    """Every model type; none if transformers is not installed."""
+    """All model types; none if transformers is not installed."""
     try:
         from transformers.models.auto import configuration_auto
     except ModuleNotFoundError:
@@ -28,17 +25,12 @@ def types() -> list[str]:
     return list(auto.CONFIG_MAPPING_NAMES)
 
 
-def is_type(name: str) -> bool:
-    """Whether it is a model type of transformers."""
-    return name in types()
-
-
-def of_type(name: str) -> Target:
+def from_type(name: str) -> Target:
     """The model of a type's default config."""
     return _target(name, lambda: default_config(name))
 
 
-def of_file(name: str) -> Target:
+def from_file(name: str) -> Target:
     """The model of a config.json, or of the one in a folder."""
     file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if file.suffix != ".json":
@@ -49,27 +41,33 @@ def of_file(name: str) -> Target:
         raise BadTargetError(f"{file}: is not JSON that can be read: {error}") from error
     if not isinstance(fields, dict) or not fields.get("model_type"):
         raise BadTargetError(f"{file}: has no model_type, so it is no config of transformers")
-    if not types():
-        raise BadTargetError(f"{name}: needs transformers: {INSTALL}")
+    auto_config = _auto_config(name)
     if fields["model_type"] not in types():
         raise BadTargetError(f"{file}: model_type {fields['model_type']!r} is none that this transformers knows")
-    return _target(name, lambda: _auto_config().from_pretrained(str(file), trust_remote_code=False))
+    return _target(name, lambda: auto_config.from_pretrained(str(file), trust_remote_code=False))
 
 
-def of_cache(name: str) -> Target:
+def from_cache(name: str) -> Target:
     """The model of a hub id, if its config is in the local cache."""
-    if not types():
-        raise BadTargetError(f"{name}: needs transformers: {INSTALL}")
+    auto_config = _auto_config(name)
     try:
-        config = _auto_config().from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        config = auto_config.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except OSError as error:
         raise BadTargetError(
             f"{name}: no such file or folder, and not in the local cache of the hub (nothing is downloaded); "
             f"get it with `hf download {name} config.json`"
         ) from error
     except Exception as error:
-        raise BadTargetError(f"{name}: its config cannot be read: {told(error)}") from error
+        raise BadTargetError(f"{name}: its config cannot be read: {one_line(error)}") from error
     return _target(name, lambda: config)
+
+
+def _auto_config(name: str) -> Any:
+    if not types():
+        raise BadTargetError(f"{name}: needs transformers: pip install transformers")
+    from transformers import AutoConfig
+
+    return AutoConfig
 
 
 def _target(name: str, read: Callable[[], Any]) -> Target:
@@ -79,29 +77,29 @@ def _target(name: str, read: Callable[[], Any]) -> Target:
             model = _model(config)
     except BadTargetError:
         raise
-    except ModuleNotFoundError as missing:  # told by what was missed first
+    except ModuleNotFoundError as missing:
         cause: Any = missing
         while isinstance(cause.__cause__, ModuleNotFoundError):
             cause = cause.__cause__
         raise BadTargetError(f"{name}: transformers needs {cause.name}: pip install {cause.name}") from missing
     except Exception as error:
-        raise BadTargetError(f"{name}: transformers cannot make it: {told(error)}") from error
+        raise BadTargetError(f"{name}: transformers cannot make it: {one_line(error)}") from error
     return Target(model, lambda: _small(config), SMALL)
 
 
 def _small(config: Any) -> tuple[nn.Module, Any]:
-    """The model of the shrunk config with random weights, the same ones every time, and a batch."""
+    """The model of the shrunk config, with random weights from a fixed seed, and a batch."""
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = _model(shrink(config))
             return model, sample_for(model)
     except Exception as error:
-        raise NoMeasurementError(f"{SMALL} cannot be made to run: {told(error)}") from error
+        raise NoMeasurementError(f"{SMALL} cannot be made to run: {one_line(error)}") from error
 
 
 def _model(config: Any) -> nn.Module:
-    """The class that the config names; else its causal language model, its base model, or what else there is."""
+    """A model of the class that the config names; otherwise its causal language model, base model or another one."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -120,9 +118,3 @@ def _model(config: Any) -> nn.Module:
             from_config: Any = maker.from_config
             return from_config(config)
     raise BadTargetError(f"{config.model_type}: is a part of other models, and has none of its own; name one of those")
-
-
-def _auto_config() -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig

@@ -1,4 +1,4 @@
-"""A batch that a model accepts, read off its config and the signature of its forward."""
+"""A random batch for a model of transformers, from its config and the signature of its forward."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from torch import Tensor, nn
 
 BATCH, LENGTH = 2, 16
 
-WITH_IMAGE = {"clip", "siglip", "git"}  # read text and images side by side, with no place for an image in the text
+WITH_IMAGE = {"clip", "siglip", "git"}  # take text and images as separate inputs
 
 
 def sample_for(model: nn.Module) -> dict[str, Tensor]:
-    """Random inputs for one forward of a transformers model, as keyword arguments; no token is a special one.
+    """Random keyword arguments for one forward pass, without special tokens.
 
-    What it takes to run the main attentions: a decoder with cross attention gets states to attend to, but images or
-    sound that stand for tokens of the text are left out. Draws from torch's global generator.
+    They are enough to run the main attentions: a decoder with cross attention gets encoder states, but images and
+    sound that replace tokens of the text are left out. Uses torch's global random generator.
     """
     config: Any = model.config
     main = str(getattr(model, "main_input_name", "input_ids"))
     accepted = inspect.signature(model.forward).parameters
     device = next(model.parameters()).device
-    return {name: _input(name, config).to(device) for name in [main, *_beside(model)] if name in {main, *accepted}}
+    return {
+        name: _input(name, config).to(device) for name in [main, *_other_inputs(model)] if name in {main, *accepted}
+    }
 
 
-def _beside(model: nn.Module) -> list[str]:
-    """What to give beside the main input, if forward has a parameter for it."""
+def _other_inputs(model: nn.Module) -> list[str]:
+    """Names of inputs besides the main one, given if forward has a parameter of that name."""
     config: Any = model.config
     images = ["pixel_values"] if config.model_type in WITH_IMAGE else []
     if config.is_encoder_decoder:
@@ -45,15 +47,15 @@ def _input(name: str, config: Any) -> Tensor:
         return torch.randn(BATCH, *_image_shape(getattr(config, "vision_config", config)))
     if name == "input_features":
         return torch.randn(BATCH, *_features_shape(config))
-    if name == "input_values":  # sound: LENGTH frames of it after the convolutions
+    if name == "input_values":  # sound, as long as LENGTH frames after the convolutions
         return torch.randn(BATCH, math.prod(config.conv_stride) * (LENGTH + 1))
-    if name in ("inputs", "encoder_hidden_states", "cross_attention_states"):  # vectors; the first are perceiver's
+    if name in ("inputs", "encoder_hidden_states", "cross_attention_states"):  # vectors; "inputs" is perceiver's
         return torch.randn(BATCH, LENGTH, getattr(config, "d_model", None) or config.hidden_size)
     return _token_ids(config)
 
 
 def _token_ids(config: Any) -> Tensor:
-    """Ordinary tokens of the smallest vocabulary in the config; musicgen has a row for each codebook."""
+    """Tokens that are not special, of the smallest vocabulary in the config; musicgen has a row for each codebook."""
     fields = list(_fields(config.to_dict()))
     vocab = min([value for name, value in fields if name == "vocab_size" and value])
     special = {value for name, value in fields if "token" in str(name)}
@@ -63,7 +65,7 @@ def _token_ids(config: Any) -> Tensor:
 
 
 def _image_shape(config: Any) -> tuple[int, ...]:
-    """Channels, height, width; before them frames, for a video."""
+    """Channels, height and width; for a video, frames come first."""
     size = getattr(config, "image_size", 64)
     height, width = (size, size) if isinstance(size, int) else size
     frames = [config.num_frames] if hasattr(config, "tubelet_size") else []
@@ -78,7 +80,7 @@ def _features_shape(config: Any) -> tuple[int, int]:
 
 
 def _fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Fields of a config and of the configs in it; a list is given entry by entry."""
+    """The fields of a config and of its sub-configs; one pair for each entry of a list."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from _fields(value)

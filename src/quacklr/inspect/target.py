@@ -1,14 +1,7 @@
-"""TARGET, as a person types it, to a model: who is asked in which order, and what is said when nobody knows it.
-
-package.module:factory, file.py:factory     Python; has a colon
-config.json, or a folder with one           transformers
-a model type, a hub id in the cache         transformers
-a model's name                              timm
-"""
+"""A model to look at, and the errors of a name that gives none."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +16,15 @@ class BadTargetError(Exception):
     """A sentence that names what is wrong with a target and the way out."""
 
 
+class NoMeasurementError(ValueError):
+    """A batch on which the model does not run, or which shows no attention."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model to look at, perhaps on the meta device; and how to get one that runs, with a batch for it.
+    """A model, perhaps on the meta device; and a function that returns a model that runs, and a batch for it.
 
-    `measured_on` says what that one is, if it is not the model itself; `optimizers` train it, if it came with any.
+    `measured_on` describes the model that runs, if it is another one. `optimizers` are those of the target, if any.
     """
 
     model: nn.Module
@@ -36,39 +33,8 @@ class Target:
     optimizers: Any = None
 
 
-def resolve(name: str) -> Target:
-    """The model that a name stands for. BadTargetError if there is none, or more than one."""
-    from quacklr.inspect import from_factory, from_timm, from_transformers
-
-    if ":" in name:
-        return from_factory.target(name)
-    folder = (Path(name) / "config.json").is_file()
-    if Path(name).is_file() or (folder and not from_transformers.is_type(name)):
-        return from_transformers.of_file(name)
-    if folder:
-        raise BadTargetError(f"{name} is a type of transformers and a folder here; write ./{name} for the folder")
-    if from_transformers.is_type(name):
-        return from_transformers.of_type(name)
-    if "/" in name:
-        return from_transformers.of_cache(name)
-    if from_timm.is_model(name):
-        return from_timm.target(name)
-    raise BadTargetError(_unknown(name, from_transformers.types(), from_timm.unavailable()))
-
-
-def _unknown(name: str, types: list[str], timm_unavailable: str) -> str:
-    tried = [
-        "no file or folder with a config.json",
-        "no model type of transformers" if types else "transformers is not installed (pip install transformers)",
-        f"timm could not be asked ({timm_unavailable})" if timm_unavailable else "no model of timm",
-    ]
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), types, n=3)
-    perhaps = f"; did you mean {' or '.join(close)}?" if close else "; a model of yours is package.module:factory"
-    return f"{name}: {', '.join(tried)}{perhaps}"
-
-
-def told(error: BaseException) -> str:
-    """An exception in one line: its kind, the first sentence of its message, and where it was raised."""
+def one_line(error: BaseException) -> str:
+    """An exception in one line: its class, the beginning of its message, and the line of code that raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,7 +1,6 @@
-"""Code for other packages. The core imports one file of it, `proof`, when a picture of a check is to be saved.
+"""QuacK and LogitMonitor with other packages.
 
-QuacK where someone else writes the training loop: a callback for transformers' Trainer, and one for Lightning.
-Accelerate needs none: `QuacK(model, optimizer)` takes a prepared optimizer as it is.
-
-What a LogitMonitor measured, to look at: `writers` for TensorBoard and Weights & Biases, `heatmap` for a picture.
+`transformers` and `lightning` have a callback for the package's Trainer. Accelerate needs none:
+`QuacK(model, optimizer)` accepts a prepared optimizer. `writers` sends the statistics of a LogitMonitor to
+TensorBoard and Weights & Biases, and `heatmap` draws them.
 """

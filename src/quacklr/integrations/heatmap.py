@@ -1,4 +1,4 @@
-"""A picture of what the monitor saw: every head of every layer, over the steps of training."""
+"""A heatmap of the statistics of a LogitMonitor: every head of every layer, over the steps of training."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 
 class History:
-    """All that a monitor measured, and a heatmap of it: a row a head, in groups by attention, a column a measurement.
+    """The measurements of a monitor, and a heatmap of them: one row per head, one column per measurement.
 
         history = History()
-        history.add(step, monitor.measure())      # now and then
+        history.add(step, monitor.measure())      # from time to time
         history.save("logits.png")                # all statistics; history.save("logits.pdf", "max") for one
 
-    Keeps 4 bytes a head, statistic and measurement, on the CPU. Drawing needs matplotlib and takes under a second.
-    Under torch.distributed measure on every rank, and add and save on one.
+    Keeps 4 bytes per head, statistic and measurement on the CPU. Drawing needs matplotlib and takes under a second.
+    Under torch.distributed, measure on every rank, and add and save on one.
     """
 
     def __init__(self) -> None:
         self._heads: dict[str, int] = {}
-        self._measured: dict[int, dict[str, Tensor]] = {}  # by step and statistic: all heads of all attentions
+        self._measured: dict[int, dict[str, Tensor]] = {}  # by step and statistic: (all heads of all attentions,)
 
     def add(self, step: int, stats: Mapping[str, LogitStats]) -> None:
-        """Keep what `monitor.measure()` returned. A step that is there already is replaced."""
+        """Add the result of `monitor.measure()`. It replaces an earlier one of the same step."""
         self.add_tables(step, tables(stats))
 
     def add_tables(self, step: int, numbers: Tables) -> None:
-        """The same from plain numbers, by statistic and attention, such as a log has them; None is no number."""
+        """The same from Python numbers by statistic and attention, as in a log; None is a missing number."""
         if not isinstance(step, int):
             raise ValueError(f"step {step!r}: a step is a whole number; history.add(step, stats)")
         for attentions in numbers.values():
@@ -51,21 +51,21 @@ class History:
 
     @property
     def steps(self) -> list[int]:
-        """When something was measured, in order."""
+        """The steps with a measurement, in order."""
         return sorted(self._measured)
 
     @property
     def statistics(self) -> list[str]:
-        """What was measured."""
+        """The names of the measured statistics."""
         return list(dict.fromkeys(name for each in self._measured.values() for name in each))
 
     def numbers(self, statistic: str) -> Tensor:
-        """(all heads of all attentions, steps); NaN where there is no number."""
+        """(all heads of all attentions, steps); NaN for missing numbers."""
         missing = torch.full((sum(self._heads.values()),), torch.nan)
         return torch.stack([self._measured[step].get(statistic, missing) for step in self.steps], dim=1)
 
     def figure(self, *statistics: str) -> Figure:
-        """The heatmap of these statistics, or of all. pyplot does not know the figure, so nothing has to be closed."""
+        """The heatmap of these statistics, or of all. The figure is not registered in pyplot and need not be closed."""
         if not self._measured:
             raise ValueError("nothing to draw: history.add(step, monitor.measure()) comes first")
         if unknown := set(statistics) - set(self.statistics):
@@ -79,19 +79,19 @@ class History:
         return draw(self._heads, self.steps, {name: self.numbers(name) for name in statistics or self.statistics})
 
     def save(self, path: str | Path, *statistics: str) -> None:
-        """Write the figure as PNG, PDF or SVG, by the end of its name; the file is whole or not there."""
+        """Write the figure atomically as PNG, PDF or SVG, according to the file name."""
         figure = self.figure(*statistics)
         from quacklr.util.figures import save
 
         save(figure, Path(path))
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint, so that the picture of a resumed run begins with its beginning."""
+        """The measurements for a checkpoint, so that the heatmap of a resumed run is complete."""
         numbers = {name: self.numbers(name) for name in self.statistics}
         return {"heads": dict(self._heads), "steps": self.steps, "numbers": numbers}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`; what was added before is forgotten."""
+        """Replace all measurements by those of a `state_dict()`."""
         self._heads = dict(state_dict["heads"])
         self._measured = {
             step: {name: numbers[:, column].cpu().clone() for name, numbers in state_dict["numbers"].items()}

@@ -1,4 +1,4 @@
-"""Lightning: `Trainer(callbacks=[QuacKCallback()])`, and `trainer.fit(...)` as ever."""
+"""A callback for Lightning: `Trainer(callbacks=[QuacKCallback()])`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from quacklr.integrations.attaching import Attaching
+from quacklr.integrations.callback import CallbackBase
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,18 +14,16 @@ except ModuleNotFoundError:
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
 
 
-class QuacKCallback(Attaching, Callback):
-    """Attaches QuacK to the module's optimizers, one or several, while it fits.
+class QuacKCallback(CallbackBase, Callback):
+    """Attaches QuacK to the module's optimizers during `trainer.fit()`.
 
-    The options are those of `quacklr.QuacK`; and `paths`, a function of the module, for one whose attention QuacK does
-    not find by itself: `paths=lambda module: logit_paths(module.model, batch)`.
+    The options are those of `quacklr.QuacK`; and `paths`, a function of the module, if QuacK does not find its
+    attention: `paths=lambda module: logit_paths(module.model, batch)`. `quack` is the attached QuacK.
 
-    Rates are relative to the weights that `trainer.fit()` starts from. QuacK's state is in the checkpoint, among those
-    of the callbacks; `trainer.fit(..., ckpt_path=...)` continues the rates of the run that wrote it, bitwise. A
-    checkpoint made without this callback is told by a warning, and rates start from tau at its weights. So they do in
-    a second `fit` without `ckpt_path`. A model that QuacK refuses is a ValueError when training starts.
-
-    `quack` is the live QuacK.
+    Rates are relative to the weights at the start of `trainer.fit()`. QuacK's state is saved in the checkpoint with
+    those of the other callbacks; `trainer.fit(..., ckpt_path=...)` continues the rates of the saved run, bitwise. A
+    checkpoint made without this callback triggers a warning, and rates start from tau at its weights, as they do in a
+    second `fit` without `ckpt_path`. A model that QuacK cannot be attached to raises ValueError when training starts.
     """
 
     _saved: dict[str, Any] | None = None
@@ -37,17 +35,17 @@ class QuacKCallback(Attaching, Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """For Lightning's checkpoints, those that are saved by hand after `fit` too."""
+        """The state for Lightning's checkpoints, also for those saved by hand after `fit`."""
         return self._saved or (self.quack.state_dict() if self.quack is not None else {})
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach: weights and optimizers are loaded and on their device, and no step was taken yet."""
+        """Attach. Weights and optimizers are loaded and on their device, and no step was taken yet."""
         saved, self._saved = self._saved, None
         resumed = trainer.ckpt_path is not None and trainer.global_step > 0
         self._attach(pl_module, trainer.optimizers, saved, resumed)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Detach; `quack` stays to be looked at."""
+        """Detach; `quack` stays readable."""
         self._detach()

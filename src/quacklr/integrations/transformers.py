@@ -1,12 +1,12 @@
-"""transformers' Trainer: `Trainer(..., callbacks=[QuacKCallback()])`, and `trainer.train()` as ever.
+"""A callback for transformers' Trainer: `Trainer(..., callbacks=[QuacKCallback()])`.
 
-Where QuacK's state is in a checkpoint:
+QuacK's state in a checkpoint is in one of two files:
 
-    optimizer.pt          an entry of the first param group. Trainer tells a callback neither which folder it resumes
-                          from nor of every checkpoint it writes (not of those on SIGTERM, of others only after they
-                          were pushed), but each checkpoint has the optimizer's state.
-    trainer_state.json    if parameters are sharded (FSDP2). What loads a sharded optimizer's state keeps only entries
-                          that the new optimizer already has, or gives them to rank 0 only; every rank reads this file.
+    optimizer.pt          as an entry of the first param group. A callback does not get the folder of a checkpoint, and
+                          is not called for every checkpoint (not on SIGTERM, and otherwise only after the push to the
+                          hub), but every checkpoint has the optimizer's state.
+    trainer_state.json    if parameters are sharded (FSDP2). Loading a sharded optimizer's state drops entries that the
+                          new optimizer does not have, or loads them on rank 0 only; every rank reads this file.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from quacklr.core.local import is_sharded
-from quacklr.integrations.attaching import Attaching
+from quacklr.integrations.callback import CallbackBase
 
 KEY = "quack"
 
 
-class QuacKCallback(Attaching, TrainerCallback):
-    """Attaches QuacK to the trainer's optimizer while it trains.
+class QuacKCallback(CallbackBase, TrainerCallback):
+    """Attaches QuacK to the trainer's optimizer during `trainer.train()`.
 
-    The options are those of `quacklr.QuacK`; and `paths`, a function of the model, for one whose attention QuacK does
-    not find by itself: `paths=lambda model: logit_paths(model, batch)`.
+    The options are those of `quacklr.QuacK`; and `paths`, a function of the model, if QuacK does not find its
+    attention: `paths=lambda model: logit_paths(model, batch)`. `quack` is the attached QuacK.
 
-    Rates are relative to the weights that `trainer.train()` starts from. `trainer.train(resume_from_checkpoint=...)`
-    continues the rates of the run that wrote the checkpoint, bitwise. A checkpoint without them, made with
-    `save_only_model` or without this callback, is told by a warning, and rates start from tau at its weights. So they
-    do when the same trainer trains a second time. A model that QuacK refuses is a ValueError when training begins.
+    Rates are relative to the weights at the start of `trainer.train()`. `trainer.train(resume_from_checkpoint=...)`
+    continues the rates of the saved run, bitwise. A checkpoint without them, made with `save_only_model` or without
+    this callback, triggers a warning, and rates start from tau at its weights, as they do when the same trainer trains
+    a second time. A model that QuacK cannot be attached to raises ValueError when training begins.
 
     The smallest and the largest rate are logged with the loss, as `quack/rate_min` and `quack/rate_max`, to the console
-    and to `trainer.state.log_history`. (The trackers of `report_to` are called before this callback and do not see
-    them.) `quack` is the live QuacK.
+    and to `trainer.state.log_history`. The trackers of `report_to` do not get them: they are called before this
+    callback.
     """
 
     @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach: weights and optimizer are loaded and on their device, and no step was taken yet."""
+        """Attach. Weights and optimizer are loaded and on their device, and no step was taken yet."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._state, self._sharded = state, any(is_sharded(param) for param in model.parameters())
         quack = self._attach(model, optimizer, self._saved_state(optimizer), state.global_step > 0)
         self._saving = quack.optimizers[0].register_state_dict_post_hook(self._add_state)
 
     def _saved_state(self, optimizer: Optimizer) -> Mapping[str, Any] | None:
-        """QuacK's state in the checkpoint that was loaded, if it is of the step that training resumes from."""
+        """QuacK's state in the loaded checkpoint, if it was saved at the step that training resumes from."""
         in_optimizer = optimizer.param_groups[0].pop(KEY, None)
         in_trainer = self._callback_states().pop(KEY, None)
         saved = in_trainer if self._sharded else in_optimizer
         step = self._state.global_step
-        if saved is None or step == 0 or saved["step"] != step:  # an older step: training went on without QuacK
+        if saved is None or step == 0 or saved["step"] != step:  # an older step: training continued without QuacK
             return None
         return from_text(saved["state"]) if self._sharded else saved["state"]
 
     def _add_state(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Add QuacK's state to a checkpoint. Trainer saves its own state after the optimizer's."""
+        """Add QuacK's state to a checkpoint. Trainer saves the optimizer's state before its own."""
         assert self.quack is not None
         step, state = self._state.global_step, self.quack.state_dict()
         if self._sharded:
@@ -73,25 +73,25 @@ class QuacKCallback(Attaching, TrainerCallback):
             state_dict["param_groups"][0][KEY] = {"step": step, "state": state}
 
     def _callback_states(self) -> dict[str, Any]:
-        """The part of `trainer_state.json` that is for callbacks."""
+        """The entries of `trainer_state.json` that belong to callbacks."""
         states: Any = self._state.stateful_callbacks
         return states
 
     @override
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add the range of rates to what is logged of a training step."""
+        """Add the range of rates to the log of a training step."""
         logs = kwargs["logs"]
         if self.quack is not None and "loss" in logs:
             rates = torch.cat(list(self.quack.rates().values()))
-            seen = {"quack/rate_min": rates.min().item(), "quack/rate_max": rates.max().item()}
-            logs |= seen
-            state.log_history[-1] |= seen
+            extremes = {"quack/rate_min": rates.min().item(), "quack/rate_max": rates.max().item()}
+            logs |= extremes
+            state.log_history[-1] |= extremes
 
     @override
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Detach; `quack` stays to be looked at."""
+        """Detach; `quack` stays readable."""
         self._detach()
 
     @override
@@ -102,7 +102,7 @@ class QuacKCallback(Attaching, TrainerCallback):
 
 
 def as_text(state: Mapping[str, Any]) -> str:
-    """A state with tensors as a string, for JSON. Values are exact, and empty dicts are kept."""
+    """A state with tensors as a string for JSON. Values are exact, and empty dicts are kept."""
     buffer = BytesIO()
     torch.save(state, buffer)
     return b64encode(buffer.getvalue()).decode("ascii")

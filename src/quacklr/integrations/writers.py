@@ -1,10 +1,10 @@
-"""The monitor's numbers in TensorBoard or Weights & Biases, under names that group well:
+"""Write the statistics of a LogitMonitor to TensorBoard or Weights & Biases, under names that group well:
 
-    logits_max/model.layers.3.self_attn                   one number an attention, over its heads
-    logits_max_by_head/model.layers.3.self_attn/head_2    with heads=True also one a head
+    logits_max/model.layers.3.self_attn                   one number per attention, over its heads
+    logits_max_by_head/model.layers.3.self_attn/head_2    with heads=True also one per head
 
-Both write wherever they are called: under torch.distributed measure on every rank, and write on the one that has the
-writer. A number that is not finite, such as the first `mean_change`, is not written.
+Under torch.distributed, measure on every rank, and write on the rank that has the writer. Numbers that are not finite,
+such as the first `mean_change`, are not written.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 
 Heads = Sequence[float | None]
 Tables = Mapping[str, Mapping[str, Heads]]
-"""By statistic, then by attention: a number for each head, None where there is no finite one."""
+"""By statistic, then by attention: a number for each head, None if it is not finite."""
 STATISTICS = tuple(field.name for field in fields(LogitStats))
 
 
 def to_tensorboard(writer: SummaryWriter, stats: Mapping[str, LogitStats], step: int, heads: bool = False) -> None:
-    """Write what `monitor.measure()` returned as scalars: the largest `max` of an attention, and means of the rest.
+    """Write the result of `monitor.measure()` as scalars: the maximum of `max` over heads, the mean of the others.
 
-    With `heads` every head has a scalar of its own too; `charts` puts those of one attention into one chart.
+    With `heads` also write one scalar per head; `charts` puts those of one attention into one chart.
     """
     for name, value in scalars(tables(stats), heads):
         writer.add_scalar(name, value, step)
 
 
 def to_wandb(run: Any, stats: Mapping[str, LogitStats], step: int, heads: bool = False) -> None:
-    """The same for a run of wandb, or the module wandb itself, with all numbers in one `log`.
+    """The same for a run of wandb, or the module wandb itself, in one call of `log`.
 
-    `step` is that of your other calls of `log`: wandb never goes back to an earlier one. One chart for all heads of an
-    attention is a line plot with the regular expression `logits_max_by_head/model.layers.3.self_attn/.*`.
+    `step` must be that of your other calls of `log`: wandb ignores earlier steps. For one chart of all heads of an
+    attention, make a line plot with the regular expression `logits_max_by_head/model.layers.3.self_attn/.*`.
     """
     run.log(dict(scalars(tables(stats), heads)), step=step)
 
 
 def charts(stats: Mapping[str, LogitStats]) -> dict[str, dict[str, tuple[str, list[str]]]]:
-    """TensorBoard's tab Custom Scalars: a chart for each attention, with a line for each head of `heads=True`.
+    """A layout for TensorBoard's tab Custom Scalars: one chart per attention, with a line per head of `heads=True`.
 
-    For `writer.add_custom_scalars(charts(stats))`, once: a writer has one layout, and the last one counts. A tag
-    belongs to a chart if it begins with what the chart's regular expression matches.
+    Call `writer.add_custom_scalars(charts(stats))` once: a writer has one layout, the last one. A tag belongs to a
+    chart if the chart's regular expression matches its beginning.
     """
     return {
         f"logits {statistic}": {
@@ -60,7 +60,7 @@ def charts(stats: Mapping[str, LogitStats]) -> dict[str, dict[str, tuple[str, li
 
 
 def tables(stats: Mapping[str, LogitStats]) -> dict[str, dict[str, list[float | None]]]:
-    """The numbers of all statistics, on the CPU."""
+    """All statistics as Python numbers."""
     return {
         statistic: {
             name: [value if math.isfinite(value) else None for value in getattr(each, statistic).tolist()]
@@ -71,15 +71,15 @@ def tables(stats: Mapping[str, LogitStats]) -> dict[str, dict[str, list[float | 
 
 
 def scalars(numbers: Tables, heads: bool = False) -> Iterator[tuple[str, float]]:
-    """A name and a number for each attention, over the heads that have one; and for each of these heads, if asked."""
+    """A name and a number for each attention, over the heads with a number; with `heads` also for each such head."""
     for statistic, attentions in numbers.items():
         for attention, values in attentions.items():
-            seen = {head: value for head, value in enumerate(values) if value is not None}
-            if seen:
+            finite = {head: value for head, value in enumerate(values) if value is not None}
+            if finite:
                 combine = max if statistic == "max" else fmean
-                yield f"logits_{statistic}/{attention or 'model'}", combine(seen.values())
+                yield f"logits_{statistic}/{attention or 'model'}", combine(finite.values())
             if heads:
-                yield from ((_head(statistic, attention, head), value) for head, value in seen.items())
+                yield from ((_head(statistic, attention, head), value) for head, value in finite.items())
 
 
 def _head(statistic: str, attention: str, head: int | str) -> str:

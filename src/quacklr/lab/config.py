@@ -1,6 +1,6 @@
-"""Everything that decides a run, as frozen dataclasses; where there is a choice of kinds, a union of them.
+"""The configuration of a run: frozen dataclasses, and a union of dataclasses where there are several kinds.
 
-The same types are the command line (one option a field), the `config.json` of a run, and the key of a study's ledger.
+The same types define the command line (one option per field), `config.json` of a run, and the key of a ledger.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, get_type_hints
 import tyro
 
 from quacklr.lab import methods
-from quacklr.lab.errors import UserError, refuse_above, refuse_negative, refuse_unless, refuse_unless_positive
+from quacklr.lab.errors import UserError, validate, validate_at_most, validate_non_negative, validate_positive
 from quacklr.lab.methods import Method
 from quacklr.lab.model import MHA, MLA, Shape
 from quacklr.lab.optim import WSD, AdamWRecipe, Constant, Cosine, MuonRecipe, Recipe, Schedule, validate_schedule
-from quacklr.lab.typed import misfits
+from quacklr.lab.typed import mismatched_keys
 
 KINDS: dict[str, dict[str, type]] = {
     "attention": {"mha": MHA, "mla": MLA},
@@ -37,62 +37,61 @@ KINDS: dict[str, dict[str, type]] = {
     "schedule": {"constant": Constant, "cosine": Cosine, "wsd": WSD},
 }
 
-
-MOST_THREADS = 1024
-"""More than any machine makes use of; a hundred times as many cannot be started."""
+MAX_THREADS = 1024
+"""Upper limit of thread counts; the system cannot start a hundred times as many."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained on, and for how long."""
+    """Data, length and seed of the training."""
 
     corpus: str = "stdlib"
-    """A folder made by `quacklr prepare`, or `stdlib`: the running Python's standard library, byte by byte."""
+    """A folder made by `quacklr prepare`, or `stdlib`: the source of Python's standard library, one token per byte."""
     steps: int = 300
     """Optimizer steps."""
     batch_tokens: int = 1024
-    """Tokens of a step, over all micro-batches."""
+    """Tokens per optimizer step, over all micro-batches and processes."""
     micro_batch: int = 8
-    """Sequences of one forward of a process; a step takes as many forwards as its tokens need."""
+    """Sequences per forward pass of a process; gradients are accumulated over the micro-batches of a step."""
     grad_clip: float = 1.0
-    """Largest norm of the gradient; 0 for no clipping."""
+    """Maximum norm of the gradient; 0 for no clipping."""
     seed: int = 0
-    """For the initial weights and the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(steps=self.steps, batch_tokens=self.batch_tokens, micro_batch=self.micro_batch)
-        refuse_above(2**28, batch_tokens=self.batch_tokens)
-        refuse_negative(grad_clip=self.grad_clip)
-        refuse_unless(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": self.seed})
+        validate_positive(steps=self.steps, batch_tokens=self.batch_tokens, micro_batch=self.micro_batch)
+        validate_at_most(2**28, batch_tokens=self.batch_tokens)
+        validate_non_negative(grad_clip=self.grad_clip)
+        validate(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": self.seed})
         if "\0" in self.corpus:
             raise UserError(f"--corpus {self.corpus!a} is no name of a folder")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it runs, and in which precision."""
+    """Device, precision and parallelism."""
 
     device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:1, ...; auto uses a GPU if there is one."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: forward and backward under autocast, or with FSDP2 in bf16; weights and optimizer stay in fp32."""
+    """bf16: forward and backward pass under autocast, or FSDP2's mixed precision; weights and optimizer are fp32."""
     compile: bool = False
-    """Run the model through torch.compile."""
+    """Compile the model with torch.compile."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """When torchrun starts several processes: each has the whole model, or (fsdp) each has a shard of it."""
+    """With torchrun: each process has the whole model (ddp), or a shard of it (fsdp)."""
     recompute: bool = False
-    """Activation checkpointing: a backward makes the inside of each block again, which takes time and saves memory."""
+    """Activation checkpointing: the backward pass recomputes the activations of each block, which saves memory."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """CPU threads; torch's own choice unless given."""
+    """CPU threads; torch's default unless given."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(threads=1 if self.threads is None else self.threads)
-        refuse_above(MOST_THREADS, threads=self.threads)
+        validate_positive(threads=1 if self.threads is None else self.threads)
+        validate_at_most(MAX_THREADS, threads=self.threads)
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What is measured, and how often."""
+    """What is measured and saved, and how often."""
 
     eval_every: int = 50
     """Steps between validations."""
@@ -103,19 +102,19 @@ class Watch:
     probe_sequences: int = 4
     """Sequences of the logit probe."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; there is always one at the end."""
+    """Steps between checkpoints; the last step always has one."""
     keep: int = 2
-    """How many of the last checkpoints are kept."""
+    """Number of most recent checkpoints to keep."""
     async_save: bool = False
-    """Write checkpoints in the background: a save stops the training only while the state is copied."""
+    """Write checkpoints in a background thread: training waits only while the state is copied."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(**{name: value for name, value in vars(self).items() if name != "async_save"})
+        validate_positive(**{name: value for name, value in vars(self).items() if name != "async_save"})
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run."""
+    """The configuration of one run."""
 
     shape: Shape
     attention: MHA | MLA
@@ -127,16 +126,16 @@ class Config:
     watch: Watch
 
     def __post_init__(self) -> None:
-        refuse_contradictions(self)
+        validate_config(self)
 
     @property
     def sequences(self) -> int:
-        """Sequences of a step."""
+        """Sequences per optimizer step."""
         return self.training.batch_tokens // self.shape.context
 
 
-def refuse_contradictions(config: Config) -> None:
-    """What no run could do, in one sentence that names the options."""
+def validate_config(config: Config) -> None:
+    """Raise UserError, with the names of the options, for options that contradict each other."""
     micro = config.shape.context * config.training.micro_batch
     if config.training.batch_tokens % micro:
         raise UserError(
@@ -153,67 +152,60 @@ def refuse_contradictions(config: Config) -> None:
 
 
 def kind_of(field: str, value: object) -> str:
-    """The name that the command line has for this value's type."""
+    """The command-line name of a value's type, such as `mla` for an MLA."""
     return next(name for name, kind in KINDS[field].items() if type(value) is kind)
 
 
 def values_of(part: Any) -> dict[str, Any]:
-    """The fields of one part of a configuration."""
+    """Field names and values of a dataclass, not recursive."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """Nested dictionaries of plain values; a choice says its kind."""
+    """Nested dictionaries of plain values; a union's part has the key `kind`."""
     return {
-        field.name: ({"kind": kind_of(field.name, value)} if field.name in KINDS else {}) | values_of(value)
-        for field in fields(config)
-        for value in [getattr(config, field.name)]
+        name: ({"kind": kind_of(name, part)} if name in KINDS else {}) | values_of(part)
+        for name, part in values_of(config).items()
     }
 
 
 def from_json(saved: Mapping[str, Any]) -> Config:
-    """The Config that `to_json` wrote; UserError if some other version of this program wrote it."""
+    """Inverse of `to_json`; UserError if the configuration does not fit this version."""
     hints = get_type_hints(Config)
     try:
-        parts = {
-            name: _read(KINDS[name][part["kind"]] if name in KINDS else hints[name], part)
-            for name, part in saved.items()
-        }
-        return Config(**parts)
+        kinds = {name: KINDS[name][part["kind"]] if name in KINDS else hints[name] for name, part in saved.items()}
+        return Config(**{name: _part_from_json(kinds[name], part) for name, part in saved.items()})
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the saved configuration does not fit this version of quacklr: {error}") from error
 
 
-def _read(kind: Any, part: dict[str, Any]) -> Any:
-    """One part; TypeError if a value is of another type. JSON has lists where we have tuples."""
-    if wrong := misfits(part, kind):
+def _part_from_json(kind: Any, part: dict[str, Any]) -> Any:
+    """One part of a configuration; TypeError if a value has the wrong type. Lists become tuples."""
+    if wrong := mismatched_keys(part, kind):
         raise TypeError(f"{', '.join(wrong)} of {kind.__name__} is of another type")
-    values = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in part.items() if name != "kind"
-    }
-    return kind(**values)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in part.items()}
+    return kind(**{name: value for name, value in values.items() if name != "kind"})
 
 
 def fingerprint(config: Config) -> str:
-    """Eight hexadecimal digits: a hash of the options that decide what is in a run's rows.
+    """Hash of the options that determine the rows of a run, as eight hexadecimal digits.
 
-    How often and in which way to save, how many threads, how processes share the work: none is part of it. A corpus is
-    in it by its name, not by its content.
+    Options of checkpoints, threads and parallelism are not included. The corpus is included by name, not by content.
     """
     watch = replace(config.watch, checkpoint_every=1, keep=1)
     plain = to_json(replace(config, watch=watch, machine=replace(config.machine, threads=None)))
     for part, name in (("watch", "async_save"), ("machine", "parallel"), ("machine", "recompute")):
-        del plain[part][name]  # which older configurations do not have
+        del plain[part][name]  # configurations of older versions do not have it
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def differences(one: Config, other: Config) -> list[str]:
-    """Every option in which two configurations differ, as a reader of the command line knows it."""
+    """Options in which two configurations differ, as command-line names with both values."""
     found = []
     for field, part in to_json(one).items():
-        there = to_json(other)[field]
-        for name in part.keys() | there.keys():
-            if part.get(name) != there.get(name):
+        other_part = to_json(other)[field]
+        for name in part.keys() | other_part.keys():
+            if part.get(name) != other_part.get(name):
                 option = field if name == "kind" else name.replace("_", "-")
-                found.append(f"--{option} ({part.get(name)} there, {there.get(name)} here)")
+                found.append(f"--{option} ({part.get(name)} there, {other_part.get(name)} here)")
     return sorted(found)

@@ -17,9 +17,10 @@ from typing import Annotated
 import tyro
 from matplotlib.figure import Figure
 
-from quacklr.lab.config import MOST_THREADS, Config, fingerprint
-from quacklr.lab.errors import UserError, exit_code, refuse_above, refuse_unless, refuse_unless_positive
+from quacklr.lab.config import MAX_THREADS, Config, fingerprint
+from quacklr.lab.errors import UserError, exit_code, validate, validate_at_most, validate_positive
 from quacklr.lab.files import locked
+from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.methods import Default, Method, QKClipping, QKNorm, Quack
 from quacklr.lab.options import read
 from quacklr.lab.report.command import draw, write
@@ -31,7 +32,6 @@ from quacklr.lab.studies.results import Results, largest_logit, loss
 from quacklr.lab.studies.scale import Size, StudyScale, scale_of
 from quacklr.lab.studies.verdicts import MARGIN, STABLE
 from quacklr.lab.sweep.display import display
-from quacklr.lab.sweep.ledger import Entry, Ledger
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import missing, sweep
 from quacklr.util import terminal
@@ -64,9 +64,9 @@ class Demo:
 
 def configs_of(options: Demo) -> tuple[StudyScale, list[Config]]:
     """The scale of the demo, and the configurations of its runs."""
-    refuse_unless_positive(steps=options.steps, jobs=1 if options.jobs is None else options.jobs)
-    refuse_above(MOST_THREADS, jobs=options.jobs)
-    refuse_unless(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": options.seed})
+    validate_positive(steps=options.steps, jobs=1 if options.jobs is None else options.jobs)
+    validate_at_most(MAX_THREADS, jobs=options.jobs)
+    validate(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": options.seed})
     scale = scale_of(Size(steps=options.steps))
     return scale, [replace(each, training=replace(each.training, seed=options.seed)) for each in grid(scale)]
 
@@ -78,7 +78,7 @@ def run(options: Demo, argv: Sequence[str]) -> int:
     ledger = Ledger(options.out / "ledger.jsonl")
     todo = missing(configs, ledger.entries(), retry=True)
     with locked(options.out), display("quacklr demo", len(configs) - len(todo)) as show:
-        ledger.refuse_unless_writable()
+        ledger.validate_writable()
         state = sweep(todo, ledger, Local(options.jobs), options.out / "runs", show)
     if state.stopped is not None:
         print(f"Stopped; go on with: {shlex.join(['quacklr', 'demo', *argv])}", file=sys.stderr)

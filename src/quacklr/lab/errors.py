@@ -1,86 +1,89 @@
-"""What a user can mend: told in one sentence that names the option, with exit code 2, and no traceback."""
+"""Errors that a user can fix: one sentence that names the option, exit code 2, no traceback."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from quacklr.util import terminal
 
-LARGEST = 1e30
-"""Options are at most this large: float32, in which models train, ends at 3.4e38."""
-MOST = 10**12
-"""Options that are whole numbers are at most this large."""
+MAX_FLOAT = 1e30
+"""Upper limit of every float option: the largest float32 is 3.4e38."""
+MAX_INT = 10**12
+"""Upper limit of every integer option."""
 
 
 class UserError(Exception):
-    """A sentence that names the thing that is wrong and the way out."""
+    """A sentence that names what is wrong and how to fix it."""
 
 
-def refuse_unless(holds: Callable[[float], bool], what: str, settings: Mapping[str, float]) -> None:
-    """UserError for the first of these settings that is no finite number, or for which it does not hold."""
+@contextmanager
+def os_errors(failure: str) -> Iterator[None]:
+    """Raise an OSError of the body as a UserError: `failure`, such as "cannot write PATH", and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{failure}: {error.strerror or error}") from error
+
+
+def validate(holds: Callable[[float], bool], requirement: str, settings: Mapping[str, float]) -> None:
+    """Raise UserError for the first setting that is not a finite number or for which `holds` is false."""
     for name, value in settings.items():
         if not (isinstance(value, int) or math.isfinite(value)) or not holds(value):
-            raise UserError(f"{option(name)} must be {what}, not {shown(value)}")
+            raise UserError(f"--{name.replace('_', '-')} must be {requirement}, not {_format(value)}")
 
 
-def refuse_unless_positive(**settings: float) -> None:
-    """UserError for one that is not above 0, or too large."""
-    refuse_unless(lambda value: value > 0, "a positive number", settings)
-    _refuse_too_large(settings)
+def validate_positive(**settings: float) -> None:
+    """Raise UserError for a setting that is not above 0, or too large."""
+    validate(lambda value: value > 0, "a positive number", settings)
+    _validate_limits(settings)
 
 
-def refuse_negative(**settings: float) -> None:
-    """UserError for one that is below 0, or too large."""
-    refuse_unless(lambda value: value >= 0, "0 or a positive number", settings)
-    _refuse_too_large(settings)
+def validate_non_negative(**settings: float) -> None:
+    """Raise UserError for a setting that is below 0, or too large."""
+    validate(lambda value: value >= 0, "0 or a positive number", settings)
+    _validate_limits(settings)
 
 
-def refuse_unless_below_1(**settings: float) -> None:
-    """UserError for one that is not at least 0 and below 1: what a running mean keeps of the past."""
-    refuse_unless(lambda value: 0 <= value < 1, "at least 0 and below 1", settings)
+def validate_below_1(**settings: float) -> None:
+    """Raise UserError for a decay rate that is not in [0, 1)."""
+    validate(lambda value: 0 <= value < 1, "at least 0 and below 1", settings)
 
 
-def refuse_above(most: int, **settings: int | None) -> None:
-    """UserError for one that is larger than this; None is not given."""
+def validate_at_most(limit: int, **settings: int | None) -> None:
+    """Raise UserError for a setting above the limit. None means that the option was not given."""
     given = {name: value for name, value in settings.items() if value is not None}
-    refuse_unless(lambda value: value <= most, f"at most {most:,}", given)
+    validate(lambda value: value <= limit, f"at most {limit:,}", given)
 
 
-def _refuse_too_large(settings: Mapping[str, float]) -> None:
-    for name, value in settings.items():
-        most = MOST if isinstance(value, int) else LARGEST
-        refuse_unless(lambda value, most=most: value <= most, f"at most {most:g}", {name: value})  # type: ignore[misc]
+def _validate_limits(settings: Mapping[str, float]) -> None:
+    integers = {name: value for name, value in settings.items() if isinstance(value, int)}
+    validate(lambda value: value <= MAX_INT, f"at most {MAX_INT:g}", integers)
+    validate(lambda value: value <= MAX_FLOAT, f"at most {MAX_FLOAT:g}", settings)
 
 
-def option(name: str) -> str:
-    """A field as an option of the command line: `d_model` is `--d-model`."""
-    return f"--{name.replace('_', '-')}"
-
-
-def shown(value: float) -> str:
-    """A number, for a sentence; a whole number may be too large for a float."""
+def _format(value: float) -> str:
+    """Format a number for a message; an integer may be too large for a float."""
     return f"a number of {len(str(value))} digits" if isinstance(value, int) and abs(value) > 1e300 else f"{value:g}"
 
 
 def exit_code(command: str, call: Callable[[], int]) -> int:
-    """What a command returns, or the code for how it ended otherwise: 2 for what a user can mend, told in a sentence.
+    """Run a command and return its exit code: 2, with the message on stderr, for a UserError and for any OSError.
 
-    Every OSError is such: a name that is too long, a disk that is full, a folder that may not be read.
+    OSErrors are mistakes that a user can fix: a name that is too long, a full disk, a folder without permission.
     """
     with terminal.tolerant("stderr"):
         try:
             code = call()
-        except SystemExit as stop:  # tyro exits by itself after --help and mistakes
+        except SystemExit as stop:  # tyro exits by itself after --help and after a wrong option
             code = int(stop.code or 0)
-        except BrokenPipeError:  # somebody reads the first lines only
+        except BrokenPipeError:  # the reader of a pipe has closed it, as `head` does
             code = 1
-        except UserError as error:
-            print(f"{command}: {error}", file=sys.stderr)
-            code = 2
-        except OSError as error:
-            print(f"{command}: {terminal.sentence(error)}", file=sys.stderr)
+        except (UserError, OSError) as error:
+            message = terminal.sentence(error) if isinstance(error, OSError) else error
+            print(f"{command}: {message}", file=sys.stderr)
             code = 2
     terminal.discard_unwritten()
     return code

@@ -1,4 +1,4 @@
-"""The lab's files: whole or not there, locked while a run is at work beside them, and told about in sentences."""
+"""Atomic writes, locks and JSON files of the lab; an OSError becomes a UserError that names the file."""
 
 from __future__ import annotations
 
@@ -9,34 +9,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from quacklr.lab.errors import UserError
+from quacklr.lab.errors import UserError, os_errors
 from quacklr.util import atomic_files as files
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its name only when all of it is on the disk.
-
-    What the system says about a full disk or a forbidden directory becomes a UserError.
-    """
-    try:
-        with files.atomic_write(path) as file:
-            yield file
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    """Open a file that gets its name only after all of it is on disk; UserError if it cannot be written."""
+    with os_errors(f"cannot write {path}"), files.atomic_write(path) as file:
+        yield file
 
 
 @contextmanager
 def locked(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Make a folder and keep other processes of quacklr out of it; the system lets go of it when the process dies.
+    """Create a folder and hold its lock: UserError, or with `wait` a pause, while another process holds it.
 
-    On a file system without locks nobody is kept out.
+    The system releases the lock when the process dies. On a file system without locks there is no protection.
     """
-    try:
+    with os_errors(f"cannot write to {folder}"):
         files.make_folder(folder)
         file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,13 +40,13 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """A small JSON file, indented for people, whole or not there."""
+    """Write an indented JSON file atomically."""
     with atomic_write(path) as file:
         file.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says; ValueError if it is not JSON, or nested more deeply than Python can read."""
+    """Parse JSON; ValueError if the text is not JSON, or nested too deeply for Python's parser."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -62,10 +54,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file; UserError if it is not there or not JSON."""
+    """Read a JSON file; UserError if it does not exist or is not JSON."""
     try:
-        return parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        with os_errors(f"cannot read {path}"):
+            return parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from error

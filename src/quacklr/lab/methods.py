@@ -1,7 +1,7 @@
-"""What is done about attention logits: QuacK, its rivals, and nothing. One type each, one way to attach them all.
+"""Methods that control attention logits: QuacK, its alternatives, and none. One dataclass each.
 
-A method may alter the model (what it computes), attach to the optimizers (how they step), or both. The training loop
-knows none of them: it builds the model, calls `alter`, builds the optimizers, calls `attach`, saves what that returns.
+A method changes the model (`alter`), the optimizer steps (`attach`), or both. The training loop does not know the
+methods: it builds the model, calls `alter`, builds the optimizers, calls `attach`, and saves the state of its result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr import QKClip, QuacK, frobenius, spectral
-from quacklr.lab.errors import UserError, refuse_negative, refuse_unless_positive
+from quacklr.lab.errors import UserError, validate_non_negative, validate_positive
 from quacklr.lab.model import Attention, Decoder
 from quacklr.lab.model.sigma import reparametrise
 from quacklr.lab.optim import Muon
@@ -23,92 +23,92 @@ NORMS = {"frobenius": frobenius, "spectral": spectral}
 
 
 class Attached(Protocol):
-    """What a method has to remember between steps."""
+    """A method with state between steps."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """State for a checkpoint."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Go on from a `state_dict()`."""
+        """Restore a `state_dict()`."""
 
 
 @dataclass(frozen=True)
 class Default:
-    """Nothing: the model and its optimizers as they are."""
+    """No method: the model and its optimizers are unchanged."""
 
 
 @dataclass(frozen=True)
 class Quack:
-    """QuacK: each head's query and key weights have learning rates that go with 1 / the norm of their partners."""
+    """QuacK: the learning rate of a head's query weights is proportional to 1 / norm of its keys, and vice versa."""
 
     tau: float = 1.0
     """Learning rate of query and key weights at the start, relative to the base learning rate."""
     norm: Literal["frobenius", "spectral"] = "frobenius"
-    """How weights are measured."""
+    """Norm of the weights."""
     floor: float = 0.0
-    """Least norm of a block."""
+    """Lower bound of the norm of a block."""
     literal: bool = False
-    """Algorithm 2 as printed where latents have norms too: dq and dkv have rates, though the norms cut them off."""
+    """Algorithm 2 as printed, also with latent norms: dq and dkv get rates, though the norm removes their scale."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(tau=self.tau)
-        refuse_negative(floor=self.floor)
+        validate_positive(tau=self.tau)
+        validate_non_negative(floor=self.floor)
 
 
 @dataclass(frozen=True)
 class ConstantTau:
-    """The paper's ablation: query and key weights have a smaller learning rate, the same throughout."""
+    """The paper's ablation: query and key weights have a smaller, constant learning rate."""
 
     tau: float = 0.1
     """Learning rate of query and key weights, relative to the base learning rate."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(tau=self.tau)
+        validate_positive(tau=self.tau)
 
 
 @dataclass(frozen=True)
 class QKNorm:
-    """RMS norm with a gain on every query and key."""
+    """RMS norm, with a learned gain, on every query and key."""
 
 
 @dataclass(frozen=True)
 class AbsorbedQKNorm:
-    """QK norm on each part of MLA's queries and keys: a decoder caches latents and a number a head, not keys."""
+    """QK norm on each part of MLA's queries and keys; the cache holds latents and one number per head, not keys."""
 
 
 @dataclass(frozen=True)
 class QKClipping:
-    """Kimi K2's QK clip: after each step, heads whose largest logit was above the threshold are scaled back."""
+    """Kimi K2's QK clip: after each step, scale down the heads whose maximum logit was above the threshold."""
 
     threshold: float = 100.0
-    """Largest logit that is left alone."""
+    """Maximum logit that is not clipped."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(threshold=self.threshold)
+        validate_positive(threshold=self.threshold)
 
 
 @dataclass(frozen=True)
 class SoftCap:
-    """Gemma 2's soft-capping: the softmax sees cap * tanh(logit / cap)."""
+    """Gemma 2's soft-capping: the softmax is applied to cap * tanh(logit / cap)."""
 
     cap: float = 50.0
     """Bound of the logits."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(cap=self.cap)
+        validate_positive(cap=self.cap)
 
 
 @dataclass(frozen=True)
 class SigmaReparametrised:
-    """Sigma-Reparam: weights are gamma * W / (largest singular value of W), with gamma learned."""
+    """Sigma-Reparam: weights are gamma * W / (largest singular value of W), with a learned gamma."""
 
     scope: Literal["all", "qk"] = "all"
-    """Which weights: all linear layers, as in its paper, or those that make queries and keys."""
+    """Which weights: all linear layers, as in its paper, or those of queries and keys only."""
 
 
 @dataclass(frozen=True)
 class MuonSplit:
-    """Per-head Muon: the rows of each head of queries, keys and values are orthogonalised by themselves."""
+    """Per-head Muon: the rows of each head of queries, keys and values are orthogonalised separately."""
 
 
 Method = (
@@ -117,7 +117,7 @@ Method = (
 
 
 def alter(method: Method, model: Decoder) -> None:
-    """Change what the model computes, if the method does; after its weights are made, before its optimizers are."""
+    """Apply the method's change to the model; call it after the weights are initialised and before the optimizers."""
     attentions = model.attentions().values()
     match method:
         case Quack(literal=True):
@@ -138,9 +138,9 @@ def alter(method: Method, model: Decoder) -> None:
 
 
 def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) -> Attached | None:
-    """Change how the optimizers step, if the method does; what it returns must be saved with the optimizers.
+    """Apply the method's change to the optimizers; the state of the result belongs in the checkpoint.
 
-    `model` is what trains: the decoder, or DistributedDataParallel around it.
+    `model` is the decoder, or DistributedDataParallel around it.
     """
     try:
         match method:
@@ -155,11 +155,11 @@ def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 attentions = [module for module in model.modules() if isinstance(module, Attention)]
                 matrices = [m for attention in attentions for m in attention.matrices().values()]
                 muon.split({linear.weight: blocks for linear, blocks in matrices if blocks > 1})
-    except ValueError as error:  # the library's refusal, a sentence already
+    except ValueError as error:  # the message names the weight and the fix
         raise UserError(str(error)) from error
     return None
 
 
 def rates(attached: Attached | None) -> dict[str, Tensor]:
-    """The learning rates that a method gives to blocks of weights, relative to the base rate, by weight name."""
+    """Learning rates of the method, relative to the base rate: weight name -> one rate per block."""
     return attached.rates() if isinstance(attached, QuacK) else {}

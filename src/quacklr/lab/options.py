@@ -1,4 +1,4 @@
-"""How the lab's commands turn a dataclass into options: one a field, without prefixes, and a flag only to be set."""
+"""Command-line options of the lab from dataclasses: one option per field, without prefixes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 
 def read(kind: type[T], command: str, argv: Sequence[str], description: str | None = None, *config: Any) -> T:
-    """The options of a command as an instance of a dataclass; UserError or SystemExit(2) for what is wrong with them.
-
-    An empty value is refused here: `--out ''` would be the current folder.
-    """
-    refuse_unusable(argv)
+    """Parse arguments into a dataclass; UserError or SystemExit(2) if they are wrong."""
+    validate_arguments(argv)
     return tyro.cli(kind, prog=command, args=list(argv), description=description, config=(*OPTIONS, *config))
 
 
-def refuse_unusable(argv: Sequence[str]) -> None:
-    """UserError for an argument that no option accepts."""
+def validate_arguments(argv: Sequence[str]) -> None:
+    """Raise UserError for an argument that no option accepts: empty, with a NUL, or not UTF-8."""
     if unusable := unusable_argument(argv):
         raise UserError(unusable)

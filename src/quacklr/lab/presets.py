@@ -1,6 +1,6 @@
-"""Whole configurations by name: one that shows the paper's effects on a laptop, and the paper's own.
+"""Complete configurations by name: one that shows the paper's effects on a laptop, and the paper's own.
 
-Where the paper does not say, the choice is noted; docs/lab.md has the list.
+docs/lab.md lists the settings that the paper does not state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SMALL = replace(
     optimizer=MuonRecipe(lr=3e-2),
 )
 
-ATTENTIONS: dict[str, dict[str, MHA | MLA]] = {  # by preset: what --attention stands for
+ATTENTIONS: dict[str, dict[str, MHA | MLA]] = {  # by preset: the values of --attention
     "cpu": {"mha": CPU.attention, "mla": MLA()},
     "100m": {"mha": SMALL.attention, "mla": MLA(9, 64, 64, 64, d_cq=144, d_ckv=72)},
     "paper-mha": {"mha": PAPER.attention, "mla": MLA(32, 64, 64, 64, d_cq=512, d_ckv=256)},
@@ -58,7 +58,7 @@ PRESETS: dict[str, Config] = {
 
 
 def with_kinds(config: Config, attentions: dict[str, MHA | MLA], **kinds: str | None) -> Config:
-    """The same with other kinds of attention, method, optimizer or schedule, at their defaults; None leaves it."""
+    """Replace the attention, method, optimizer or schedule by another kind with its defaults; None keeps the part."""
     for field, kind in kinds.items():
         if kind is not None and kind != kind_of(field, getattr(config, field)):
             config = replace(config, **{field: _default(config, attentions, field, kind)})
@@ -68,7 +68,7 @@ def with_kinds(config: Config, attentions: dict[str, MHA | MLA], **kinds: str | 
 def _default(config: Config, attentions: dict[str, MHA | MLA], field: str, kind: str) -> Any:
     if field == "attention":
         return attentions[kind]
-    if field == "schedule":  # as long a warmup as before; a decay takes the last fifth
+    if field == "schedule":  # same warmup; a decay takes the last fifth of the steps
         decay = {"decay": config.training.steps // 5} if KINDS[field][kind] is WSD else {}
         return KINDS[field][kind](warmup=config.schedule.warmup, **decay)
     return KINDS[field][kind]()

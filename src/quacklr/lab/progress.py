@@ -1,6 +1,6 @@
-"""How far a long job is: a bar on a terminal, a plain line now and then elsewhere. On stderr: stdout is for results.
+"""Progress of a long job on stderr: a rich progress bar on a terminal, otherwise a plain line every ten seconds.
 
-What cannot be displayed is dropped: nothing that happens to the terminal ends a job.
+Output that cannot be written is dropped: a closed terminal does not end a job. stdout is for results.
 """
 
 from __future__ import annotations
@@ -9,34 +9,52 @@ import math
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, final
+from typing import Any
 
 from quacklr.util.terminal import Tolerant
 
-SECONDS_A_LINE = 10.0
+LOG_INTERVAL = 10.0
+"""Seconds between two lines in a log."""
 
 
-class Show(ABC):
-    """Call it with what is done so far and a few words: `show(step, "loss 2.31")`. Cheap enough for every step."""
+class ProgressDisplay:
+    """Call it with the amount done so far and a short text: `show(step, "loss 2.31")`. Cheap enough for every step."""
 
-    def __init__(self, title: str, total: float | None, unit: str, done: float) -> None:
-        self.title, self.total, self.unit = title, total, unit
+    def __init__(self, title: str, total: float | None, unit: str, done: float, bar: Any = None) -> None:
+        self.title, self.total, self.unit, self.bar = title, total, unit, bar
         self._first, self._began = done, time.monotonic()
+        self._printed = self._began
+        self._pending: tuple[float, str] | None = None
+        if bar:
+            bar.add_task(title, total=total, completed=done, status="")
 
-    @abstractmethod
     def __call__(self, done: float, text: str = "") -> None:
-        """Say how much is done by now."""
+        """Update the bar, or print a line if the last one is ten seconds old."""
+        if self.bar:
+            self.bar.update(self.bar.task_ids[0], completed=done, status=self._status(done, text))
+            return
+        self._pending = (done, text)
+        if time.monotonic() - self._printed >= LOG_INTERVAL:
+            self.flush()
 
-    @abstractmethod
+    def flush(self) -> None:
+        """Print the last status to the log, unless it was printed."""
+        if self._pending is not None:
+            to_stderr(f"{self.title}: {self._status(*self._pending)}")
+            self._printed, self._pending = time.monotonic(), None
+
     def line(self, text: str) -> None:
-        """Print a line that stays, on stdout."""
+        """Print a line to stdout, above the bar if both are on the terminal."""
+        if self.bar and Tolerant(sys.stdout).isatty():
+            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=Tolerant(sys.stdout), flush=True)
 
     def _status(self, done: float, text: str) -> str:
-        """Such as `300/1,000 steps, 25.1/s, 0:00:28 left, loss 2.31`; the rate is the mean up to now."""
+        """Such as `300/1,000 steps, 25.1/s, 0:00:28 left, loss 2.31`; the rate is the mean so far."""
         seconds = time.monotonic() - self._began
         rate = (done - self._first) / seconds if seconds else 0.0
         parts = [f"{_number(done)}{'' if self.total is None else '/' + _number(self.total)} {self.unit}"]
@@ -49,78 +67,33 @@ class Show(ABC):
         return ", ".join([*parts, *([text] if text else [])])
 
 
-@final
-class _Lines(Show):
-    """For logs: no control characters, and not more than a line every ten seconds."""
-
-    def __init__(self, title: str, total: float | None, unit: str, done: float) -> None:
-        super().__init__(title, total, unit, done)
-        self._said = self._began
-        self._last: tuple[float, str] | None = None
-
-    def __call__(self, done: float, text: str = "") -> None:
-        self._last = (done, text)
-        if time.monotonic() - self._said >= SECONDS_A_LINE:
-            self.say()
-
-    def say(self) -> None:
-        """Print where it is, unless this has been said."""
-        if self._last is not None:
-            to_stderr(f"{self.title}: {self._status(*self._last)}")
-            self._said, self._last = time.monotonic(), None
-
-    def line(self, text: str) -> None:
-        to_stdout(text)
-
-
-@final
-class _Bar(Show):
-    """For people: one line that redraws itself at the foot of the terminal."""
-
-    def __init__(self, title: str, total: float | None, unit: str, done: float) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-        from rich.table import Column
-
-        super().__init__(title, total, unit, done)
-        status = TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True))
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), status)
-        self.bar = Progress(
-            *columns, console=Console(file=stderr()), expand=True, refresh_per_second=5, redirect_stdout=False
-        )
-        self._task = self.bar.add_task(title, total=total, status="")
-        self.bar.update(self._task, completed=done)
-
-    def __call__(self, done: float, text: str = "") -> None:
-        self.bar.update(self._task, completed=done, status=self._status(done, text))
-
-    def line(self, text: str) -> None:
-        if Tolerant(sys.stdout).isatty():  # the bar must be told, or it would draw over the line
-            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            to_stdout(text)
-
-
 @contextmanager
-def progress(title: str, total: float | None = None, unit: str = "steps", done: float = 0) -> Iterator[Show]:
-    """A display for a job of `total` units; `done` of them were done before, if it is a resumed one."""
-    if is_terminal():
-        show = _Bar(title, total, unit, done)
-        with show.bar:
-            yield show
-    else:
-        lines = _Lines(title, total, unit, done)
-        yield lines
-        lines.say()
+def progress(title: str, total: float | None = None, unit: str = "steps", done: float = 0) -> Iterator[ProgressDisplay]:
+    """A display for a job of `total` units; a resumed job starts with `done` of them."""
+    bar = _rich_bar() if is_terminal() else None
+    show = ProgressDisplay(title, total, unit, done, bar)
+    with bar or nullcontext():
+        yield show
+    show.flush()
+
+
+def _rich_bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    status = TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), status)
+    return Progress(*columns, console=Console(file=stderr()), expand=True, refresh_per_second=5, redirect_stdout=False)
 
 
 def is_terminal() -> bool:
-    """Whether people look at stderr on a screen that can be redrawn."""
+    """Whether stderr is a terminal that can be redrawn."""
     return Tolerant(sys.stderr).isatty() and os.environ.get("TERM") != "dumb"
 
 
 def stderr() -> Any:
-    """The stream for a display."""
+    """The stream of a display: writes to it never raise."""
     return Tolerant(sys.stderr)
 
 
@@ -129,13 +102,8 @@ def to_stderr(line: str) -> None:
     print(line, file=stderr(), flush=True)
 
 
-def to_stdout(line: str) -> None:
-    """Print a line of a display."""
-    print(line, file=Tolerant(sys.stdout), flush=True)
-
-
 def duration(seconds: float) -> str:
-    """Such as `1:20:00`; at most thirty years, since a timedelta has an end."""
+    """Such as `1:20:00`; limited to thirty years, because a timedelta has a maximum."""
     return str(timedelta(seconds=round(min(seconds, 1e9))))
 
 

@@ -1,4 +1,4 @@
-"""Signals that ask a long job to stop: it ends after what it is doing, and saves that."""
+"""Signals that stop a long job: the job finishes its current step and saves it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import Any
 
 
 @contextmanager
-def signals() -> Iterator[list[int]]:
-    """A list that a first Ctrl-C or SIGTERM puts its number into; a second Ctrl-C, a second later, stops at once.
+def stop_signals() -> Iterator[list[int]]:
+    """A list that receives the number of the first SIGINT (Ctrl-C) or SIGTERM.
 
-    torchrun sends every process what the system may have sent it already, so the same signal can come twice.
-    SIGHUP, which says that the terminal is gone, is ignored: nothing that happens to the terminal ends a run.
+    A second Ctrl-C raises KeyboardInterrupt if it comes more than a second later: torchrun forwards a signal that the
+    process may already have received. SIGHUP is ignored: a closed terminal does not end a run.
     """
     caught: list[int] = []
-    began = time.monotonic()
+    first_at = time.monotonic()
 
     def handle(signum: int, _: FrameType | None) -> None:
-        nonlocal began
+        nonlocal first_at
         if not caught:
             caught.append(signum)
-            began = time.monotonic()
-        elif signum == signal.SIGINT and time.monotonic() - began > 1:
+            first_at = time.monotonic()
+        elif signum == signal.SIGINT and time.monotonic() - first_at > 1:
             raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
     handlers: dict[signal.Signals, Any] = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGHUP: signal.SIG_IGN}
-    before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
+    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     try:
         yield caught
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,40 +1,41 @@
-"""Whether a value read from JSON has the type that a program expects: files can be edited, and other versions exist."""
+"""Type checks of values read from JSON: a file can be edited, or written by another version."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 Check = Callable[[Any], bool]
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type: a plain one, Any, Literal, a union, list[X], dict[str, X], tuple or TypedDict.
+    """Whether a value has a type: a class, Any, None, a Literal, a union, list[X], dict[str, X], tuple or TypedDict.
 
-    A float is a finite number, also a whole one. A bool is no number. A tuple is a list in JSON.
-    A TypedDict may have more keys than it names.
+    `float` accepts every finite number, also an int; `int` and `float` reject a bool. A tuple is a list in JSON.
+    A TypedDict may have additional keys.
     """
-    return check_of(kind)(value)
+    return checker(kind)(value)
 
 
-def misfits(values: dict[str, Any], kind: Any) -> list[str]:
-    """The keys of a dict whose values do not have the types that the hints of a class give to these names."""
-    checks = checks_of(kind)
+def mismatched_keys(values: dict[str, Any], kind: Any) -> list[str]:
+    """The keys whose values do not have the types that a class annotates for these names."""
+    checks = checkers(kind)
     return [name for name, value in values.items() if name in checks and not checks[name](value)]
 
 
 @cache
-def checks_of(kind: Any) -> dict[str, Check]:
-    """A check for each name that a class has a hint for."""
-    return {name: check_of(hint) for name, hint in get_type_hints(kind).items()}
+def checkers(kind: Any) -> dict[str, Check]:
+    """A check for each annotated name of a class."""
+    return {name: checker(hint) for name, hint in get_type_hints(kind).items()}
 
 
 @cache
-def check_of(kind: Any) -> Check:
-    """The check for a type, made once: a ledger has millions of numbers."""
-    inner = [check_of(each) for each in get_args(kind)] if get_origin(kind) is not Literal else []
+def checker(kind: Any) -> Check:
+    """The check for a type; cached, because a ledger has millions of numbers."""
+    arguments = get_args(kind)
+    inner = [checker(each) for each in arguments] if get_origin(kind) is not Literal else []
     match get_origin(kind):
         case _ if kind is Any:
             return lambda _: True
@@ -44,13 +45,14 @@ def check_of(kind: Any) -> Check:
             return lambda value: type(value) is int and abs(value) < 2**63
         case _ if is_typeddict(kind):
             required = kind.__required_keys__
-            return lambda value: isinstance(value, dict) and required <= value.keys() and not misfits(value, kind)
+            return lambda value: (
+                isinstance(value, dict) and required <= value.keys() and not mismatched_keys(value, kind)
+            )
         case origin if origin in (Union, UnionType):
-            first, other = inner[0], check_of(Union[get_args(kind)[1:]])  # noqa: UP007
-            return lambda value: first(value) or other(value)
+            first, *others = inner  # the first is the usual one
+            return lambda value: first(value) or any(check(value) for check in others)
         case origin if origin is Literal:
-            known = get_args(kind)
-            return lambda value: isinstance(value, str) and value in known
+            return lambda value: isinstance(value, str) and value in arguments
         case origin if origin is list:
             return lambda value: isinstance(value, list) and all(map(inner[0], value))
         case origin if origin is dict:
@@ -62,5 +64,4 @@ def check_of(kind: Any) -> Check:
                 and all(check(each) for check, each in zip(inner, value, strict=True))
             )
         case _:
-            plain = NoneType if kind is None else kind
-            return lambda value: isinstance(value, plain)
+            return lambda value: isinstance(value, type(None) if kind is None else kind)

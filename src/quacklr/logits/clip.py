@@ -5,9 +5,9 @@
     MHA   q[h] and k[h] by sqrt(gamma[h])
     MLA   uq[h] and uk[h] by sqrt(gamma[h]), qr[h] by gamma[h]; what serves all heads (dq, dkv, kr) is left alone
 
-In words of paths: each path's product shall shrink by gamma[h], and the weights that are the head's own share that
-equally. A key block that a group of heads reads takes what all of the group must give, sqrt of their largest gamma;
-each query takes the rest, so that no head shrinks by more than its own gamma.
+In terms of logit paths: the product of each path is scaled by gamma[h], in equal parts by the weights that belong to
+head h alone. A key block that a group of heads shares is scaled by the square root of the group's largest gamma, and
+each query by the rest, so that no head shrinks by more than its own gamma.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from quacklr.find import logit_paths
 from quacklr.find.discover import by_module
 from quacklr.find.finding import Finding
 from quacklr.find.verify import Verification
-from quacklr.logits.interceptor import SEEN
+from quacklr.logits.interceptor import SUPPORTED
 from quacklr.logits.recorder import MaxLogitRecorder
 from quacklr.optimizers.attach import as_optimizers, is_idle
 
 _attached: WeakSet[QKClip] = WeakSet()
 
-UNSEEN = f"QK clip saw no attention logits in training mode before this step, so it cannot clip: {SEEN}"
+UNSEEN = f"QK clip saw no attention logits in training mode before this step, so it cannot clip: {SUPPORTED}"
 ALONE = (
     "QK clip was given a model that is neither DistributedDataParallel nor sharded, though there are several ranks: it "
     "would take this rank's largest logits for all, and replicas would drift apart; wrap the model first, then pass it"
 )
 SPENT = (
-    "QK clip heard no training forward since the last step, so it does not clip: is the model in eval mode, or was "
+    "QK clip saw no training forward since the last step, so it does not clip: is the model in eval mode, or was "
     "optimizer.step() called twice?"
 )
 STUCK = (
-    "QK clip cannot scale all that makes the logits of {}: of some of it every weight is frozen, as under LoRA, or "
+    "QK clip cannot scale all terms of the logits of {}: every weight of some term is frozen, as under LoRA, or "
     "serves all heads"
 )
 
@@ -56,16 +56,16 @@ class QKClip:
 
         clip = QKClip(model, optimizer, threshold=100.0)     # once; the training loop stays as it was
 
-    The largest logit of each head is taken over all training forwards since the last step (all micro-batches, all ranks
-    of DistributedDataParallel or FSDP2), which means that all logits are computed a second time, but for flex attention
-    on CUDA, whose kernel tells them: that is the price of a clip on top of any attention. Heads whose largest logit is
-    not above the threshold, negative ones included, are left bitwise as they were. Forwards in eval mode or without
-    gradients are not counted. Where a model is compiled, its attention modules run uncompiled. Frozen weights are left
-    alone. Waits for no device, but where a model writes its logits out.
+    The largest logit of each head is taken over all training forwards since the last step: all micro-batches, all ranks
+    of DistributedDataParallel or FSDP2. To know it, all logits are computed a second time, except for flex attention on
+    CUDA, whose kernel returns the maxima. Heads whose largest logit is not above the threshold, negative ones included,
+    stay bitwise as they are. Forwards in eval mode or without gradients do not count. The attention modules of a
+    compiled model run uncompiled. Frozen weights are not scaled. There is no device synchronisation, unless a model
+    computes its logits without a fused kernel.
 
-    `clip=False` only watches: `max_logits()` tells what would have been clipped. For a model that is not known by
-    itself, pass the `paths` that `logit_paths(model, batch)` measures. With `verify`, what rules found is measured on a
-    few tokens of the first batch before the first step; if a rule is wrong, that step raises a ValueError.
+    `clip=False` only records: `max_logits()` shows what would have been clipped. For a model that no rule recognises,
+    pass the `paths` that `logit_paths(model, batch)` measures. With `verify`, the paths that rules found are measured
+    on a few tokens of the first batch before the first step; if a rule is wrong, that step raises a ValueError.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class QKClip:
         if not 0 < float(threshold) < float("inf"):
             raise ValueError(f"threshold={threshold!r}: the largest logit allowed must be a positive number")
         if isinstance(model, nn.DataParallel):
-            raise ValueError("QK clip cannot listen to the replicas of DataParallel; use DistributedDataParallel")
+            raise ValueError(
+                "QK clip cannot record the logits of the replicas of DataParallel; use DistributedDataParallel"
+            )
         self.threshold, self.clip = threshold, clip
         self.optimizers = as_optimizers(optimizer)
         validate_not_fsdp1(model)
@@ -90,9 +92,9 @@ class QKClip:
         weights = [weight for path in as_paths(found, "paths must be") for weight in path.weights]
         validate_no_tensor_parallel(model, "QK clip")
         validate_stepped(weights, self.optimizers)
-        here = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
-        validate_not_attached_twice(weights, [weight for other in here for weight in other._stands_for], "QKClip")
-        self._stands_for: dict[Weight, Weight] = distinct(weights)
+        others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
+        validate_not_attached_twice(weights, [weight for other in others for weight in other._canonical], "QKClip")
+        self._canonical: dict[Weight, Weight] = distinct(weights)
         self._paths, self._groups = by_module(found), groups_of(model)
         self._device = weights[0].param.device
         self._block_of_row = {
@@ -100,30 +102,29 @@ class QKClip:
         }
         if not self._groups and is_distributed():
             warnings.warn(ALONE, stacklevel=2)
-        if stuck := [name for name, paths in self._paths.items() if not all(map(own_of, paths))]:
+        if stuck := [name for name, paths in self._paths.items() if not all(map(scalable, paths))]:
             warnings.warn(STUCK.format(", ".join(name or "the model" for name in stuck)), stacklevel=2)
-        self._largest: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
+        self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepping: set[Optimizer] = set()
-        self._stepped: set[Optimizer] = set()
+        self._stepped: set[Optimizer] = set()  # and had no forward since
         self._warned = False
         known: Mapping[str, Finding] = getattr(found, "found", {}) if paths is None else {}
         self._verification = Verification(model, known, verify)
-        self._listener = MaxLogitRecorder(
-            model, {name: paths[0].heads for name, paths in self._paths.items()}, self._hear
-        )
+        heads = {name: paths[0].heads for name, paths in self._paths.items()}
+        self._recorder = MaxLogitRecorder(model, heads, self._record)
         eager: Any = torch.compiler.disable
         self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
         self._hooks += [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
         _attached.add(self)
 
-    def _hear(self, name: str, largest_H: Tensor) -> None:
-        """Kept for each optimizer until it has stepped. What is not a number does not drown what is."""
-        largest_H = largest_H.masked_fill(largest_H == torch.inf, torch.nan)
-        for optimizer, heard in self._largest.items():
+    def _record(self, name: str, max_H: Tensor) -> None:
+        """Update the maxima of each optimizer since its last step. NaNs and infinities are ignored."""
+        max_H = max_H.masked_fill(max_H == torch.inf, torch.nan)
+        for optimizer, maxima in self._maxima.items():
             if optimizer in self._stepped:
                 self._stepped.remove(optimizer)
-                heard.clear()
-            heard[name] = torch.fmax(heard[name], largest_H) if name in heard else largest_H
+                maxima.clear()
+            maxima[name] = torch.fmax(maxima[name], max_H) if name in maxima else max_H
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if not is_idle(optimizer):
@@ -132,70 +133,70 @@ class QKClip:
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer not in self._stepping:  # a step that calls its parent's has hooks called twice
+        if optimizer not in self._stepping:  # a step that calls the step of its parent class runs the hooks twice
             return
         self._stepping.remove(optimizer)
         if not is_idle(optimizer):
             self._verification.finish()
-        if optimizer in self._stepped and not is_idle(optimizer):
-            self._largest[optimizer].clear()
-            warnings.warn(SPENT, stacklevel=4)
-        if optimizer in self._stepped:  # without a forward in between: these maxima are spent
+        if optimizer in self._stepped:  # the maxima were used by an earlier step
+            if not is_idle(optimizer):
+                self._maxima[optimizer].clear()
+                warnings.warn(SPENT, stacklevel=4)
             return
-        heard = self._reduced(self._largest[optimizer])
-        if not heard and not is_idle(optimizer):
+        maxima = self._reduced(self._maxima[optimizer])
+        if not maxima and not is_idle(optimizer):
             raise RuntimeError(UNSEEN)
         self._stepped.add(optimizer)
-        self._largest[optimizer] = heard
-        self._warn(heard)
+        self._maxima[optimizer] = maxima
+        self._warn(maxima)
         if self.clip:
-            share = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            for weight, factor_B in self._factors(heard).items():
+            stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            for weight, factor_B in self._factors(maxima).items():
                 for part in weight.parts:
-                    if id(part.param) in share and part.param.requires_grad:
+                    if id(part.param) in stepped and part.param.requires_grad:
                         scale(part, self._block_of_row[part], factor_B)
 
-    def _factors(self, heard: Mapping[str, Tensor]) -> dict[Weight, Tensor]:
-        """For each weight to scale, the (blocks,) factors; of one that several modules share, what the worst needs."""
+    def _factors(self, maxima: Mapping[str, Tensor]) -> dict[Weight, Tensor]:
+        """For each weight to scale, the (blocks,) factors; the least one, if several modules share the weight."""
         found: dict[Weight, Tensor] = {}
-        for name, largest_H in heard.items():
-            for weight, factor_B in factors(self._paths[name], gamma(largest_H, self.threshold)).items():
-                first = self._stands_for[weight]
+        for name, max_H in maxima.items():
+            for weight, factor_B in factors(self._paths[name], gamma(max_H, self.threshold)).items():
+                first = self._canonical[weight]
                 found[first] = torch.minimum(found[first], factor_B) if first in found else factor_B
         return found
 
-    def _reduced(self, heard: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The largest of all ranks; a rank that heard nothing takes part, for the others wait for it."""
+    def _reduced(self, maxima: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The maxima over all ranks. A rank without any takes part in the all-reduce, because the others wait."""
         if not self._groups:
-            return heard
-        nothing = {n: torch.full((p[0].heads,), -torch.inf, device=self._device) for n, p in self._paths.items()}
-        both = {name: of.nan_to_num(nan=-torch.inf, posinf=torch.inf) for name, of in (nothing | heard).items()}
-        found = dict(zip(both, all_reduce_max(list(both.values()), self._groups), strict=True))
-        return {name: of for name, of in found.items() if name in heard or bool((of > -torch.inf).any())}
+            return maxima
+        none = {n: torch.full((p[0].heads,), -torch.inf, device=self._device) for n, p in self._paths.items()}
+        local = {name: of.nan_to_num(nan=-torch.inf, posinf=torch.inf) for name, of in (none | maxima).items()}
+        found = dict(zip(local, all_reduce_max(list(local.values()), self._groups), strict=True))
+        return {name: of for name, of in found.items() if name in maxima or bool((of > -torch.inf).any())}
 
-    def _warn(self, heard: Mapping[str, Tensor]) -> None:
-        """Once, of modules that should have been heard and were not."""
-        unheard = sorted(self._paths.keys() - heard.keys())
-        if unheard and not self._warned:
+    def _warn(self, maxima: Mapping[str, Tensor]) -> None:
+        """Warn once of modules whose logits were not recorded."""
+        missing = sorted(self._paths.keys() - maxima.keys())
+        if missing and not self._warned:
             self._warned = True
-            warnings.warn(f"QK clip saw no logits of {', '.join(unheard)}, so they are not clipped", stacklevel=5)
+            warnings.warn(f"QK clip saw no logits of {', '.join(missing)}, so they are not clipped", stacklevel=5)
 
     def max_logits(self) -> dict[str, Tensor]:
         """For each attention module the (heads,) largest logits since the last step; after a step, those before it."""
-        return dict(self._largest[self.optimizers[0]])
+        return dict(self._maxima[self.optimizers[0]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: between steps there is nothing to remember."""
+        """Empty: QK clip has no state between steps."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to load."""
+        """Does nothing: QK clip has no state."""
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks, and unwrap the forwards."""
         _attached.discard(self)
         self._verification.remove()
-        self._listener.remove()
+        self._recorder.remove()
         for hook in self._hooks:
             hook.remove()
 
@@ -206,9 +207,9 @@ class QKClip:
         self.remove()
 
 
-def gamma(largest_H: Tensor, threshold: float) -> Tensor:
-    """min(1, threshold / largest), and 1 where that means nothing: largest <= 0, NaN or inf."""
-    return torch.where((largest_H > threshold) & (largest_H < torch.inf), threshold / largest_H, 1.0)
+def gamma(max_H: Tensor, threshold: float) -> Tensor:
+    """min(1, threshold / max), and 1 where that is undefined: max <= 0, NaN or inf."""
+    return torch.where((max_H > threshold) & (max_H < torch.inf), threshold / max_H, 1.0)
 
 
 def factors(paths: list[LogitPath], gamma_H: Tensor) -> dict[Weight, Tensor]:
@@ -217,37 +218,38 @@ def factors(paths: list[LogitPath], gamma_H: Tensor) -> dict[Weight, Tensor]:
     for path in paths:
         left_H = gamma_H
         rest = []
-        for weight, read in own_of(path):
+        for weight, read in scalable(path):
             read_H = read.to(gamma_H.device)
-            if weight in found:  # of another path too, as with LoRA; no weight shall grow for what it took there
+            if weight in found:  # it is on another path too, as with LoRA; no weight may grow to make up for that
                 left_H = (left_H / found[weight][read_H]).clamp(max=1)
             else:
                 rest.append((weight, read_H))
-        for taken, (weight, read_H) in enumerate(rest):
+        for done, (weight, read_H) in enumerate(rest):
             common_B = torch.zeros(weight.blocks, device=gamma_H.device)
             common_B = common_B.scatter_reduce(0, read_H, left_H, "amax", include_self=False)
-            found[weight] = common_B ** (1 / (len(rest) - taken))
+            found[weight] = common_B ** (1 / (len(rest) - done))
             left_H = left_H / found[weight][read_H]
     return found
 
 
-def own_of(path: LogitPath) -> list[tuple[Weight, Tensor]]:
-    """The weights of a path that are a head's own, or its group's, and train, with the blocks that heads read.
+def scalable(path: LogitPath) -> list[tuple[Weight, Tensor]]:
+    """The trained weights of a path that belong to one head, or to a group of heads, and the block each head reads.
 
-    Of a single head, those next to the product: the ends of a longer chain make values too. Those of a group first.
+    Weights of a group come first. If there is only one head, they are the weights next to the product q . k: the ends
+    of a longer chain make values too.
     """
     inner = path.weights[1:-1] or path.weights
-    the_heads_own = inner if path.heads == 1 else ()
-    own = [
+    single_head = inner if path.heads == 1 else ()
+    found = [
         (weight, read)
         for weight, read in zip(path.weights, path.reads, strict=True)
-        if (weight.blocks > 1 or weight in the_heads_own) and any(part.param.requires_grad for part in weight.parts)
+        if (weight.blocks > 1 or weight in single_head) and any(part.param.requires_grad for part in weight.parts)
     ]
-    return sorted(own, key=lambda pair: pair[0].blocks)
+    return sorted(found, key=lambda pair: pair[0].blocks)
 
 
 def scale(part: Weight, block_of_row: Tensor, factor_B: Tensor) -> None:
-    """Multiply each row that is here by the factor of its block, given that: -1 is none."""
+    """Multiply each local row by the factor of its block; rows of block -1 are not scaled."""
     rows = part.rows_first()
-    of_row = torch.where(block_of_row >= 0, factor_B.to(rows.device)[block_of_row.clamp(min=0)], 1.0)
-    rows.mul_(of_row.view(-1, *[1] * (rows.ndim - 1)).to(rows.dtype))
+    factor = torch.where(block_of_row >= 0, factor_B.to(rows.device)[block_of_row.clamp(min=0)], 1.0)
+    rows.mul_(factor.view(-1, *[1] * (rows.ndim - 1)).to(rows.dtype))

@@ -1,7 +1,10 @@
-"""Flex attention: its logits, made again a few at a time; and, on CUDA, the largest ones from its own kernel.
+"""Flex attention: its logits, computed again in chunks; and, on CUDA, the largest ones from its own kernel.
 
-Compiled, flex attention is out of a function mode's sight. Called as it was written it shows as an operator, of which
-the first half of this file makes the logits; the second half reaches for it where a model's code holds it.
+Compiled, flex attention is invisible to a function mode. Uncompiled it is an operator; the first half of this file
+computes the logits of a call of that operator. The second half replaces flex attention where a model's code refers to
+it, to get the maxima from the kernel.
+
+Both use internals of torch: tests/logits/test_flex_contract.py fails if a version of torch changes them.
 """
 
 from __future__ import annotations
@@ -10,8 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from quacklr.logits.logits import QKLogits
 
 Pause = Callable[[], AbstractContextManager[Any]]
-LN2 = math.log(2)  # the operator counts in powers of two
+LN2 = math.log(2)  # the operator returns logarithms to base 2
 
 
 def is_flex(func: Any) -> bool:
@@ -27,7 +29,7 @@ def is_flex(func: Any) -> bool:
     return isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "flex_attention"
 
 
-def of_flex(
+def flex_logits(
     query: Tensor,
     key: Tensor,
     _value: Tensor,
@@ -43,72 +45,67 @@ def of_flex(
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 
     score: Any = _vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(score_buffers))
-    seen: Any = _vmap_for_bhqkv(block_mask[-1], prefix=(), suffix=(None,) * len(mask_buffers))
+    mask: Any = _vmap_for_bhqkv(block_mask[-1], prefix=(), suffix=(None,) * len(mask_buffers))
 
-    def modify(logit_BHIJ: Tensor, sequence: int, first: int) -> Tensor:
-        starts = (sequence, 0, first, 0)
-        places = [
+    def modified(logit_BHIJ: Tensor, sequence: int, query_index: int) -> Tensor:
+        starts = (sequence, 0, query_index, 0)
+        indices = [
             torch.arange(start, start + size, device=query.device)
             for start, size in zip(starts, logit_BHIJ.shape, strict=True)
         ]
         with TransformGetItemToIndex():
-            modified: Tensor = score(logit_BHIJ, *places, *score_buffers)
-            return modified.masked_fill(~seen(*places, *mask_buffers), -torch.inf)
+            logit: Tensor = score(logit_BHIJ, *indices, *score_buffers)
+            return logit.masked_fill(~mask(*indices, *mask_buffers), -torch.inf)
 
     k_BGJD = key.detach().expand(query.shape[0], *key.shape[1:])
-    return QKLogits(query.detach(), k_BGJD, scale, modify=modify)
+    return QKLogits(query.detach(), k_BGJD, scale, score_mod=modified)
 
 
 def run_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What the operator puts out, without gradients, and without all logits at once: torch's own has them."""
-    logits = of_flex(query, key, value, *args, **kwargs)
+    """The outputs of the operator, without gradients, in chunks: torch's own has all logits in memory."""
+    logits = flex_logits(query, key, value, *args, **kwargs)
     v_BHJD = value.float().expand(query.shape[0], *value.shape[1:])
     v_BHJD = v_BHJD.repeat_interleave(logits.heads // value.shape[1], dim=1)
     output = query.new_empty(*query.shape[:3], value.shape[3])
-    sums, largest = (torch.empty(query.shape[:3], device=query.device) for _ in range(2))
+    lse, maxima = (torch.empty(query.shape[:3], device=query.device) for _ in range(2))
     for sequences, queries, logit_BHIJ in logits.chunks():
         share_BHIJ = logit_BHIJ.softmax(-1).nan_to_num_(nan=0.0)
         output[sequences, :, queries] = (share_BHIJ @ v_BHJD[sequences]).to(output.dtype)
-        sums[sequences, :, queries] = logit_BHIJ.logsumexp(-1) / LN2
-        largest[sequences, :, queries] = logit_BHIJ.amax(-1) / LN2
-    return output, sums, largest
+        lse[sequences, :, queries] = logit_BHIJ.logsumexp(-1) / LN2
+        maxima[sequences, :, queries] = logit_BHIJ.amax(-1) / LN2
+    return output, lse, maxima
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A place from which a model's code calls flex attention."""
+class Reference(NamedTuple):
+    """An attribute of a Python module or class whose value is flex attention."""
 
     owner: Any
     name: str
     function: Callable[..., Any]
 
-    def put(self, function: Callable[..., Any]) -> None:
-        """Hold this function instead."""
-        setattr(self.owner, self.name, function)
 
-
-def holders(model: nn.Module) -> list[Holder]:
-    """Every place: what the files of the model's classes, and these classes, name so; and transformers' own."""
+def find_references(model: nn.Module) -> list[Reference]:
+    """Where the code of a model refers to flex attention: its classes, their Python modules, and transformers."""
     if "torch.nn.attention.flex_attention" not in sys.modules:
         return []
     classes = {each for module in model.modules() for each in type(module).__mro__ if each is not object}
     files = [sys.modules[name] for name in {each.__module__ for each in classes} if name in sys.modules]
     owners: list[Any] = [*files, *classes]
     found = [
-        Holder(owner, name, value)
+        Reference(owner, name, value)
         for owner in owners
         if not owner.__name__.startswith("torch.")
         for name, value in list(vars(owner).items())
-        if is_held(value)
+        if is_flex_attention(value)
     ]
     if transformers := sys.modules.get("transformers.integrations.flex_attention"):
         name = "compile_friendly_flex_attention"
-        found.append(Holder(transformers, name, getattr(transformers, name)))
+        found.append(Reference(transformers, name, getattr(transformers, name)))
     return found
 
 
-def is_held(value: Any) -> bool:
-    """Whether it is flex attention, as it is or compiled."""
+def is_flex_attention(value: Any) -> bool:
+    """Whether a value is torch's function `flex_attention`, plain or compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
     value = value.__func__ if isinstance(value, staticmethod) else value
@@ -116,22 +113,22 @@ def is_held(value: Any) -> bool:
 
 
 @contextmanager
-def telling(places: list[Holder], listener: Callable[[Tensor], None], pause: Pause) -> Iterator[None]:
-    """While entered, calls from these places are told: the (H,) largest logits, where the kernel gives them."""
-    for place in places:
-        place.put(with_maxima(place.function, listener, pause))
+def report_maxima(references: list[Reference], on_max: Callable[[Tensor], None], pause: Pause) -> Iterator[None]:
+    """While entered, calls through these references call `on_max(max_H)`, if the kernel can return the maxima."""
+    for owner, name, function in references:
+        setattr(owner, name, with_maxima(function, on_max, pause))
     try:
         yield
     finally:
-        for place in places:
-            place.put(place.function)
+        for reference in references:
+            setattr(*reference)
 
 
-def with_maxima(function: Callable[..., Any], listener: Callable[[Tensor], None], pause: Pause) -> Callable[..., Any]:
-    """Flex attention that asks its kernel for the largest logits too; `pause` lets it be compiled meanwhile."""
+def with_maxima(function: Callable[..., Any], on_max: Callable[[Tensor], None], pause: Pause) -> Callable[..., Any]:
+    """Flex attention that also requests the largest logits; in `pause()` it may be compiled."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    def called(
+    def attend(
         query: Tensor, *args: Any, return_lse: bool = False, return_aux: AuxRequest | None = None, **kwargs: Any
     ) -> Any:
         if not has_maxima(query):
@@ -139,12 +136,12 @@ def with_maxima(function: Callable[..., Any], listener: Callable[[Tensor], None]
         lse = return_lse or (return_aux is not None and return_aux.lse)
         with pause():
             output, aux = function(query, *args, return_aux=AuxRequest(lse=lse, max_scores=True), **kwargs)
-        listener(aux.max_scores.detach().float().amax((0, 2)))
+        on_max(aux.max_scores.detach().float().amax((0, 2)))
         return (output, aux) if return_aux is not None else (output, aux.lse) if return_lse else output
 
-    return staticmethod(called) if isinstance(function, staticmethod) else called
+    return staticmethod(attend) if isinstance(function, staticmethod) else attend
 
 
 def has_maxima(query: Tensor) -> bool:
-    """Whether the kernel can give the largest logits: on CUDA; on the CPU it raises."""
+    """Whether the kernel can return the largest logits: on CUDA it does, on the CPU it raises."""
     return query.is_cuda

@@ -1,12 +1,9 @@
-"""Where the heads are in the leading axes of attention logits, if their shape does not show it.
+"""Measure the order of sequences and heads in attention logits whose shape does not show it.
 
-    (B, H, I, J)                      by convention: nothing to find
-    (B x H, I, J), (H x B, I, J)      the same shape
-    (H, B, I, J), (G, B, R, I, J)     the same shape as (B, H, I, J), (B, G, R, I, J), if B is H or G
-
-The order is measured (nan_runs.py): the attention module runs again, up to its softmax, with some examples set to NaN
-(and some tokens, where a module cuts sequences into windows). All heads of a sequence then become NaN, or none of them.
-Where that does not tell sequences apart, one output of a projection is set to NaN, which is one head's in all of them.
+The attention module runs again, up to its softmax, with some examples set to NaN (and some tokens, for a module that
+cuts sequences into windows): see nan_propagation.py. Then either all heads of a sequence become NaN or none of them.
+Where that does not separate the sequences, one output of a projection is set to NaN: it belongs to one head of all of
+them.
 """
 
 from __future__ import annotations
@@ -19,196 +16,164 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from quacklr.logits.interceptor import Reading
-from quacklr.logits.logits import Order, arranged
-from quacklr.logits.nan_runs import Reruns
+from quacklr.logits.axes import HeadOrder, is_ambiguous
+from quacklr.logits.interceptor import leading_shape
+from quacklr.logits.nan_propagation import Source, Sources, sources_of
 from quacklr.util.module_stack import ModuleCall
 
-UNTOLD = "its logits have heads and batch in one axis, and it cannot be measured which entry is which"
-OTHERWISE = "give the heads an axis of their own, (batch, heads, queries, keys), or the model a batch of one sequence"
-Shapes = list[tuple[int, ...]]  # of the tensors that a module was called with
+UNKNOWN = "its logits have heads and batch in one axis, and it cannot be measured which entry is which"
+ADVICE = "give the heads an axis of their own, (batch, heads, queries, keys), or the model a batch of one sequence"
+Axis = tuple[int, int]  # (number of a tensor argument of a module, axis of it)
+Found = tuple[Tensor, Axis | None]  # (sequences, heads) indices into the flattened axes; the axis of the sequences
 
 
 class HeadOrders:
-    """The orders of a model's attentions. Each is measured once, and again when shapes change in a way that matters.
+    """The head orders of a model's attentions. Each is measured once, and again if shapes change in a way that matters.
 
-    One that cannot be measured is an error; or, with `strict=False`, in `unknown` under its module's name, and why.
+    If an order cannot be measured, `find` raises an error; or, with `strict=False`, `unknown` has the reason under the
+    name of the module.
     """
 
     def __init__(self, strict: bool = True) -> None:
         self.strict = strict
         self.unknown: dict[str, str] = {}
-        self._known: dict[object, list[Known]] = {}
+        self._measured: dict[object, list[MeasuredOrder]] = {}
 
-    def read(self, calls: Sequence[ModuleCall], shape: Sequence[int], heads: int | None) -> Reading:
-        """How many heads logits of this shape (without their last axis) have, and where they are.
+    def find(
+        self, calls: Sequence[ModuleCall], tensors: Sequence[Tensor], given: int | None, heads: int | None
+    ) -> HeadOrder:
+        """The order of heads in the logits of an attention, which counts as one more attention of the running calls.
 
-        `calls`: the modules that are running, outermost first. `heads`: how many there are, if that is known.
+        `calls`: the modules that are running, outermost first. `tensors`: the queries and keys, or the logits. `given`:
+        the number of heads that the attention function has as an argument. `heads`: that of the module, if known.
         ValueError if heads and batch are in one axis, and their order cannot be measured.
         """
-        *lead, queries = shape
-        if not calls or calls[-1].name in self.unknown or not is_ambiguous(lead, heads, queries):
-            return heads, None
-        call = calls[-1]
-        shapes = [tuple(tensor.shape) for tensor in call.tensors]
-        known = self._known.setdefault((call.name, call.attentions, heads), [])
-        reading = next(filter(None, (each.reading_of(lead, shapes) for each in known)), None)
-        if reading is None:
-            found = measured(calls, lead, heads)
-            if found is None and len(lead) == 1:
-                return self._cannot_tell(call.name, heads)
-            known.append(Known.of(found, lead, heads, shapes))
-            reading = known[-1].reading
-        return reading
+        order = HeadOrder(given)
+        if given is None:
+            order = self._known_or_measured(calls, leading_shape(tensors), tensors[0].shape[-2], heads)
+        for call in calls:
+            call.attentions += 1
+        return order
 
-    def _cannot_tell(self, name: str, heads: int | None) -> Reading:
+    def _known_or_measured(
+        self, calls: Sequence[ModuleCall], lead: tuple[int, ...], queries: int, heads: int | None
+    ) -> HeadOrder:
+        if not calls or calls[-1].name in self.unknown or not is_ambiguous(lead, heads, queries):
+            return HeadOrder(heads)
+        call = calls[-1]
+        sizes = {(i, axis): n for i, tensor in enumerate(call.tensors) for axis, n in enumerate(tensor.shape)}
+        measured = self._measured.setdefault((call.name, call.attentions, heads), [])
+        known = next((each for each in measured if each.applies_to(lead, sizes)), None)
+        if known is None:
+            known = measure(calls, lead, heads, sizes)
+            if known is None and len(lead) == 1:
+                return self._fail(call.name, heads)
+            known = known or MeasuredOrder(HeadOrder(heads), lead)
+            measured.append(known)
+        return known.order
+
+    def _fail(self, name: str, heads: int | None) -> HeadOrder:
         if self.strict:
-            raise ValueError(f"{name or 'the model'}: {UNTOLD}; {OTHERWISE}")
-        self.unknown[name] = UNTOLD
-        return heads, None
+            raise ValueError(f"{name or 'the model'}: {UNKNOWN}; {ADVICE}")
+        self.unknown[name] = UNKNOWN
+        return HeadOrder(heads)
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What was measured of one attention, and for which shapes it holds.
+class MeasuredOrder:
+    """An order that was measured, and the shapes for which it holds.
 
-    `batch`: the argument of the module, and the axis of it, that counts the sequences. Where one does, no other axis
-    matters; and (heads x sequences) in one axis is that for any number of sequences.
+    `sizes`: of the axes of all tensor arguments; None if they do not matter. `batch`: the axis that counts the
+    sequences, if there is one. No other axis matters then, and an order without an index holds for any batch size.
     """
 
-    reading: Reading
-    lead: list[int]
-    shapes: Shapes | None
-    batch: tuple[int, int] | None
+    order: HeadOrder
+    lead: tuple[int, ...]
+    sizes: dict[Axis, int] | None = None
+    batch: Axis | None = None
 
-    @classmethod
-    def of(cls, found: Found | None, lead: list[int], heads: int | None, shapes: Shapes) -> Known:
-        """By convention, whatever the shapes, if nothing was found."""
-        if found is None:
-            return cls((heads, None), lead, None, None)
-        return cls(as_reading(found.index_BH, lead), lead, shapes if len(lead) == 1 else None, found.batch)
-
-    def reading_of(self, lead: list[int], shapes: Shapes) -> Reading | None:
-        """Of logits with these leading axes; None if they must be measured."""
-        heads, order = self.reading
-        if self.shapes is None or self.batch is None or heads is None:
-            return self.reading if lead == self.lead and self.shapes in (None, shapes) else None
-        argument, axis = self.batch
-        size = shapes[argument][axis] if argument < len(shapes) and axis < len(shapes[argument]) else 0
-        if lead == self.lead:
-            return self.reading if size == self.shapes[argument][axis] else None
-        in_order = order is None or order.index_BH is None
-        if len(lead) != 1 or len(self.lead) != 1 or not in_order or lead[0] != size * heads:
-            return None
-        return heads, Order(size, heads) if order else None
+    def applies_to(self, lead: tuple[int, ...], sizes: dict[Axis, int]) -> bool:
+        """Whether the order holds for these leading axes and sizes of arguments."""
+        if self.batch is None:
+            return lead == self.lead and self.sizes in (None, sizes)
+        any_batch = self.order.index_BH is None and len(lead) == 1
+        return (any_batch or lead == self.lead) and lead[0] == sizes.get(self.batch, 0) * (self.order.heads or 0)
 
 
-def is_ambiguous(lead: Sequence[int], heads: int | None, queries: int) -> bool:
-    """Whether heads can be in several places of these axes.
+def measure(
+    calls: Sequence[ModuleCall], lead: tuple[int, ...], heads: int | None, sizes: dict[Axis, int]
+) -> MeasuredOrder | None:
+    """Measure the order of heads in the attention that the innermost of these modules is about to compute.
 
-    Not if the last axes have as many entries as there are heads, and no others have; nor in (B, I, H, J).
+    The innermost module is tried first; queries may have been projected in a module around it. None if all fail.
     """
     count = math.prod(lead)
-    if count == 1 or heads is None:
-        return count > 1
-    if len(lead) == 1:
-        return heads not in (1, count)
-    if count % heads or (len(lead) == 2 and lead[1] != heads == queries and lead[0] != heads):
-        return False
-    if heads == 1:
-        return lead[-1] != 1
-    axes = [size for size in lead if size > 1]
-    runs = [(i, j) for i in range(len(axes)) for j in range(i + 1, len(axes) + 1) if math.prod(axes[i:j]) == heads]
-    return len(runs) != 1 or runs[0][1] != len(axes) or (runs[0][0] == 0 and len(axes) > 1)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """The entry of each sequence and head; and the argument's axis that counts the sequences, if one does."""
-
-    index_BH: Tensor
-    batch: tuple[int, int] | None = None
-
-
-def measured(calls: Sequence[ModuleCall], lead: Sequence[int], heads: int | None) -> Found | None:
-    """Of the attention that some modules have come to: where its heads are; None if that cannot be told.
-
-    The innermost module is asked first; queries may have been projected in a module around it.
-    """
     for call in reversed(calls):
-        runs = Reruns.of(call, tuple(lead))
-        found = runs and (by_examples(runs, math.prod(lead), heads) or by_rows(runs, math.prod(lead), heads))
+        sources = sources_of(call, lead)
+        found = sources and (
+            by_examples(sources.arguments or sources.inputs, count, heads)
+            or by_outputs(sources, count, heads)
+            or by_examples(sources.inputs, count, heads)
+        )
         if found:
-            return found if call is calls[-1] else Found(found.index_BH)
+            index_BH, batch = found
+            order = HeadOrder.from_index(index_BH, lead)
+            merged = len(lead) == 1
+            return MeasuredOrder(
+                order, lead, sizes if merged else None, batch if merged and call is calls[-1] else None
+            )
     return None
 
 
-def by_examples(runs: Reruns, count: int, heads: int | None) -> Found | None:
+def by_examples(sources: Sequence[Source], count: int, heads: int | None) -> Found | None:
     """All heads of a sequence become NaN together.
 
-    First an axis is looked for that counts the sequences, if it is known how many there are; then all axes together.
-    An input with more than three axes may have heads among them, so it must agree with their number. Where the logits
-    of an example depend on all of the batch, nothing can be told.
+    If the number of sequences is known, an axis of that size is looked for first; otherwise all axes are used
+    together. A tensor with more than three axes may have heads among them, so its result must agree with `heads`.
+    None if the logits of every example depend on the whole batch.
     """
-    inputs = runs.inputs()
-    for each in inputs if heads and count % heads == 0 else ():
-        axes = [axis for axis, size in enumerate(each.shape) if size * (heads or 0) == count]
-        fits = {axis: index for axis in axes if has(index := grouped(each.along(axis)), heads)}
-        if fits:
-            (axis, index_BH), *others = fits.items()
+    for source in sources if heads and count % heads == 0 else ():
+        axes = [axis for axis, size in enumerate(source.shape) if size * (heads or 0) == count]
+        fitting = {axis: index for axis in axes if has(index := grouped(source.along(axis)), heads)}
+        if fitting:
+            (axis, index_BH), *others = fitting.items()
             same = all(torch.equal(other, index_BH) for _, other in others)
-            batch = (each.argument, axis) if each.argument >= 0 else None
-            return Found(index_BH, batch) if same else None
-    small = [(each.shape, answers) for each in inputs if len(each.shape) <= 3 and (answers := each.all())]
-    index = grouped([answer for _, answers in small for answer in answers])
+            return (index_BH, (source.argument, axis) if source.argument >= 0 else None) if same else None
+    small = [(source.shape, runs) for source in sources if len(source.shape) <= 3 and (runs := source.along_all())]
+    index = grouped([is_nan for _, runs in small for is_nan in runs])
     if index is not None and index.shape[1] <= (heads or count):
         interact = len(index) == 1 and any(len(shape) == 3 and 1 not in shape[:2] for shape, _ in small)
-        return None if interact else Found(index)
-    alone = (grouped(each.all()) for each in inputs if len(each.shape) > 3)
-    return next((Found(index) for index in alone if has(index, heads)), None)
+        return None if interact else (index, None)
+    large = (grouped(source.along_all()) for source in sources if len(source.shape) > 3)
+    return next(((index, None) for index in large if has(index, heads)), None)
 
 
-def by_rows(runs: Reruns, count: int, heads: int | None) -> Found | None:
-    """All sequences of a head become NaN together, if the output of a projection is that head's alone.
+def by_outputs(sources: Sources, count: int, heads: int | None) -> Found | None:
+    """All sequences of a head become NaN together, if an output of a projection belongs to that head alone.
 
-    An output that several heads read, as those of a key may, is not asked.
+    Outputs that several heads read, as those of a shared key, are ignored.
     """
-    if heads is None or count % heads:
-        return None
-    answers = [answer for answer in runs.by_outputs() if answer.any()]
-    least = min((int(answer.sum()) for answer in answers), default=0)
-    if least * heads != count:
-        return None
-    entries = torch.arange(count)
-    for answer in [answer for answer in answers if int(answer.sum()) == least]:
+    runs = sources.along_outputs() if heads and count % heads == 0 else []
+    entries, least = torch.arange(count), min((int(is_nan.sum()) for is_nan in runs), default=0)
+    for is_nan in runs if least * (heads or 0) == count else ():
         for size in [size for size in range(1, least + 1) if least % size == 0]:
-            head = entries // size % heads
-            if torch.equal(head == head[answer][0], answer):
-                return Found(entries.view(-1, heads, size).movedim(1, -1).reshape(-1, heads))
+            head = entries // size % (heads or 1)
+            if torch.equal(head == head[is_nan][0], is_nan):
+                return entries.view(-1, heads or 1, size).movedim(1, -1).reshape(-1, heads or 1), None
     return None
 
 
 def has(index_BH: Tensor | None, heads: int | None) -> TypeGuard[Tensor]:
-    """Whether entries were told apart, into as many heads."""
+    """Whether an index was found, with this number of heads."""
     return index_BH is not None and index_BH.shape[1] == heads
 
 
-def grouped(answers: Sequence[Tensor]) -> Tensor | None:
-    """(sequences, heads): entries that were NaN in the same runs; None if there are not equally many of each kind."""
-    if not answers or not torch.stack(list(answers)).any():
+def grouped(runs: Sequence[Tensor]) -> Tensor | None:
+    """(sequences, heads): entries that were NaN in the same runs; None if the groups are not equally large."""
+    if not runs or not torch.stack(list(runs)).any():
         return None
-    _, kind, sizes = torch.stack(list(answers), dim=1).unique(dim=0, return_inverse=True, return_counts=True)
+    _, group, sizes = torch.stack(list(runs), dim=1).unique(dim=0, return_inverse=True, return_counts=True)
     if len(set(sizes.tolist())) > 1:
         return None
-    index_BH = kind.argsort(stable=True).view(len(sizes), -1)
+    index_BH = group.argsort(stable=True).view(len(sizes), -1)
     return index_BH[index_BH[:, 0].argsort()]
-
-
-def as_reading(index_BH: Tensor, lead: Sequence[int]) -> Reading:
-    """Without an order where none is needed, and without an index where heads are first."""
-    sequences, heads = index_BH.shape
-    entries = torch.arange(index_BH.numel())
-    if torch.equal(arranged(entries.view(*lead, 1, 1), heads)[..., 0, 0], index_BH):
-        return heads, None
-    heads_first = torch.equal(entries.view(heads, sequences).T, index_BH)
-    return heads, Order(sequences, heads, None if heads_first else index_BH)

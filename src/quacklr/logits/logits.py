@@ -1,10 +1,10 @@
-"""The logits of one attention, a few queries at a time, so that a long context never has them all at once.
+"""The logits of one attention, computed in chunks, so that a long context never needs all of them in memory.
 
-    Made       again, from queries and keys: a fused kernel had them and showed nobody
-    Written    by the model itself, which then took their softmax
+    QKLogits      computed again from queries and keys, because a fused kernel does not return them
+    EagerLogits   the input of a softmax that the model itself calls
 
-Shapes: B batch, H head, G key head (that a group of heads reads), I query, J key, D size of a head. Masks have one
-head if they are the same for all: they are then cheap beside the logits.
+Shapes: B sequence, H head, G key head (shared by a group of heads), I query, J key, D head dimension. A mask that is
+the same for all heads has H = 1.
 """
 
 from __future__ import annotations
@@ -12,283 +12,222 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 2**20  # logits made at a time: 4 MB, which caches hold
-HIDDEN = -1e38  # less than any logit
-FAR = -9e3  # what is added to a logit or put in its place, this low, is a mask and no bias
+CHUNK = 2**20  # logits in a chunk: 4 MB, which fits into a CPU's cache
+MASKED = -1e38  # below every logit that is not masked
+MASKING = -9e3  # a number this low, added to a logit or written in its place, is a mask, not a bias
 
-Modify = Callable[[Tensor, int, int], Tensor]  # logits of some sequences and queries, from the first of each
+ScoreMod = Callable[[Tensor, int, int], Tensor]  # (logits of a chunk, its first sequence, its first query) -> logits
 
 
+@dataclass(frozen=True, eq=False)
 class Logits(ABC):
-    """What goes into the softmax of one attention."""
+    """The input of the softmax of one attention. `source` is (B, H, I, ...): the queries, or the logits themselves.
 
-    extra: int = 0  # columns after the keys that the softmax sees too: learned sinks
+    `extra`: number of columns of the softmax after the keys, such as learned sinks.
+    """
 
-    @property
-    @abstractmethod
-    def made_of(self) -> Tensor:
-        """(B, H, I, ...): what they are made of, or they themselves."""
+    source: Tensor
+    extra: int = field(default=0, kw_only=True)
 
     @property
     @abstractmethod
     def keys(self) -> int:
-        """How many positions are asked."""
+        """Number of keys."""
 
     @property
     @abstractmethod
     def scale(self) -> float:
-        """How many times the product of a query and a key the logit is, at most; caps and biases aside."""
+        """Largest factor between q . k and the logit, without caps and biases."""
 
     @property
     def batch(self) -> int:
-        """How many sequences there are."""
-        return self.made_of.shape[0]
+        """Number of sequences."""
+        return self.source.shape[0]
 
     @property
     def heads(self) -> int:
-        """How many heads attend."""
-        return self.made_of.shape[1]
+        """Number of heads."""
+        return self.source.shape[1]
 
     @property
     def queries(self) -> int:
-        """How many positions ask."""
-        return self.made_of.shape[2]
+        """Number of queries."""
+        return self.source.shape[2]
 
     @property
     def device(self) -> torch.device:
-        """Where they are made."""
-        return self.made_of.device
+        """Device of the logits."""
+        return self.source.device
 
     @abstractmethod
-    def part(self, sequences: slice, queries: slice) -> Tensor:
-        """(B, H, I, columns) in float32, to be read only; less than HIDDEN where a query may not look.
+    def chunk(self, sequences: slice, queries: slice) -> Tensor:
+        """(B, H, I, columns) logits in float32, below MASKED where masked; the caller must not write into them.
 
-        Columns are all keys and what is extra, or without the last keys if none of these queries may look there.
+        The columns are the keys and then the extra ones. The last keys are left out if they are masked for all of
+        these queries.
         """
 
     @abstractmethod
-    def seen(self, sequences: slice, queries: slice, part_BHIJ: Tensor) -> Tensor:
-        """Where a query may look in such a part; broadcasts to it."""
+    def visible(self, sequences: slice, queries: slice, chunk_BHIJ: Tensor) -> Tensor:
+        """Boolean mask that broadcasts to a chunk: True where a logit is not masked."""
 
     def rows(self, queries: slice) -> Tensor:
-        """The part of all sequences, with all columns; -inf where a query may not look."""
+        """The logits of some queries, in all sequences and with all columns; -inf where masked."""
         start, stop, _ = queries.indices(self.queries)
-        logit_BHIJ = self.part(slice(0, self.batch), slice(start, stop))
-        logit_BHIJ = logit_BHIJ.masked_fill(logit_BHIJ < HIDDEN, -torch.inf)
+        logit_BHIJ = self.chunk(slice(0, self.batch), slice(start, stop))
+        logit_BHIJ = logit_BHIJ.masked_fill(logit_BHIJ < MASKED, -torch.inf)
         return F.pad(logit_BHIJ, (0, self.keys + self.extra - logit_BHIJ.shape[-1]), value=-torch.inf)
 
     def chunks(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Everything in order, as much at a time as CHUNK allows: which sequences, which queries, their part."""
+        """All chunks in order: (sequences, queries, logits)."""
         row = self.heads * (self.keys + self.extra)
         queries = min(self.queries, max(1, CHUNK // row))
         sequences = max(1, CHUNK // (row * queries)) if queries == self.queries else 1
         for b in range(0, self.batch, sequences):
             for i in range(0, self.queries, queries):
-                picked = slice(b, min(b + sequences, self.batch)), slice(i, min(i + queries, self.queries))
-                yield *picked, self.part(*picked)
+                part = slice(b, min(b + sequences, self.batch)), slice(i, min(i + queries, self.queries))
+                yield *part, self.chunk(*part)
 
-    def largest(self) -> Tensor:
+    def max_per_head(self) -> Tensor:
         """(H,): the largest logit of each head."""
-        found = [logit_BHIJ[..., : self.keys].amax((0, 2, 3)) for _, _, logit_BHIJ in self.chunks()]
-        return torch.stack(found).amax(0)
+        maxima = [logit_BHIJ[..., : self.keys].amax((0, 2, 3)) for _, _, logit_BHIJ in self.chunks()]
+        return torch.stack(maxima).amax(0)
 
 
 @dataclass(frozen=True, eq=False)
 class QKLogits(Logits):
-    """From queries and keys, as a fused kernel makes them.
+    """Logits computed from queries (`source`) and keys, as a fused kernel computes them.
 
-    `offset`: a query may look at the keys up to its own number plus this; None if at all. `mask` is what the kernel was
-    given, True where a query may look, or numbers to add; `modify` what flex attention does to a logit.
+    `offset`: query i sees the keys up to i + offset; None if it sees all. `mask_BHIJ`: the kernel's own mask, boolean
+    (True where visible) or additive. `score_mod`: flex attention's change of a logit.
     """
 
-    q_BHID: Tensor
     k_BGJD: Tensor
     factor: float
     offset: int | None = None
     mask_BHIJ: Tensor | None = None
-    modify: Modify | None = None
-
-    @property
-    def made_of(self) -> Tensor:
-        """The queries."""
-        return self.q_BHID
+    score_mod: ScoreMod | None = None
 
     @property
     def keys(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
         return self.k_BGJD.shape[2]
 
     @property
     def scale(self) -> float:
-        """As the kernel was told."""
+        """The scale of the kernel."""
         return abs(self.factor)
 
     @cached_property
     def _float_keys(self) -> Tensor:
         return self.k_BGJD.float()
 
-    def part(self, sequences: slice, queries: slice) -> Tensor:
-        """Made now."""
+    def chunk(self, sequences: slice, queries: slice) -> Tensor:
+        """Computed at each call."""
         width = self.keys if self.offset is None else min(self.keys, max(1, queries.stop + self.offset))
-        q_BHID = self.q_BHID[sequences, :, queries].float() * self.factor
+        q_BHID = self.source[sequences, :, queries].float() * self.factor
         k_BGJD = self._float_keys[sequences, :, :width]
         batch, groups = k_BGJD.shape[:2]
-        q_BGID = q_BHID.reshape(batch, groups, -1, q_BHID.shape[-1])  # all queries that read the same key, in a row
+        q_BGID = q_BHID.reshape(batch, groups, -1, q_BHID.shape[-1])  # the queries of a group in one axis
         logit_BHIJ = (q_BGID @ k_BGJD.mT).view(batch, self.heads, -1, width)
-        if self.modify is not None:
-            logit_BHIJ = self.modify(logit_BHIJ, sequences.start, queries.start)
-        if self.mask_BHIJ is not None:
-            logit_BHIJ += to_add(cut(self.mask_BHIJ, sequences, queries, width))
-        if self.offset is not None:
-            hide_future(logit_BHIJ, queries.start + self.offset)
-        return logit_BHIJ
+        if self.score_mod is not None:
+            logit_BHIJ = self.score_mod(logit_BHIJ, sequences.start, queries.start)
+        return self._mask(logit_BHIJ, sequences, queries)
 
-    def seen(self, sequences: slice, queries: slice, part_BHIJ: Tensor) -> Tensor:
-        """From the masks; what flex attention hides is found in the logits."""
-        if self.modify is not None:
-            return part_BHIJ > -torch.inf
-        open_BHIJ = torch.zeros(1, 1, *part_BHIJ.shape[2:], device=self.device)
+    def visible(self, sequences: slice, queries: slice, chunk_BHIJ: Tensor) -> Tensor:
+        """Computed from the masks; flex attention's mask is read off the logits."""
+        if self.score_mod is not None:
+            return chunk_BHIJ > -torch.inf
+        return self._mask(torch.zeros(1, 1, *chunk_BHIJ.shape[2:], device=self.device), sequences, queries) > -torch.inf
+
+    def _mask(self, logit_BHIJ: Tensor, sequences: slice, queries: slice) -> Tensor:
         if self.mask_BHIJ is not None:
-            open_BHIJ = open_BHIJ + to_add(cut(self.mask_BHIJ, sequences, queries, part_BHIJ.shape[-1]))
+            logit_BHIJ = logit_BHIJ + additive(slice_mask(self.mask_BHIJ, sequences, queries, logit_BHIJ.shape[-1]))
         if self.offset is not None:
-            hide_future(open_BHIJ, queries.start + self.offset)
-        return open_BHIJ > -torch.inf
+            mask_future_(logit_BHIJ, queries.start + self.offset)
+        return logit_BHIJ
 
 
 @dataclass(frozen=True, eq=False)
 class EagerLogits(Logits):
-    """As the model wrote them.
+    """Logits (`source`) that the model computed itself.
 
-    `hidden_BHIJ` is True where it is known to have masked one. `taken_BHIJ` is what it took off before the softmax.
+    `masked_BHIJ` is True where the model is known to have masked a logit. `subtracted_BHIJ`: numbers that the model
+    subtracted before the softmax, such as the largest logit of the row. `factors`: what q . k was multiplied by.
     """
 
-    logit_BHIJ: Tensor
-    hidden_BHIJ: Tensor | None = None
-    taken_BHIJ: Tensor | None = None
-    extra: int = 0
+    masked_BHIJ: Tensor | None = None
+    subtracted_BHIJ: Tensor | None = None
     factors: Sequence[float | Tensor] = ()
 
     @property
-    def made_of(self) -> Tensor:
-        """They themselves."""
-        return self.logit_BHIJ
-
-    @property
     def keys(self) -> int:
-        """How many columns are keys."""
-        return self.logit_BHIJ.shape[3] - self.extra
+        """Number of columns that are keys."""
+        return self.source.shape[3] - self.extra
 
     @property
     def scale(self) -> float:
-        """The product of all that they were multiplied by."""
+        """The product of all factors."""
         return math.prod(float(each.abs().max()) if isinstance(each, Tensor) else abs(each) for each in self.factors)
 
     @cached_property
-    def _hidden(self) -> tuple[Tensor | None, bool]:
-        """All that is masked, None if nothing is; and whether the numbers show it, being the least there are.
+    def _masked(self) -> tuple[Tensor | None, bool]:
+        """All masked logits (None if there are none), and whether their values alone show it: below MASKED.
 
-        What shows in the first head is held against what is known; if that is not all of it, all heads are looked at.
+        A value near the lowest one of the dtype is a mask too. To save time only the first head is compared with the
+        known mask; all heads are, if that mask is not complete in the first.
         """
-        least, known = torch.finfo(self.logit_BHIJ.dtype).min / 2, self.hidden_BHIJ
-        if known is None and not self.logit_BHIJ.amin() <= least:
+        lowest, known = torch.finfo(self.source.dtype).min / 2, self.masked_BHIJ
+        if known is None and not self.source.amin() <= lowest:
             return None, True
-        first_BHIJ = self.logit_BHIJ[:, :1] <= least
+        first_BHIJ = self.source[:, :1] <= lowest
         if known is not None and known.shape[1] == 1 and bool((known | ~first_BHIJ).all()):
-            return known, least < HIDDEN and bool((first_BHIJ | ~known).all())
-        shown_BHIJ = self.logit_BHIJ <= least
-        return (shown_BHIJ, least < HIDDEN) if known is None else (shown_BHIJ | known, False)
+            return known, lowest < MASKED and bool((first_BHIJ | ~known).all())
+        low_BHIJ = self.source <= lowest
+        return (low_BHIJ, lowest < MASKED) if known is None else (low_BHIJ | known, False)
 
-    def part(self, sequences: slice, queries: slice) -> Tensor:
-        """As they are, if they show what is masked."""
-        logit_BHIJ = self.logit_BHIJ[sequences, :, queries].float()
-        if self.taken_BHIJ is not None:
-            logit_BHIJ = logit_BHIJ + cut(self.taken_BHIJ, sequences, queries, self.keys + self.extra)
-        hidden_BHIJ, shows = self._hidden
-        if hidden_BHIJ is None or shows:
+    def chunk(self, sequences: slice, queries: slice) -> Tensor:
+        """The model's values; a mask that they do not show is added."""
+        logit_BHIJ = self.source[sequences, :, queries].float()
+        if self.subtracted_BHIJ is not None:
+            logit_BHIJ = logit_BHIJ + slice_mask(self.subtracted_BHIJ, sequences, queries)
+        masked_BHIJ, is_shown = self._masked
+        if masked_BHIJ is None or is_shown:
             return logit_BHIJ
-        return logit_BHIJ + to_add(~cut(hidden_BHIJ, sequences, queries, self.keys + self.extra))
+        return logit_BHIJ + additive(~slice_mask(masked_BHIJ, sequences, queries))
 
-    def seen(self, sequences: slice, queries: slice, part_BHIJ: Tensor) -> Tensor:
-        """All that is not hidden."""
-        hidden_BHIJ, _ = self._hidden
-        if hidden_BHIJ is None:
-            return torch.ones(1, 1, *part_BHIJ.shape[2:], dtype=torch.bool, device=self.device)
-        hidden_BHIJ = cut(hidden_BHIJ, sequences, queries, self.keys + self.extra)
-        return ~hidden_BHIJ.expand(-1, -1, *part_BHIJ.shape[2:])
+    def visible(self, sequences: slice, queries: slice, chunk_BHIJ: Tensor) -> Tensor:
+        """All logits that are not masked."""
+        masked_BHIJ, _ = self._masked
+        if masked_BHIJ is None:
+            return torch.ones(1, 1, *chunk_BHIJ.shape[2:], dtype=torch.bool, device=self.device)
+        return ~slice_mask(masked_BHIJ, sequences, queries).expand(-1, -1, *chunk_BHIJ.shape[2:])
 
 
-def to_add(mask: Tensor) -> Tensor:
-    """What a mask adds to a logit: 0 or -inf where it says whether a query may look, itself where it is a bias."""
+def additive(mask: Tensor) -> Tensor:
+    """A mask as a term of the logit: 0 or -inf of a boolean mask; a bias as it is, -inf where it is a mask."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
-    return mask.float().masked_fill(mask <= FAR, -torch.inf)
+    return mask.float().masked_fill(mask <= MASKING, -torch.inf)
 
 
-def cut(mask_BHIJ: Tensor, sequences: slice, queries: slice, columns: int) -> Tensor:
-    """The part of something that broadcasts to all logits."""
+def slice_mask(mask_BHIJ: Tensor, sequences: slice, queries: slice, columns: int | None = None) -> Tensor:
+    """The part of a mask that broadcasts to a chunk of the logits."""
     wanted = (sequences, slice(None), queries, slice(columns))
-    whole = slice(None)
-    return mask_BHIJ[tuple(whole if size == 1 else one for size, one in zip(mask_BHIJ.shape, wanted, strict=True))]
+    return mask_BHIJ[tuple(slice(None) if size == 1 else s for size, s in zip(mask_BHIJ.shape, wanted, strict=True))]
 
 
-def hide_future(logit_BHIJ: Tensor, last: int) -> None:
-    """Mask what is ahead: the first of these queries may look at keys up to `last`, each next one at one more."""
+def mask_future_(logit_BHIJ: Tensor, last: int) -> None:
+    """Mask later keys in place: the first of these queries sees the keys up to `last`, each next query one more."""
     first = max(0, last + 1)
     corner_BHIJ = logit_BHIJ[..., first:]
     if corner_BHIJ.numel():
         ones = torch.ones(corner_BHIJ.shape[-2:], dtype=torch.bool, device=logit_BHIJ.device)
-        corner_BHIJ += to_add(~ones.triu(last + 1 - first))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Order:
-    """Which entry of all leading axes, taken as one, belongs to each sequence and head. Made by head_order.py.
-
-    Without an `index_BH` the axis is (heads x sequences); (sequences x heads) needs no Order.
-    """
-
-    sequences: int
-    heads: int
-    index_BH: Tensor | None = None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """(..., I, X) as (B, H, I, X)."""
-        flat = tensor.flatten(0, -3)
-        if self.index_BH is None:
-            return flat.unflatten(0, (self.heads, self.sequences)).transpose(0, 1)
-        return flat[self.index_BH.to(flat.device)]
-
-
-def headless(mask: Tensor, lead: Sequence[int], heads: int | None, order: Order | None = None) -> Tensor:
-    """A mask that broadcasts to (*lead, I, J), as one that broadcasts to (B, H, I, J)."""
-    if math.prod(mask.shape[:-2]) == 1:
-        return mask.reshape(1, 1, *mask[(None,) * (2 - mask.ndim)].shape[-2:])
-    if order is None and len(lead) == 2 and (lead[0] == 1 or heads != lead[0] * lead[1]):
-        return mask[(None,) * (4 - mask.ndim)]
-    return arranged(mask.expand(*lead, *mask.shape[-2:]), heads, order)
-
-
-def arranged(tensor: Tensor, heads: int | None, order: Order | None = None) -> Tensor:
-    """(..., I, X) as (B, H, I, X), wherever heads are: (B, H, I, X), (B * H, I, X), (B, G, R, I, X) with G * R heads.
-
-    If their number is not known, or does not fit, the axis before the queries counts as heads. An `order` that was
-    measured is followed.
-    """
-    if order is not None:
-        return order.of(tensor)
-    lead = tensor.shape[:-2]
-    for start in range(len(lead)):
-        if heads == math.prod(lead[start:]):
-            return tensor.flatten(start, -3).flatten(0, start - 1) if start else tensor.flatten(0, -3)[None]
-    if heads and len(lead) == 1 and lead[0] % heads == 0:
-        return tensor.unflatten(0, (-1, heads))
-    if len(lead) > 2 and heads in lead:
-        return tensor.movedim(len(lead) - 1 - lead[::-1].index(heads), -3).flatten(0, -4)
-    return tensor.flatten(0, -4) if len(lead) > 1 else tensor.reshape(1, *tensor.shape[-3:])
+        corner_BHIJ += additive(~ones.triu(last + 1 - first))

@@ -1,12 +1,12 @@
-"""Watch attention logits: how large they are, how far they have moved since the last look, and what is made of them.
+"""Monitor attention logits: how large they are, how much they changed, and how the softmax distributes attention.
 
-The mean absolute change is what the paper's method controls; the maximum is what everybody looks at. All is measured
-on a probe, a fixed batch, so that only the weights can have moved it.
+The mean absolute change is what the paper's method controls; the maximum is what is usually plotted. Both are measured
+on a probe, a fixed batch, so that only the weights can have changed them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,23 +24,23 @@ from quacklr.distributed.collectives import (
 from quacklr.distributed.validate import validate_no_tensor_parallel
 from quacklr.find.discover import found_by_rule
 from quacklr.logits.accumulator import StatsAccumulator
+from quacklr.logits.capture import capture_logits
 from quacklr.logits.head_order import HeadOrders
-from quacklr.logits.interceptor import SEEN, intercepting
+from quacklr.logits.interceptor import SUPPORTED
 from quacklr.logits.logits import Logits
 from quacklr.util.modules import named_modules, own_buffers, run, undisturbed, unwrapped
 
-HEADS = ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads")
-DIFFERENT = "the ranks heard different attentions, so their statistics cannot be put together; give all the same probe."
+HEAD_COUNTS = ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads")
+DIFFERENT = "the ranks ran different attentions, so their statistics cannot be combined; give all the same probe."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitStats:
-    """One attention's logits on the probe, each (heads,) in float32; only what a query may look at counts.
+    """Statistics of one attention's logits on the probe, each (heads,) in float32. Masked logits do not count.
 
     `max`: the largest logit. `mean_change`: mean |change| since the last kept measurement; NaN at the first.
-    `entropy`: of what the softmax makes of them, in nats; mean over queries that may look at something. `sink`: the
-    share of attention that the first key gets, and a learned sink if the model has one; mean over queries that may
-    look at two keys or more.
+    `entropy`: of the softmax, in nats; mean over queries that see at least one key. `sink`: the share of attention of
+    the first key, and of a learned sink if the model has one; mean over queries that see at least two keys.
     """
 
     max: Tensor
@@ -50,16 +50,17 @@ class LogitStats:
 
 
 class LogitMonitor:
-    """Statistics of all attention logits of a model on a probe, by attention module's name.
+    """Statistics of all attention logits of a model on a probe, by the name of the attention module.
 
-        monitor = LogitMonitor(model, probe)     # probe: what the model takes: a tensor, a tuple, or a dict
+        monitor = LogitMonitor(model, probe)     # probe: a batch for the model: a tensor, a tuple, or a dict
         monitor.measure()["layers.3.attn"].max   # (heads,)
 
-    The model is left as it was: mode, gradients, buffers and random state, so a watched run is bitwise the unwatched
-    one; what was compiled is run as it was written. Between calls it keeps the probe's logits, or of a large probe
-    those of evenly spaced queries: at most a million numbers a module, in float32. Costs about a forward of the probe
-    with eager attention. Under DistributedDataParallel or FSDP2 every rank must call it, with a probe of its own or the
-    same; all get the statistics over all ranks. A module that attends more than once has names with #2, #3, ...
+    A measurement does not change the model: its mode, gradients, buffers and random state stay, so a monitored run is
+    bitwise equal to one without a monitor. Compiled code runs uncompiled. Between calls the monitor keeps the logits
+    of the probe, or of evenly spaced queries of a large probe: at most a million numbers a module, in float32. A
+    measurement costs about a forward pass of the probe with eager attention. Under DistributedDataParallel or FSDP2
+    every rank must call it, with a probe of its own or the same; all get the statistics over all ranks. If a module
+    has several attentions, the later ones have names with #2, #3, ...
     """
 
     def __init__(self, model: nn.Module, probe: Any) -> None:
@@ -74,55 +75,54 @@ class LogitMonitor:
         self._last: dict[str, Tensor] = {}
 
     def measure(self, keep: bool = True) -> dict[str, LogitStats]:
-        """Run the probe. With `keep=False` the next call's change is still since the call before this one."""
-        tallies: dict[str, StatsAccumulator] = {}
+        """Run the probe. With `keep=False`, the next call still measures changes since the call before this one."""
+        found: dict[str, StatsAccumulator] = {}
 
-        def listen(name: str, logits: Logits) -> None:
-            times = sum(seen.partition("#")[0] == name for seen in tallies)
-            name = f"{name}#{times + 1}" if times else name
-            tallies[name] = StatsAccumulator(logits, self._last.get(name))
+        def on_logits(name: str, logits: Logits) -> None:
+            earlier = sum(other.partition("#")[0] == name for other in found)
+            name = f"{name}#{earlier + 1}" if earlier else name
+            found[name] = StatsAccumulator(logits, self._last.get(name))
 
         model = unwrapped(self.model)
-        watched = intercepting(model, listen, self._heads, self._orders)
-        with undisturbed(model), own_buffers(model), resharded(model), watched:
+        capturing = capture_logits(model, on_logits, self._heads, self._orders)
+        with undisturbed(model), own_buffers(model), resharded(model), capturing:
             run(model, self.probe)
         groups = groups_of(self.model)
-        heard = [(name, len(tally.largest_H)) for name, tally in tallies.items()]
-        if groups and not all_ranks_agree(heard, groups, next(model.parameters()).device):
-            raise ValueError(f"{DIFFERENT} This one heard {', '.join(tallies) or 'none'}")
-        if not tallies:
-            raise ValueError(f"no attention was seen in a forward of {type(model).__name__}: {SEEN}")
+        shapes = [(name, len(stats.max_H)) for name, stats in found.items()]
+        if groups and not all_ranks_agree(shapes, groups, next(model.parameters()).device):
+            raise ValueError(f"{DIFFERENT} This one ran {', '.join(found) or 'none'}")
+        if not found:
+            raise ValueError(f"no attention was seen in a forward of {type(model).__name__}: {SUPPORTED}")
         if keep:
-            self._last = {name: tally.kept_BHIJ for name, tally in tallies.items()}
-        return dict(zip(tallies, stats_of(tallies.values(), groups), strict=True))
+            self._last = {name: stats.kept_BHIJ for name, stats in found.items()}
+        return dict(zip(found, reduced(list(found.values()), groups), strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The kept logits, so that a resumed run measures its first change from where it was."""
+        """The kept logits, so that a resumed run measures its first change from the last kept measurement."""
         return dict(self._last)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a `state_dict()`."""
+        """Load a `state_dict()`."""
         device = next(self.model.parameters()).device
         self._last = {name: kept.to(device) for name, kept in state_dict.items()}
 
 
 def heads_of(model: nn.Module) -> dict[str, int]:
-    """How many heads each attention module has, if a rule knows it, or the module says it."""
-    said = {
+    """The number of heads of each attention module, if a rule finds it, or an attribute of the module has it."""
+    attributes = {
         name: value
         for name, module in named_modules(model)
-        for value in (getattr(module, word, None) for word in HEADS)
+        for value in (getattr(module, attribute, None) for attribute in HEAD_COUNTS)
         if isinstance(value, int)
     }
-    return said | {name: found.paths[0].heads for name, found in found_by_rule(model).items() if found.paths}
+    return attributes | {name: found.paths[0].heads for name, found in found_by_rule(model).items() if found.paths}
 
 
-def stats_of(tallies: Iterable[StatsAccumulator], groups: Groups) -> list[LogitStats]:
+def reduced(found: list[StatsAccumulator], groups: Groups) -> list[LogitStats]:
     """The statistics of each attention, over all ranks."""
-    tallies = list(tallies)
-    maxima = all_reduce_max([tally.largest_H for tally in tallies], groups)
-    sums = all_reduce_sum([tally.sums() for tally in tallies], groups)
-    found = []
-    for largest_H, (moved_H, compared_H, entropy_H, looking_H, sink_H, choosing_H) in zip(maxima, sums, strict=True):
-        found.append(LogitStats(largest_H, moved_H / compared_H, entropy_H / looking_H, sink_H / choosing_H))
-    return found
+    maxima = all_reduce_max([stats.max_H for stats in found], groups)
+    sums = all_reduce_sum([stats.sums() for stats in found], groups)
+    return [
+        LogitStats(max_H, change_H / compared_H, entropy_H / seeing_H, sink_H / choosing_H)
+        for max_H, (change_H, compared_H, entropy_H, seeing_H, sink_H, choosing_H) in zip(maxima, sums, strict=True)
+    ]

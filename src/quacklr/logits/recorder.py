@@ -1,7 +1,8 @@
-"""Listen to some attention modules while a model trains, for the largest logit of each head.
+"""Record the largest logit of each head of some attention modules while a model trains.
 
-Their forwards are wrapped, so the rest of the model does not notice. What is compiled runs uncompiled inside of them,
-since a compiled graph shows nobody its logits; all but flex attention on CUDA, whose kernel tells the maxima.
+The forwards of these modules are wrapped; the rest of the model does not change. Compiled code inside of them runs
+uncompiled, because a compiled graph does not expose its logits. The exception is flex attention on CUDA, whose kernel
+can return the maxima.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quacklr.logits.flex import holders, telling
+from quacklr.logits.axes import HeadOrder
+from quacklr.logits.flex import find_references, report_maxima
 from quacklr.logits.head_order import HeadOrders
-from quacklr.logits.interceptor import AttentionInterceptor, Reading
+from quacklr.logits.interceptor import AttentionInterceptor, leading_shape
 from quacklr.logits.logits import Logits
 from quacklr.util.module_stack import ModuleCall
 from quacklr.util.modules import named_modules, run_uncompiled
@@ -27,108 +29,103 @@ eager: Any = torch.compiler.disable
 
 
 class MaxLogitRecorder:
-    """Tells the (heads,) largest logits of attention modules in every forward in training mode with gradients.
+    """Calls `on_max(name, max_H)` for attention modules, in every forward in training mode with gradients.
 
-    `heads`: how many each has; an attention inside of one with another number is not the one that is meant. `tell` is
-    called with a module's name and its largest logits.
+    `heads`: the number of heads of each module. An attention inside of one with another number is ignored.
     """
 
-    def __init__(self, model: nn.Module, heads: Mapping[str, int], tell: Callable[[str, Tensor], None]) -> None:
-        self.heads, self.tell = heads, tell
+    def __init__(self, model: nn.Module, heads: Mapping[str, int], on_max: Callable[[str, Tensor], None]) -> None:
+        self.heads, self.on_max = heads, on_max
         self._running: list[ModuleCall] = []
         self._orders = HeadOrders()
-        self._flex = holders(model)
-        self._heard = [RecordedForward(self, name, module) for name, module in named_modules(model) if name in heads]
+        self._flex = find_references(model)
+        self._forwards = [RecordedForward(self, name, module) for name, module in named_modules(model) if name in heads]
 
     @contextmanager
-    def listening(self, call: ModuleCall) -> Iterator[None]:
-        """While entered, what is heard is this module's."""
+    def recording(self, call: ModuleCall) -> Iterator[None]:
+        """While entered, logits belong to the module of this call."""
         self._running.append(call)
         try:
-            with self._catching() if len(self._running) == 1 else nullcontext():
+            with self._intercepting() if len(self._running) == 1 else nullcontext():
                 yield
         finally:
             self._running.pop()
 
     @contextmanager
-    def _catching(self) -> Iterator[None]:
-        catch: Any = AttentionInterceptor(self._hear, self._read)
+    def _intercepting(self) -> Iterator[None]:
+        interceptor: Any = AttentionInterceptor(self._on_logits, self._order_of)
 
         @contextmanager
         def pause() -> Iterator[None]:
-            catch.__exit__(None, None, None)
+            interceptor.__exit__(None, None, None)
             try:
                 with torch.compiler.set_stance("default"):
                     yield
             finally:
-                catch.__enter__()
+                interceptor.__enter__()
 
-        with run_uncompiled(), telling(self._flex, self._note, pause), catch:
+        with run_uncompiled(), report_maxima(self._flex, self._on_max, pause), interceptor:
             yield
 
-    def _read(self, shape: Sequence[int], said: int | None) -> Reading:
-        reading: Reading = said, None
+    def _order_of(self, tensors: Sequence[Tensor], given: int | None) -> HeadOrder:
         heads = self.heads[self._running[-1].name]
-        if said is None and math.prod(shape[:-1]) % heads == 0:
-            reading = self._orders.read(self._running, shape, heads)
-        for call in self._running:
-            call.attentions += 1
-        return reading
+        if given is None and math.prod(leading_shape(tensors)) % heads:
+            given = 0  # not the attention of this module, so its order of heads is not needed
+        return self._orders.find(self._running, tensors, given, heads)
 
-    def _hear(self, logits: Logits) -> None:
+    def _on_logits(self, logits: Logits) -> None:
         if logits.heads == self.heads[self._running[-1].name]:
-            self._note(logits.largest())
+            self._on_max(logits.max_per_head())
 
-    def _note(self, largest_H: Tensor) -> None:
-        self.tell(self._running[-1].name, largest_H)
+    def _on_max(self, max_H: Tensor) -> None:
+        self.on_max(self._running[-1].name, max_H)
 
     def remove(self) -> None:
         """Unwrap the forwards."""
-        for heard in self._heard:
-            heard.remove()
+        for forward in self._forwards:
+            forward.remove()
 
 
 class RecordedForward:
-    """The forward of a module that is listened to. A copy of the module, or one that was saved, has its own again."""
+    """The wrapped forward of a module. A deep copy or a pickle of the module has its plain forward."""
 
-    def __init__(self, listener: MaxLogitRecorder, name: str, module: nn.Module) -> None:
-        self.listener: MaxLogitRecorder | None = listener
+    def __init__(self, recorder: MaxLogitRecorder, name: str, module: nn.Module) -> None:
+        self.recorder: MaxLogitRecorder | None = recorder
         self.name, self.module = name, module
         self.before = vars(module).get("forward")
-        self.__wrapped__ = module.forward  # where inspect.signature looks
+        self.__wrapped__ = module.forward  # read by inspect.signature
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, listened to in training."""
-        return recorded(self, args, kwargs)
+        """Run the module's own forward, recorded in training."""
+        return run_recorded(self, args, kwargs)
 
     def remove(self) -> None:
-        """Give the module its own back."""
+        """Restore the module's own forward."""
         if vars(self.module).get("forward") is not self:
-            self.listener = None  # somebody has wrapped it again: from here on it only passes on
+            self.recorder = None  # something else has wrapped this forward, which stays, but records no more
         elif self.before is None:
             del self.module.forward
         else:
             self.module.forward = self.before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return forward_of(memo[id(self.module)], copy.deepcopy(self.before, memo))
+        return plain_forward(memo[id(self.module)], copy.deepcopy(self.before, memo))
 
     def __reduce__(self) -> Any:
-        return forward_of, (self.module, self.before)
+        return plain_forward, (self.module, self.before)
 
 
-def forward_of(module: nn.Module, before: Any) -> Any:
-    """A module's forward as if nobody had listened."""
+def plain_forward(module: nn.Module, before: Any) -> Any:
+    """The forward of a module that is not recorded: `before` if the instance had one, else that of its class."""
     return MethodType(type(module).forward, module) if before is None else before
 
 
-def _recorded(heard: RecordedForward, args: Any, kwargs: Any) -> Any:
-    """A forward that is listened to in training."""
-    if heard.listener is None or not (heard.module.training and torch.is_grad_enabled()):
-        return heard.__wrapped__(*args, **kwargs)
-    with heard.listener.listening(ModuleCall(heard.name, heard.module, heard.__wrapped__, args, kwargs)):
-        return heard.__wrapped__(*args, **kwargs)
+def _run_recorded(forward: RecordedForward, args: Any, kwargs: Any) -> Any:
+    if forward.recorder is None or not (forward.module.training and torch.is_grad_enabled()):
+        return forward.__wrapped__(*args, **kwargs)
+    with forward.recorder.recording(ModuleCall(forward.name, forward.module, forward.__wrapped__, args, kwargs)):
+        return forward.__wrapped__(*args, **kwargs)
 
 
-recorded = eager(_recorded)
+run_recorded = eager(_run_recorded)

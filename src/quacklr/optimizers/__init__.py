@@ -1,1 +1,1 @@
-"""Optimizers: whether their steps can be scaled, and which tensors they step."""
+"""Which optimizers QuacK can scale, and the steps they take."""

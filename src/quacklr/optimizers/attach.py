@@ -1,7 +1,7 @@
-"""Which optimizers QuacK can scale: those whose step is linear in lr, since then a scaled step is a scaled lr.
+"""Which optimizers QuacK accepts: those whose step is linear in lr, since then a scaled step is a scaled lr.
 
-The hooks must be on the object whose `step` moves the weights, so that wrappers are looked into. What an optimizer does
-with lr is found out by `linearity.probe`; only torch's own optimizers are known by name.
+The hooks must be on the object whose `step` moves the weights, so the optimizers inside a wrapper are looked up.
+`linearity.probe` measures whether a step is linear in lr; only torch's own optimizers are known by name.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ NOT_LINEAR = {
     optim.Rprop: "lr is only where its step sizes start; after that they grow and shrink by themselves",
     optim.ASGD: "it averages the weights it wrote, and lr also sets how fast its own step decays",
 }
-PASS_ON = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")  # their wrappers only call step
-SHARD_STATE = ("ZeroRedundancyOptimizer", "OSS")  # each process steps a part, and then sends it to the others
+PASS_ON = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")  # their wrappers only call `step`
+SHARD_STATE = ("ZeroRedundancyOptimizer", "OSS")  # each process steps a part of the parameters and broadcasts it
 USE_ANOTHER = (
     "Use an optimizer whose step is lr times a direction, such as SGD, AdamW, Lion or Muon; docs/attach.md lists those "
     "that were tried"
 )
+SCHEDULE_FREE = f"Schedule-free training works by a wrapper, ScheduleFreeWrapper(SGD(...)). {USE_ANOTHER}"
 BY_HAND = (
     "QuacK scales what {0}.step does, so call that, with a closure: first_step and second_step run no hooks when they "
     "are called by hand, and what they do is not scaled"
@@ -38,15 +39,16 @@ BY_HAND = (
 
 
 def as_optimizers(given: object) -> list[Optimizer]:
-    """One optimizer or several, as a list; of a wrapper, the optimizers that move the weights.
+    """One optimizer or several, as a list; for a wrapper, the optimizers that move the weights.
 
-    ValueError for what is none, for those whose hooks never run, and for those of torch that are not linear in lr.
+    Raises ValueError for objects that are no optimizers, for optimizers whose hooks never run, and for those of torch
+    that are not linear in lr.
     """
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, Optimizer) else [given]
     if not several:
         raise ValueError("no optimizer given; pass the one (or the list of those) that train the model")
     notes: list[str] = []
-    optimizers = list(dict.fromkeys(inside for each in several for inside in _steppers(each, notes)))
+    optimizers = list(dict.fromkeys(inner for each in several for inner in _optimizers_to_hook(each, notes)))
     for optimizer in optimizers:
         for cls, reason in NOT_LINEAR.items():
             if isinstance(optimizer, cls):
@@ -59,11 +61,11 @@ def as_optimizers(given: object) -> list[Optimizer]:
     return optimizers
 
 
-def _steppers(given: Any, notes: list[str]) -> list[Optimizer]:
-    """The optimizers whose steps are to be scaled.
+def _optimizers_to_hook(given: Any, notes: list[str]) -> list[Optimizer]:
+    """The optimizers whose steps are scaled.
 
-    Of a wrapper (SAM, Lookahead, a container of several) these are the ones inside, unless scratch copies show that
-    only the step of the wrapper as a whole can be scaled, because it calls the inner one from other weights.
+    For a wrapper (SAM, Lookahead, a container of several) these are the optimizers inside it. It is the wrapper itself
+    if scratch copies show that only its step as a whole is linear, because it calls the inner step from other weights.
     """
     while type(given).__module__.split(".")[0] in PASS_ON and hasattr(given, "optimizer"):
         given = given.optimizer
@@ -73,20 +75,22 @@ def _steppers(given: Any, notes: list[str]) -> list[Optimizer]:
     if not inner or name in SHARD_STATE:
         return [given]
     inside = _probed(given, inside=True)
-    if not isinstance(inside, Linearity) or inside.constant > LINEAR:
-        whole = _probed(given, inside=False) if isinstance(given, Optimizer) else None
-        if isinstance(whole, Linearity) and whole.constant <= LINEAR:
-            return [given]
-    note = _judge(name, inside, USE_ANOTHER) if isinstance(inside, Linearity) else _unknown(name, inside)
-    notes += [note] if note else []
-    return [stepper for each in inner for stepper in _steppers(each, notes)]
+    if not _is_linear(inside) and isinstance(given, Optimizer) and _is_linear(_probed(given)):
+        return [given]
+    notes += filter(None, [_warning(name, inside)])
+    return [optimizer for each in inner for optimizer in _optimizers_to_hook(each, notes)]
 
 
-def _probed(given: Any, inside: bool) -> Linearity | str:
+def _probed(given: Any, only: Iterable[Tensor] | None = None, inside: bool = False) -> Linearity | str:
+    """The linearity of an optimizer, or why it could not be measured."""
     try:
-        return probe(given, inside=inside)
+        return probe(given, only, inside)
     except ProbeError as error:
         return str(error)
+
+
+def _is_linear(found: Linearity | str) -> bool:
+    return isinstance(found, Linearity) and found.constant <= LINEAR
 
 
 def _validate_hooks(optimizer: Optimizer) -> None:
@@ -101,40 +105,39 @@ def _validate_hooks(optimizer: Optimizer) -> None:
 
 
 def validate_linear(optimizers: Iterable[Optimizer], params: Iterable[Tensor]) -> None:
-    """ValueError for an optimizer whose step of these parameters is not linear in lr; a warning if it is not quite.
+    """Raise ValueError for an optimizer whose step of these parameters is not linear in lr; warn if it nearly is.
 
-    Costs some milliseconds for an optimizer that is not torch's, once for a class and its settings.
+    Takes some milliseconds for an optimizer that is not torch's, once for a class and its settings.
     """
-    rated = {id(param): param for param in params}
+    rated = set(map(id, params))
     for optimizer in optimizers:
-        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in rated]
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in rated]
         known = optimizer.optim if type(optimizer).__name__ in SHARD_STATE else optimizer  # type: ignore[attr-defined]
-        if type(known) in KNOWN_LINEAR or not mine:
+        if type(known) in KNOWN_LINEAR or not stepped:
             continue
-        try:
-            found = probe(known, mine)
-        except ProbeError as error:
-            message = _unknown(type(known).__name__, str(error))
-        else:
-            message = _judge(type(known).__name__, found, _way_out(known))
-        if message:
+        schedule_free = hasattr(known, "train") and hasattr(known, "eval")
+        if message := _warning(type(known).__name__, _probed(known, stepped), schedule_free):
             warnings.warn(message, stacklevel=3)
 
 
-def _judge(name: str, found: Linearity, way_out: str) -> str:
-    """What to warn of, if anything."""
+def _warning(name: str, found: Linearity | str, schedule_free: bool = False) -> str:
+    """The text of a warning about an optimizer, empty if there is none; ValueError if it is not linear in lr."""
+    if isinstance(found, str):
+        return (
+            f"{name} could not be checked on scratch tensors ({found}). QuacK is right if its step is lr times a "
+            "direction that does not depend on lr, and if it keeps no copy of the weights in its state, such as an "
+            "average"
+        )
     rate = CONSTANT[0]
-    off = f"{100 * found.constant:.2g} % off its steps with lr * {rate:g}"
+    percent = f"{100 * found.constant:.2g} %"
+    off = f"on scratch tensors its steps scaled by {rate:g} are {percent} off its steps with lr * {rate:g}"
     if not found.reads_lr:
         raise _not_linear(name, "its steps do not change when lr does")
     if found.constant > NEARLY:
-        found_out = f"on scratch tensors its steps scaled by {rate:g} are {off}"
-        raise _not_linear(name, f"{found_out}: it keeps weights in its state, or lr is not just a factor", way_out)
+        reason = f"{off}: it keeps weights in its state, or lr is not just a factor"
+        raise _not_linear(name, reason, SCHEDULE_FREE if schedule_free else USE_ANOTHER)
     if found.constant > LINEAR:
-        return (
-            f"{name} is not quite linear in lr: on scratch tensors its steps scaled by {rate:g} are {off}. QuacK "
-            "scales its steps"
-        )
+        return f"{name} is not quite linear in lr: {off}. QuacK scales its steps"
     if found.changing > NEARLY:
         return (
             f"{name} keeps lr in its state. Its scaled step is the step with lr * rate while rates stay the same, and "
@@ -152,33 +155,17 @@ def _not_linear(name: str, reason: str, way_out: str = USE_ANOTHER) -> ValueErro
     return ValueError(f"{name} is not linear in lr ({reason}), so it has no learning rate a head. {way_out}")
 
 
-def _way_out(optimizer: Optimizer) -> str:
-    if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
-        return f"Schedule-free training works by a wrapper, ScheduleFreeWrapper(SGD(...)). {USE_ANOTHER}"
-    return USE_ANOTHER
-
-
-def _unknown(name: str, reason: str) -> str:
-    return (
-        f"{name} could not be checked on scratch tensors ({reason}). QuacK is right if its step is lr times a "
-        "direction that does not depend on lr, and if it keeps no copy of the weights in its state, such as an average"
-    )
-
-
 def is_idle(optimizer: Optimizer) -> bool:
-    """Whether the next step moves nothing because every lr is 0: a warmup's first step, or one that fills state.
+    """Whether the next step moves nothing because every lr is 0, as in the first step of a warmup.
 
-    A learning rate that is a tensor on a device is not looked at, since that would wait for the device.
+    A learning rate that is a tensor on an accelerator is not read, because that would wait for the device.
     """
-    for group in optimizer.param_groups:
-        lr = group.get("lr", 1.0)
-        if (isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0:
-            return False
-    return True
+    lrs = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    return all((not isinstance(lr, Tensor) or lr.device.type == "cpu") and lr == 0 for lr in lrs)
 
 
 def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Any:
-    """Register a hook that runs after a step, before those that are there already: they see what it leaves behind."""
+    """Register a post-step hook that runs before those registered already."""
     handle = optimizer.register_step_post_hook(hook)
     vars(optimizer)["_optimizer_step_post_hooks"].move_to_end(handle.id, last=False)
     return handle

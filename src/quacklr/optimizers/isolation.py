@@ -1,4 +1,4 @@
-"""Run an optimizer's code without a trace: global state is restored, collectives and other devices are forbidden."""
+"""Run an optimizer's code in isolation: global state is restored, and collectives and accelerators raise an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_
 
 
 class LocalOnly(TorchDispatchMode):
-    """Raises ProbeError where a collective or another device would be used."""
+    """Raises ProbeError for a collective, and for an operation on a device other than the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -38,68 +38,56 @@ class LocalOnly(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
+def isolated(given: Any) -> Iterator[None]:
+    """Run code of an optimizer or wrapper on the CPU, with gradients enabled and without collectives.
+
+    On exit these are restored: random number generators, default dtype and device, warning filters, stdout and stderr,
+    torch's global optimizer hooks, and the class attributes of the optimizer and of the optimizers inside it.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    in_processes = distributed_c10d.is_initialized()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(random.setstate, random.getstate())
+        if numpy:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        for cls in {cls for each in (given, *inner_optimizers(given)) for cls in type(each).__mro__[:-1]}:
+            contents = {n: copy.copy(value) for n, value in vars(cls).items() if isinstance(value, list | dict | set)}
+            stack.callback(_restore, cls, dict(vars(cls)), contents)
+        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
+            _replace(stack, optimizer, name, OrderedDict())
+        if in_processes:
+            _replace(stack, distributed_c10d, "_new_group_with_tag", _no_new_groups)
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(run_uncompiled())
+        stack.enter_context(torch.inference_mode(False))  # enables gradients, too
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        if in_processes or torch.accelerator.current_accelerator() is not None:
+            stack.enter_context(LocalOnly())  # type: ignore[no-untyped-call]
         yield
-    finally:
-        setattr(owner, name, before)
+
+
+def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 def _no_new_groups(*_: Any, **__: Any) -> Any:
     raise ProbeError("it makes process groups")
 
 
-@contextlib.contextmanager
-def isolated(given: Any) -> Iterator[None]:
-    """Afterwards random and other global state is what it was, and so are the attributes of the optimizer's classes."""
-    classes = _class_attributes(given)
-    numpy: Any = sys.modules.get("numpy")
-    python_random, dtype = random.getstate(), torch.get_default_dtype()
-    numpy_random = numpy and numpy.random.get_state()
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-            for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
-                stack.enter_context(_replaced(optimizer, name, OrderedDict()))
-            if distributed_c10d.is_initialized():
-                stack.enter_context(_replaced(distributed_c10d, "_new_group_with_tag", _no_new_groups))
-            stack.enter_context(run_uncompiled())
-            stack.enter_context(torch.inference_mode(False))  # gradients are on, too
-            if torch.get_default_device().type != "cpu":
-                stack.enter_context(torch.device("cpu"))
-            if torch.accelerator.current_accelerator() is not None or distributed_c10d.is_initialized():
-                stack.enter_context(LocalOnly())  # type: ignore[no-untyped-call]
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        random.setstate(python_random)
-        if numpy_random:
-            numpy.random.set_state(numpy_random)
-        for cls, before in classes.items():
-            _restore(cls, *before)
-
-
-def _class_attributes(given: Any) -> dict[type, tuple[dict[str, Any], dict[str, Any]]]:
-    """The attributes of an optimizer's classes, and copies of what their containers hold."""
-    found = {}
-    for cls in {cls for each in (given, *inner_optimizers(given)) for cls in type(each).__mro__[:-1]}:
-        values = dict(vars(cls))
-        found[cls] = values, {name: copy.copy(v) for name, v in values.items() if isinstance(v, list | dict | set)}
-    return found
-
-
-def _restore(cls: type, values: dict[str, Any], held: dict[str, Any]) -> None:
-    for name in vars(cls).keys() | values.keys():
-        if name not in values:
-            delattr(cls, name)
-        elif vars(cls).get(name) is not values[name]:
-            setattr(cls, name, values[name])
-    for name, copied in held.items():
-        values[name].clear()
-        values[name].extend(copied) if isinstance(copied, list) else values[name].update(copied)
+def _restore(cls: type, attributes: dict[str, Any], contents: dict[str, Any]) -> None:
+    """Restore the attributes of a class, and the contents of those that are containers."""
+    for name in vars(cls).keys() - attributes.keys():
+        delattr(cls, name)
+    for name, value in attributes.items():
+        if vars(cls).get(name) is not value:
+            setattr(cls, name, value)
+    for name, content in contents.items():
+        container = attributes[name]
+        container.clear()
+        container.extend(content) if isinstance(container, list) else container.update(content)

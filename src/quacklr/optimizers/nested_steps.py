@@ -1,8 +1,8 @@
 """Optimizer steps that are running now: a step may call its parent class's step, or another optimizer's.
 
-torch calls the hooks of a step each time, so a hook must know whether it runs inside of another step. Counting hook
-calls is not enough: after a step that raised, its post-hook is missing. So the call stack is read. Only a hook that
-finds an unfinished step asks for it; an ordinary step costs nothing.
+torch runs the hooks of every such call, so a hook must find out whether it runs inside another step. Counting hook
+calls is not enough: a step that raised an exception never runs its post-hook. So the call stack is read, but only if a
+step is unfinished; an ordinary step costs nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,33 @@ _HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # every cla
 
 @dataclass(slots=True)
 class RunningStep:
-    """A step between its hooks: copies of the rows before it, and the ids of the tensors that it moves."""
+    """A step between its pre-hook and its post-hook: copies of the rows before it, and ids of the tensors it moves."""
 
     copies: Copies
     tensors: set[int]
-    calls_step: bool = False  # its parent class's, or another optimizer's
+    calls_step: bool = False  # that of its parent class, or of another optimizer
+
+
+class RunningSteps(dict[Optimizer, RunningStep]):
+    """The steps between their hooks, by optimizer."""
+
+    def drop_failed(self, optimizer: Optimizer) -> None:
+        """In a pre-hook, drop steps that raised an exception: they are not on the call stack."""
+        for other, running in list(self.items()):
+            running.calls_step = running_steps(other) > (other is optimizer)
+            if not running.calls_step:
+                del self[other]
+
+    def finish(self, optimizer: Optimizer) -> RunningStep | None:
+        """In a post-hook, remove and return the step that ends; None if a step that it called ends."""
+        running = self.get(optimizer)
+        if running is None or (running.calls_step and running_steps(optimizer) > 1):
+            return None
+        return self.pop(optimizer)
 
 
 def running_steps(optimizer: Optimizer) -> int:
-    """How many calls of the optimizer's `step` are on the call stack: 2 in a hook of a step that a step called."""
+    """The number of calls of the optimizer's `step` on the call stack: 2 in a hook of a step that a step called."""
     frame: FrameType | None = sys._getframe(1)
     count = 0
     while frame is not None:

@@ -1,6 +1,6 @@
 """A scratch copy of an optimizer: the same class and settings on small tensors of its own.
 
-Nothing of the given optimizer is shared with the copy: not its parameters, state, hooks or param groups.
+The copy shares nothing with the given optimizer: neither parameters, nor param groups, state or hooks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Group = dict[str, Any]
-SHAPES = {1: (64,), 2: (64, 64), 3: (4, 32, 32), 4: (64, 16, 2, 2)}  # of 4096 entries: some treat small ones otherwise
+SHAPES = {1: (64,), 2: (64, 64), 3: (4, 32, 32), 4: (64, 16, 2, 2)}  # some optimizers treat small tensors differently
 OTHER_KERNELS = ("fused", "capturable")  # the same update on other devices
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, type, Enum, BuiltinFunctionType)
+NOT_COPIED = (Tensor, nn.Module, FunctionType, dict, list, tuple, set)
 NO_SETTINGS = {"params", "param_names", "lr", "initial_lr"}
 MOST_GROUPS = 16
+
+COPY, COPY_IN_PART, CONSTRUCT, CLASS = "copy", "copy in part", "construct", "class"
+WAYS = ((COPY, COPY), (CONSTRUCT, CONSTRUCT), (COPY, CONSTRUCT), (CONSTRUCT, CLASS), (COPY_IN_PART, COPY_IN_PART))
+"""How to make a scratch optimizer, and the optimizers inside it if it is a wrapper.
+
+Copy its attributes; or only those that are plain data; or call its constructor. The constructor of a wrapper may take
+the class of the inner optimizer.
+"""
 
 
 class ProbeError(Exception):
@@ -28,159 +37,131 @@ class ProbeError(Exception):
 
 
 class Scratch:
-    """Scratch tensors in place of some parameters, and copies of optimizers that step them.
+    """A scratch copy of an optimizer, or of a wrapper of optimizers, made in one of `WAYS`.
 
-    For every kind of param group there is a tensor to scale for each number of dimensions, and if `mixed` another one,
-    in a param group of its own, that stands for the parameters on no path.
+    For every kind of param group and number of dimensions there is one tensor whose steps are scaled. With `mixed`
+    there is a second one, in a param group of its own, in place of the parameters on no path.
     """
 
-    def __init__(self, given: Any, only: set[int] | None, dtype: torch.dtype, mixed: bool) -> None:
-        self._make_inner, self._may_leave_out = self.copy, False
-        numbers = torch.Generator().manual_seed(0)
+    def __init__(
+        self, given: Any, only: set[int] | None, way: tuple[str, str], mixed: bool, dtype: torch.dtype
+    ) -> None:
+        self._in_part, self._inner = way[0] == COPY_IN_PART, way[1]
+        generator = torch.Generator().manual_seed(0)
         self._pairs: dict[int, list[nn.Parameter]] = {}
         for param in (param for _, params in representatives(given, only) for param in params):
-            start = 0.02 * torch.randn(SHAPES[param.ndim], generator=numbers, dtype=torch.float64)
+            start = 0.02 * torch.randn(SHAPES[param.ndim], generator=generator, dtype=torch.float64)
             self._pairs[id(param)] = [nn.Parameter(start.to(dtype, copy=True)) for _ in range(1 + mixed)]
-        self._copies: dict[int, Any] = {}
+        self.scaled = [pair[0] for pair in self._pairs.values()]
+        self.params = [param for pair in self._pairs.values() for param in pair]
+        self._copies: dict[int, Any] = {key: pair[0] for key, pair in self._pairs.items()}  # by id of the original
         self._groups: dict[int, list[Group]] = {}
+        self.optimizer = self._make(given, way[0])
 
-    @property
-    def scaled(self) -> list[nn.Parameter]:
-        """The tensors whose steps are scaled."""
-        return [pair[0] for pair in self._pairs.values()]
+    def _make(self, given: Any, way: str) -> Any:
+        if way == CLASS:
+            return type(given)
+        return self._construct(given) if way == CONSTRUCT else self._copy_object(given)
 
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """All scratch tensors."""
-        return [param for pair in self._pairs.values() for param in pair]
-
-    def groups(self, given: list[Group]) -> list[Group]:
-        """The scratch groups for some param groups."""
-        return [group for each in given for group in self._group(each)]
-
-    def _group(self, given: Group) -> list[Group]:
-        if id(given) not in self._groups:
-            pairs = [self._pairs[id(param)] for param in given["params"] if id(param) in self._pairs]
-            sides = zip(*pairs, strict=True)
-            self._groups[id(given)] = [{**self._settings(given), "params": list(side)} for side in sides]
-        return self._groups[id(given)]
+    def _scratch_groups(self, groups: list[Group]) -> list[Group]:
+        for given in groups:
+            if id(given) not in self._groups:
+                sides = zip(*(self._pairs[id(p)] for p in given["params"] if id(p) in self._pairs), strict=True)
+                self._groups[id(given)] = [{**self._settings(given), "params": list(side)} for side in sides]
+        return [group for given in groups for group in self._groups[id(given)]]
 
     def _settings(self, given: Group) -> Group:
-        made: Group = {}
-        for name, value in given.items():
-            if name not in ("params", "param_names"):
-                self._copy_plain(name, value, made)
+        made = self._copy_items({name: v for name, v in given.items() if name not in ("params", "param_names")})
         made.update({name: False for name in OTHER_KERNELS if made.get(name)})
         if made.get("lr", given.get("lr")) is not None:
             made["lr"] = positive_lr(given)
         return made
 
-    def copy(self, given: Any) -> Any:
-        """An optimizer, or a wrapper of some, without its state and hooks."""
-        if id(given) in self._copies:
-            return self._copies[id(given)]
-        made = self._copies[id(given)] = object.__new__(type(given))
-        for name, value in vars(given).items():
-            if name == "step":  # schedulers replace it by one that steps the given optimizer
-                continue
-            if name == "param_groups":
-                vars(made)[name] = self.groups(value)
-            elif name == "state":
-                vars(made)[name] = self._copies.setdefault(id(value), defaultdict(dict))
-            elif name.endswith("_hooks") and isinstance(value, dict):
-                vars(made)[name] = OrderedDict()
-            else:
-                self._copy_plain(name, value, vars(made))
+    def _copy_items(self, items: dict[str, Any]) -> dict[str, Any]:
+        made = {}
+        for name, value in items.items():
+            try:
+                made[name] = self._copy(value)
+            except ProbeError:
+                if not self._in_part:
+                    raise
         return made
 
-    def _copy_plain(self, name: str, value: Any, into: dict[str, Any]) -> None:
-        try:
-            into[name] = self._plain(value)
-        except ProbeError:
-            if not self._may_leave_out:
-                raise
-
-    def _plain(self, value: Any) -> Any:
+    def _copy(self, value: Any) -> Any:
+        """A deep copy of plain data, with scratch tensors in place of parameters; ProbeError for other objects."""
         if isinstance(value, PLAIN) or (isinstance(value, FunctionType) and "<locals>" not in value.__qualname__):
             return value
+        if id(value) in self._copies:
+            return self._copies[id(value)]
         if isinstance(value, Optimizer):
-            return self._make_inner(value)
-        if id(value) in self._pairs:
-            return self._pairs[id(value)][0]
+            return self._make(value, self._inner)
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() <= 1:
             return value.detach().clone()
         if type(value).__module__.startswith(("torch.distributed", "torch._C._distributed")):
-            return None  # a process group or a mesh: the copy is alone
+            return None  # a process group or a mesh: the copy runs in one process
         if type(value) in (dict, OrderedDict, defaultdict):
             made = value.copy()
             made.clear()
-            made.update({self._plain(key): self._plain(each) for key, each in value.items()})
+            made.update({self._copy(key): self._copy(each) for key, each in value.items()})
             return made
         if type(value) in (list, tuple, set, frozenset):
-            return type(value)(self._plain(each) for each in value)
-        if not hasattr(value, "__dict__") or isinstance(
-            value, Tensor | nn.Module | FunctionType | dict | list | tuple | set
-        ):
+            return type(value)(self._copy(each) for each in value)
+        if not hasattr(value, "__dict__") or isinstance(value, NOT_COPIED):
             raise ProbeError(f"it holds a {type(value).__name__}")
-        return self._object(value)
+        return self._copy_object(value)
 
-    def _object(self, value: Any) -> Any:
-        if id(value) not in self._copies:
-            made = self._copies[id(value)] = object.__new__(type(value))
-            for name, each in vars(value).items():
-                self._copy_plain(name, each, vars(made))
-        return self._copies[id(value)]
+    def _copy_object(self, given: Any) -> Any:
+        made = self._copies[id(given)] = object.__new__(type(given))
+        attributes = dict(vars(given))
+        if hasattr(given, "param_groups"):
+            attributes.pop("step", None)  # schedulers replace it by one that steps the given optimizer
+            if "param_groups" in attributes:
+                vars(made)["param_groups"] = self._scratch_groups(attributes.pop("param_groups"))
+            if "state" in attributes:
+                vars(made)["state"] = self._copies.setdefault(id(attributes.pop("state")), defaultdict(dict))
+            hooks = [name for name, v in attributes.items() if name.endswith("_hooks") and isinstance(v, dict)]
+            vars(made).update({name: type(attributes.pop(name))() for name in hooks})
+        vars(made).update(self._copy_items(attributes))
+        return made
 
-    def copy_around(self, given: Any) -> Any:
-        """A copy of a wrapper around new optimizers."""
-        self._make_inner = self.construct
-        return self.copy(given)
-
-    def copy_in_part(self, given: Any) -> Any:
-        """A copy without what is no plain data."""
-        self._may_leave_out = True
-        return self.copy(given)
-
-    def construct_with_class(self, given: Any) -> Any:
-        """A new wrapper by its constructor, which gets the class of the inner optimizer."""
-        return self.construct(given, classes=True)
-
-    def construct(self, given: Any, classes: bool = False) -> Any:
-        """A new one by its constructor, with arguments from `defaults` and from attributes of the same name."""
-        self._make_inner = self.construct
-        known = {name.removeprefix("_"): value for name, value in vars(given).items()}
-        known.update(self._settings(getattr(given, "defaults", {})))
+    def _construct(self, given: Any) -> Any:
+        """A new optimizer by its constructor, with arguments from `defaults` and from attributes of the same name."""
+        settings = self._settings(getattr(given, "defaults", {}))
+        attributes = {name.removeprefix("_"): value for name, value in vars(given).items()}
         arguments: dict[str, Any] = {}
         for name, parameter in inspect.signature(type(given)).parameters.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             if "param" in name and not arguments:
-                arguments[name] = self.groups(given.param_groups)
-            elif classes and isinstance(known.get(name), Optimizer):
-                arguments[name] = type(known[name])
-            elif name in known:
-                arguments[name] = self._plain(known[name])
+                arguments[name] = self._scratch_groups(given.param_groups)
+            elif name in settings:
+                arguments[name] = settings[name]
+            elif name in attributes:
+                arguments[name] = self._copy(attributes[name])
             elif parameter.default is parameter.empty:
                 raise ProbeError(f"its constructor needs {name!r}")
-        return type(given)(**arguments)
+        made = self._copies[id(given)] = type(given)(**arguments)
+        return made
 
 
 def inner_optimizers(given: Any) -> list[Optimizer]:
-    """The optimizers that a wrapper holds as attributes, if they step all that it steps; else none."""
+    """The optimizers that a wrapper holds as attributes, if they step all parameters of the wrapper; else none."""
     held = list(getattr(given, "__dict__", {}).values())
     held += [each for value in held if isinstance(value, list | tuple) for each in value]
     held += [each for value in held if isinstance(value, dict) for each in value.values()]
-    inner = [each for each in held if isinstance(each, Optimizer) and each is not given]
-    own = {id(param) for group in getattr(given, "param_groups", []) for param in group["params"]}
-    theirs = {id(param) for each in inner for group in each.param_groups for param in group["params"]}
-    return list(dict.fromkeys(inner)) if own <= theirs else []
+    inner = list(dict.fromkeys(each for each in held if isinstance(each, Optimizer) and each is not given))
+    return inner if ids_in_groups(given) <= set().union(*map(ids_in_groups, inner)) else []
+
+
+def ids_in_groups(optimizer: Any) -> set[int]:
+    """Ids of the tensors that are in the optimizer's param groups now."""
+    return {id(param) for group in getattr(optimizer, "param_groups", []) for param in group["params"]}
 
 
 def representatives(given: Any, only: set[int] | None) -> list[tuple[Group, list[Tensor]]]:
-    """One param group of each kind that is stepped, with one parameter for each number of dimensions.
+    """One param group of each kind, with one of its parameters for each number of dimensions.
 
-    With `only`, the ids of some parameters, these are chosen of those. Of groups that differ in lr alone it is the one
-    with the largest.
+    `only` restricts the parameters to these ids. Of groups that differ in lr alone, the one with the largest is taken.
     """
     found: list[tuple[Group, list[Tensor]]] = []
     for each in inner_optimizers(given) or [given]:
@@ -188,10 +169,8 @@ def representatives(given: Any, only: set[int] | None) -> list[tuple[Group, list
         for group in each.param_groups:
             params = {p.ndim: p for p in group["params"] if p.ndim in SHAPES and (only is None or id(p) in only)}
             stepped += [(group, list(params.values()))] if params else []
-        kinds = {
-            settings_key(group): (group, params) for group, params in sorted(stepped, key=lambda e: positive_lr(e[0]))
-        }
-        found += kinds.values()
+        stepped.sort(key=lambda entry: positive_lr(entry[0]))
+        found += {settings_key(group): (group, params) for group, params in stepped}.values()
     if not found:
         raise ProbeError("it steps no parameter of 1 to 4 dimensions")
     return found[:MOST_GROUPS]
@@ -211,7 +190,7 @@ def key_of(given: Any, only: set[int] | None) -> str:
 
 
 def positive_lr(group: Group) -> float:
-    """The learning rate of a param group; in a warmup the one that it leads to."""
+    """The learning rate of a param group; during a warmup, the one after it."""
     if group.get("lr") is None:
         raise ProbeError("its param groups have no lr")
     values = [group.get(name) for name in ("lr", "initial_lr")]

@@ -1,7 +1,7 @@
-"""Whether the optimizers step the weights on the paths at all.
+"""Checks that the optimizers step the weights on the paths.
 
-Engines and user code replace what is stepped: DeepSpeed puts flat copies into the param groups, `fully_shard` and
-`load_state_dict(assign=True)` put new parameters into the model. A QuacK attached before would do nothing.
+DeepSpeed puts flat copies of the parameters into the param groups; `fully_shard` and `load_state_dict(assign=True)` put
+new parameters into the model. A QuacK that was attached before would do nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from quacklr.core.weight import Weight
+from quacklr.optimizers.scratch import ids_in_groups
 
 NONE_STEPPED = (
     "no weight on a path is stepped, so QuacK would do nothing: the optimizer's param groups hold none of the "
@@ -32,11 +33,6 @@ NO_GRADIENT = (
 )
 
 
-def ids_in_groups(optimizer: Optimizer) -> set[int]:
-    """Ids of the tensors in the optimizer's param groups, as they are now."""
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
-
-
 class StepCheck:
     """Raises RuntimeError if no weight on a path is stepped, and warns once if only some are."""
 
@@ -47,16 +43,18 @@ class StepCheck:
         own = set() if model is None else {id(param) for param in model.parameters()}
         self._of_model = [part for part in self._parts if id(part.param) in own]
         self._groups = [optimizer.param_groups for optimizer in optimizers]
-        self._in_use, self._all_stepped = False, False  # what was found at the first step
+        self._in_use = self._all_stepped = False  # not checked yet
         self._stepped: set[Optimizer] = set()
         self._had_gradient: set[int] = set()
 
     def before_step(self, tensors: Collection[int], last_iteration: Collection[int]) -> None:
-        """Whether the param groups still hold the parameters on the paths, and the model still uses them.
+        """Check that the param groups still hold the parameters on the paths, and that the model still uses them.
 
-        `tensors`: ids of those on the paths that are about to step. `last_iteration`: of those that stepped last.
+        Args:
+            tensors: ids of the tensors on the paths that are about to step.
+            last_iteration: ids of those that stepped in the last iteration, if a new one begins.
         """
-        if len(self._stepped) < len(self._optimizers):  # some clear gradients while they step
+        if len(self._stepped) < len(self._optimizers):  # some optimizers clear gradients in `step`
             self._had_gradient.update(id(part.param) for part in self._parts if part.param.grad is not None)
         if tensors and self._in_use and (self._all_stepped or not last_iteration):
             return
@@ -71,7 +69,7 @@ class StepCheck:
             self._check_all_stepped(missing, last_iteration)
 
     def _check_in_use(self) -> None:
-        """Whether the model still has the parameters on the paths."""
+        """Check that the model still has the parameters on the paths."""
         model = self._model() if self._model is not None else None
         if model is not None:
             own = {id(param) for param in model.parameters()}
@@ -84,10 +82,10 @@ class StepCheck:
         self._in_use = True
 
     def _check_all_stepped(self, missing: Iterable[Weight], last_iteration: Collection[int]) -> None:
-        """Warn of parameters that left the groups.
+        """Warn of parameters that are no longer in the param groups.
 
-        Where an engine has put another list of groups in place, as DeepSpeed does for a part of a step, they may come
-        later in the iteration: then the second iteration decides.
+        DeepSpeed replaces the list of groups for a part of a step, so a parameter may step later in the iteration. If
+        the list was replaced, the second iteration decides.
         """
         lists = zip(self._optimizers, self._groups, strict=True)
         if not last_iteration and any(optimizer.param_groups is not groups for optimizer, groups in lists):
@@ -97,12 +95,12 @@ class StepCheck:
             warnings.warn(NOT_IN_GROUPS.format(missing[0].name), stacklevel=7)
 
     def after_step(self, optimizer: Optimizer, tensors: Collection[int], moved: Callable[[], bool]) -> None:
-        """Whether a weight on a path had a gradient in this optimizer's first step, or moved without one."""
+        """Check that a weight on a path had a gradient in this optimizer's first step, or moved without one."""
         if optimizer in self._stepped:
             return
         params = [part.param for part in self._parts if part.param.requires_grad and id(part.param) in tensors]
-        seen = any(param.grad is not None or id(param) in self._had_gradient for param in params)
-        if params and not seen and not moved():
+        had_gradient = any(param.grad is not None or id(param) in self._had_gradient for param in params)
+        if params and not had_gradient and not moved():
             ids = {id(part.param) for part in self._parts}
             if all(other is optimizer or ids_in_groups(other).isdisjoint(ids) for other in self._optimizers):
                 raise RuntimeError(NO_GRADIENT.format(""))

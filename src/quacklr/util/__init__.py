@@ -1,1 +1,1 @@
-"""Helpers that know nothing of attention: modules, torch functions, files, text, figures."""
+"""Helpers without knowledge of attention: modules, torch functions, files, text, figures."""

@@ -1,4 +1,4 @@
-"""Command-line arguments: a parser that answers a mistake with one sentence."""
+"""Command-line arguments: a parser that reports a mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that answers a mistake with one sentence instead of the whole usage."""
+    """An ArgumentParser that reports a mistake in one sentence, without the usage."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The options; a mistake ends the process with exit code 2."""
+        """Parse the options; a mistake ends the process with exit code 2."""
         if unusable := unusable_argument(args or []):
             self.error(unusable)
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where to look, and exit with code 2."""
+        """Print the mistake and the help option, and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def unusable_argument(argv: Sequence[str]) -> str | None:
-    """What is wrong with the first argument that is empty, has a NUL, or is not UTF-8; no option accepts such."""
+    """A message about the first argument that is empty, has a NUL character, or is not UTF-8; None if there is none."""
     for before, argument in pairwise(["", *argv]):
         named = argument if argument.startswith("--") else before if "=" not in before else ""
         option = named.partition("=")[0] if named.startswith("--") else "an argument"

@@ -1,4 +1,4 @@
-"""A file that is whole or not there: written beside its place, flushed to disk, then renamed into it."""
+"""Atomic writes: a file is written under another name, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import IO
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to that takes its name only when all of it is on the disk; on any error it is removed.
+    """Open a file for writing that gets its name only after all of it is on the disk; on any error it is removed.
 
-    A process killed in between leaves `.<name>.part`, which nothing reads and the next write replaces.
+    A process that is killed meanwhile leaves `.<name>.part`, which nothing reads and the next write replaces.
     """
     part = path.with_name(f".{path.name}.part")
     try:
@@ -31,7 +31,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and those above it, unless they exist, with their names on the disk."""
+    """Create a folder and its missing parents, and flush their entries to the disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -39,8 +39,8 @@ def make_folder(folder: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """A rename lives in the folder: it survives a power cut only when that is on the disk too."""
-    if os.name == "nt":  # where a folder cannot be opened
+    """Flush a folder to the disk. A rename survives a power cut only if the folder is flushed too."""
+    if os.name == "nt":  # Windows cannot open a folder
         return
     handle = os.open(folder, os.O_RDONLY)
     try:

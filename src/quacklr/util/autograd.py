@@ -1,4 +1,4 @@
-"""Asking autograd: gradients that can be asked again, and the leaves of a graph."""
+"""Gradients that keep the graph, and the leaves of a graph."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def gradients(of: Tensor, at: Sequence[Tensor], cotangent: Tensor) -> Sequence[Tensor | None]:
-    """torch.autograd.grad of one tensor, which can be asked again; None where it does not depend on a tensor."""
+    """torch.autograd.grad of one tensor, keeping the graph; None where it does not depend on a tensor."""
     return torch.autograd.grad(of, at, cotangent, retain_graph=True, allow_unused=True) if at else ()
 
 
 def leaves_of(tensor: Tensor) -> list[Tensor]:
-    """The leaves that a tensor was computed from, as autograd knows them."""
+    """The leaves of the autograd graph that a tensor was computed from."""
     leaves: list[Tensor] = []
     seen: set[Any] = set()
     waiting: list[Any] = [tensor.grad_fn]

@@ -1,4 +1,4 @@
-"""How figures look and how they are written, here and in the lab: the same figure is the same file."""
+"""The style of figures, and writing them to files. Equal figures are equal files, byte by byte."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RC: Any = {
     "font.size": 9,
     "legend.frameon": False,
     "legend.fontsize": 8,
-    "svg.hashsalt": "quacklr",  # the same figure is the same file
+    "svg.hashsalt": "quacklr",  # the default is random
     "pdf.fonttype": 42,
 }
-FORMATS: dict[str, dict[str, Any]] = {  # with what would make two files of the same figure differ
+FORMATS: dict[str, dict[str, Any]] = {  # metadata that would differ between two files of the same figure
     "pdf": {"CreationDate": None, "ModDate": None, "Producer": None},
     "png": {"Software": None},
     "svg": {"Date": None},
@@ -29,7 +29,7 @@ FORMATS: dict[str, dict[str, Any]] = {  # with what would make two files of the 
 
 
 def drawn(figure: Figure, kind: str) -> bytes:
-    """The file that a figure makes: kind is pdf, png or svg."""
+    """The content of a figure's file; `kind` is pdf, png or svg."""
     file = io.BytesIO()
     with mpl.rc_context(RC):
         figure.savefig(file, format=kind, dpi=150, metadata=FORMATS[kind])
@@ -37,7 +37,7 @@ def drawn(figure: Figure, kind: str) -> bytes:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as what the name ends in; the file is whole or not there."""
+    """Write a figure atomically, in the format of the suffix."""
     kind = path.suffix.removeprefix(".").lower()
     if kind not in FORMATS:
         raise ValueError(f"{path}: a figure is written as one of {', '.join('.' + each for each in FORMATS)}")

@@ -1,4 +1,4 @@
-"""The names of equal layers, written as one: model.layers.{0-31}.self_attn."""
+"""Names of many layers as one pattern: model.layers.{0-31}.self_attn."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ Numbers = tuple[int, ...]
 
 
 def shape(name: str) -> str:
-    """The name without its numbers; equal for names that can be written as one."""
+    """The name with {} for its numbers. Names of one shape can be written as one pattern."""
     return ".".join("{}" if part.isdigit() else part for part in name.split("."))
 
 
 def pattern(names: Sequence[str]) -> str:
-    """Names of one shape as one name with sets of numbers; as several, if they are not all combinations of the sets."""
+    """Names of one shape as a pattern; as several patterns, if the names are not all combinations of their numbers."""
     numbers = {tuple(int(part) for part in name.split(".") if part.isdigit()) for name in names}
     return ", ".join(shape(names[0]).format(*map(_spelled, box)) for box in _boxes(numbers))
 
 
 def _boxes(tuples: Iterable[Numbers]) -> list[tuple[Numbers, ...]]:
-    """Sets of numbers whose combinations are the given tuples, as few as it takes when first numbers are merged."""
+    """Products of sets of numbers whose union is the given tuples; first numbers with equal rests are merged."""
     rest: dict[int, set[Numbers]] = {}
     for numbers in sorted(tuples):
         if not numbers:
@@ -33,7 +33,7 @@ def _boxes(tuples: Iterable[Numbers]) -> list[tuple[Numbers, ...]]:
 
 
 def _spelled(numbers: Numbers) -> str:
-    """3, {0-31}, {4,12,20,28}; many runs of one length at equal steps are {0-2,4-6,...,68-70}."""
+    """Numbers as 3, {0-31} or {4,12,20,28}; many runs of one length at equal steps as {0-2,4-6,...,68-70}."""
     if len(numbers) == 1:
         return str(numbers[0])
     starts = [n for n in numbers if n - 1 not in numbers]
@@ -44,7 +44,7 @@ def _spelled(numbers: Numbers) -> str:
 
 
 def short(names: Sequence[str]) -> list[str]:
-    """Names without what all of them begin and end with: of model.layers.3.self_attn the 3."""
+    """Names without their common beginning and end: model.layers.3.self_attn becomes 3."""
     parts = [name.split(".") for name in names]
     before = _in_common(parts)
     after = _in_common([each[::-1] for each in parts])
@@ -53,10 +53,10 @@ def short(names: Sequence[str]) -> list[str]:
 
 
 def _in_common(parts: Iterable[Sequence[str]]) -> int:
-    """How many parts all begin with."""
+    """Length of the common prefix."""
     return sum(1 for _ in takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False)))
 
 
 def described(names: Sequence[str]) -> str:
-    """All names in one, such as model.layers.{0-27}.self_attn; or none, if they are of several shapes."""
+    """The pattern of all names, such as model.layers.{0-27}.self_attn; empty if they have several shapes."""
     return pattern(names) if len({shape(name) for name in names}) == 1 else ""

@@ -1,4 +1,4 @@
-"""Which modules of a model are running: a forward hook keeps a stack of them."""
+"""A stack of the modules of a model whose forward is running, kept by forward hooks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from quacklr.util.torch_functions import tensors_in
 
 @dataclass(slots=True, eq=False)
 class ModuleCall:
-    """A forward that has begun and not ended: what was called with what, under which autocast.
+    """A call of a module's forward that is running: its arguments, and the autocast state at its start.
 
-    `attentions`: how many of them have been seen since it began.
+    `attentions`: number of attentions that have run since it began. `number`: of the call, within a ModuleStack.
     """
 
     name: str
@@ -28,12 +28,13 @@ class ModuleCall:
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    number: int = 0
     attentions: int = 0
     autocast: tuple[str, bool, torch.dtype] = field(init=False)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that were given, by place and by name."""
+        """The tensors among the arguments, positional ones first."""
         return tensors_in([*self.args, *self.kwargs.values()])
 
     def __post_init__(self) -> None:
@@ -43,38 +44,39 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class ModuleStack:
-    """The modules whose forward has begun and not ended, outermost first, and a number for each such call."""
+    """The modules whose forward is running, outermost first."""
 
-    modules: tuple[str, ...] = ("",)
-    calls: tuple[int, ...] = (0,)
     forwards: tuple[ModuleCall, ...] = ()
-    _count: Iterator[int] = field(default_factory=lambda: count(1))
+    modules: tuple[str, ...] = ("",)  # names; the first stands for code around the model
+    calls: tuple[int, ...] = (0,)  # a number for each call
 
-    def begin(self, name: str, forward: ModuleCall) -> None:
-        """A module's forward begins."""
-        self.modules, self.calls = (*self.modules, name), (*self.calls, next(self._count))
-        self.forwards = (*self.forwards, forward)
-
-    def end(self) -> None:
-        """The innermost one's forward ends."""
-        self.modules, self.calls, self.forwards = self.modules[:-1], self.calls[:-1], self.forwards[:-1]
+    def replace(self, forwards: tuple[ModuleCall, ...]) -> None:
+        """Set the running calls."""
+        self.forwards = forwards
+        self.modules = ("", *(call.name for call in forwards))
+        self.calls = (0, *(call.number for call in forwards))
 
 
 @contextmanager
 def module_stack(model: nn.Module) -> Iterator[ModuleStack]:
-    """While entered, tells which of the model's modules are running, but for a softmax that is a module."""
-    now = ModuleStack()
+    """While entered, keeps a stack of the running modules of a model, without softmax modules."""
+    stack = ModuleStack()
+    numbers = count(1)
     hooks: list[Any] = []
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        now.begin(name, ModuleCall(name, module, module.forward, args, kwargs))
+        call = ModuleCall(name, module, module.forward, args, kwargs, next(numbers))
+        stack.replace((*stack.forwards, call))
+
+    def end(*_: Any) -> None:
+        stack.replace(stack.forwards[:-1])
 
     for name, module in named_modules(model):
         if not isinstance(module, nn.Softmax):
             hooks.append(module.register_forward_pre_hook(partial(begin, name), with_kwargs=True))
-            hooks.append(module.register_forward_hook(lambda *_: now.end(), always_call=True))
+            hooks.append(module.register_forward_hook(end, always_call=True))
     try:
-        yield now
+        yield stack
     finally:
         for hook in hooks:
             hook.remove()

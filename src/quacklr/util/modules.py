@@ -1,8 +1,8 @@
-"""A model as somebody hands it to us: its modules by name, and a forward of it that leaves no trace."""
+"""Modules of a model by name, and forward passes of it without side effects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -12,60 +12,78 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """The model and what it wraps, if it is DistributedDataParallel or compiled, from the outside in."""
+    """The model, and what it wraps if it is DistributedDataParallel, DataParallel or compiled; outermost first."""
     yield model
-    while isinstance(model, DistributedDataParallel | DataParallel) or "_orig_mod" in model._modules:
-        model = model.get_submodule("_orig_mod" if "_orig_mod" in model._modules else "module")
+    while isinstance(model, DistributedDataParallel | DataParallel) or is_compiled(model):
+        model = model.get_submodule("_orig_mod" if is_compiled(model) else "module")
         yield model
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was returned by `torch.compile`: it has the original one as a submodule."""
+    return "_orig_mod" in module._modules
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel and torch.compile: names and forwards are its own."""
+    """The model inside of DistributedDataParallel and torch.compile."""
     *_, inside = wrappers(model)
     return inside
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, under names that torch.compile and DDP have not changed: they put what they wrap a level down."""
+    """All modules, under the names that they have without torch.compile and DistributedDataParallel."""
     for name, module in unwrapped(model).named_modules():
-        if "_orig_mod" in module._modules:
-            continue
-        yield ".".join(part for part in name.split(".") if part != "_orig_mod"), module
+        if not is_compiled(module):
+            yield _plain_name(name), module
 
 
 def compiled_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that `torch.compile` returned, around the model and in it, under the names of what they compile."""
-    yield from (("", wrapper) for wrapper in wrappers(model) if "_orig_mod" in wrapper._modules)
+    yield from (("", wrapper) for wrapper in wrappers(model) if is_compiled(wrapper))
     for name, module in unwrapped(model).named_modules():
-        if "_orig_mod" in module._modules:
-            yield ".".join(part for part in name.split(".") if part != "_orig_mod"), module
+        if is_compiled(module):
+            yield _plain_name(name), module
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters, each once, under names that torch.compile and DDP have not changed."""
+    """All parameters, each once, under the names that they have without torch.compile and DistributedDataParallel."""
     for name, parameter in unwrapped(model).named_parameters():
-        yield ".".join(part for part in name.split(".") if part != "_orig_mod"), parameter
+        yield _plain_name(name), parameter
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards every module is in the mode it was in.
-
-    Modes are set as they are stored: some modules merge weights or do other things when `eval()` is called.
-    """
-    training = [module for module in model.modules() if module.training]
+def _attribute_set(objects: Sequence[Any], name: str, value: bool) -> Iterator[None]:
+    """Set a boolean attribute of objects that have the other value; afterwards they have that again."""
     try:
-        for module in training:
-            module.training = False
+        for each in objects:
+            setattr(each, name, value)
         yield
     finally:
-        for module in training:
-            module.training = True
+        for each in objects:
+            setattr(each, name, not value)
+
+
+def evaluating(model: nn.Module) -> AbstractContextManager[None]:
+    """While entered, the model is in eval mode; afterwards every module is in its earlier mode.
+
+    `eval()` is not called: some modules merge weights, or have other side effects, in it.
+    """
+    return _attribute_set([module for module in model.modules() if module.training], "training", False)
+
+
+def trainable(model: nn.Module) -> AbstractContextManager[None]:
+    """While entered, every floating point parameter requires gradients; afterwards the frozen ones are frozen again."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    return _attribute_set(frozen, "requires_grad", True)
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode without gradients; afterwards mode and random state are what they were."""
+    """While entered, the model is in eval mode without gradients; afterwards mode and random state are restored."""
     devices = {param.device for param in model.parameters() if param.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")
     with torch.random.fork_rng(devices, device_type=kind), torch.no_grad(), evaluating(model):
@@ -73,18 +91,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def run_uncompiled() -> AbstractContextManager[Any]:
-    """While entered, what was compiled runs as it was written."""
+    """While entered, compiled code runs uncompiled."""
     return torch.compiler.set_stance("force_eager")
 
 
 class Arguments(NamedTuple):
-    """What a module is called with."""
+    """The arguments of a call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def tensors(self) -> list[Tensor]:
-        """All tensors in it, also in lists, tuples and dicts."""
+        """All tensors among the arguments, also in lists, tuples and dicts."""
         found: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
@@ -95,7 +113,7 @@ class Arguments(NamedTuple):
         return found
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
-        """The same call with a function of every tensor in it."""
+        """The same arguments with a function applied to every tensor."""
         return Arguments(_mapped(function, self.args), _mapped(function, self.kwargs))
 
 
@@ -110,7 +128,7 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def run(model: nn.Module, probe: Any) -> Any:
-    """One forward of a batch in the form the model takes it."""
+    """Run the model on a batch: a tensor, a tuple of arguments, a dict of named ones, or Arguments."""
     if isinstance(probe, Arguments):
         return model(*probe.args, **probe.kwargs)
     if isinstance(probe, Mapping):
@@ -119,21 +137,8 @@ def run(model: nn.Module, probe: Any) -> Any:
 
 
 @contextmanager
-def trainable(model: nn.Module) -> Iterator[None]:
-    """Every parameter can have gradients; afterwards those that were frozen are again."""
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-@contextmanager
 def own_buffers(model: nn.Module) -> Iterator[None]:
-    """The model with copies of its buffers: a forward that writes into them (caches, counters) leaves no trace."""
+    """While entered, the model has copies of its buffers, so that writes to them (caches, counters) are lost."""
     kept = [(module, dict(module._buffers)) for module in model.modules()]
     try:
         for module, buffers in kept:
@@ -147,7 +152,7 @@ def own_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def own_attributes(module: nn.Module) -> Iterator[None]:
-    """Afterwards every attribute and submodule of the module, and of those inside, is what it was."""
+    """Afterwards every attribute and submodule of the module, and of the modules in it, is restored."""
     kept = [(each, dict(vars(each)), dict(each._modules)) for each in module.modules()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""An attribute that can be read, and set only once."""
+"""A read-only attribute of QuacK."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class ReadOnly(Generic[T]):
-    """An attribute that is set when QuacK is attached and can only be read later: others were computed from it."""
+    """An attribute that is fixed when QuacK is attached, because other values were computed from it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name

@@ -1,7 +1,7 @@
-"""stdout and stderr that may be full, closed, or read by nobody: what cannot be displayed is dropped, not raised.
+"""Writing to stdout and stderr that may be full, closed or a broken pipe.
 
-A command whose output is only a display (progress, a log, a closing sentence) runs in `tolerant()`. A command whose
-stdout is its product writes to it as usual, so that its user learns of a full disk.
+A command whose output is only for display (progress, a log, a summary) runs in `tolerant()`, which drops text that
+cannot be written. A command whose stdout is its result writes to it as usual, so that a full disk is an error.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 NAMES = ("stdout", "stderr")
-UNWRITABLE = (OSError, ValueError, AttributeError)  # of the system, of a closed file, of None
+UNWRITABLE = (OSError, ValueError, AttributeError)  # from the system, from a closed file, from None
 
 
 class Tolerant:
-    """A stream that drops what the stream below cannot write. None stands for a descriptor closed from the start."""
+    """A stream that drops text which the wrapped stream cannot write. The wrapped stream may be None."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write it, or drop it. Characters that the encoding does not have are written as escapes."""
+        """Write text, or drop it. Characters that the encoding does not have are written as escapes."""
         with suppress(*UNWRITABLE):
             try:
                 self.stream.write(text)
@@ -32,12 +32,12 @@ class Tolerant:
         return len(text)
 
     def flush(self) -> None:
-        """What cannot be flushed now is tried again with the next write."""
+        """Flush the stream; on failure, the next write tries again."""
         with suppress(*UNWRITABLE):
             self.stream.flush()
 
     def isatty(self) -> bool:
-        """Whether the stream below is a terminal."""
+        """Whether the wrapped stream is a terminal."""
         with suppress(*UNWRITABLE):
             return bool(self.stream.isatty())
         return False
@@ -48,7 +48,7 @@ class Tolerant:
 
 @contextmanager
 def tolerant(*names: str) -> Iterator[None]:
-    """Nothing that happens to stdout and stderr (or to those named) raises in here."""
+    """While entered, writing to stdout and stderr (or to the streams named) never raises."""
     before = {name: getattr(sys, name) for name in names or NAMES}
     for name, stream in before.items():
         setattr(sys, name, stream if isinstance(stream, Tolerant) else Tolerant(stream))
@@ -60,23 +60,23 @@ def tolerant(*names: str) -> Iterator[None]:
 
 
 def open_missing() -> None:
-    """Give a process the standard descriptors that it was started without, and the streams of those.
+    """Open the standard descriptors that a process was started without, and their streams.
 
-    Without them the next file that is opened becomes descriptor 1 or 2, and what a library prints goes into it.
-    They are opened the wrong way round: whoever writes to them learns that it is in vain (EBADF).
+    Otherwise the next file to be opened would become descriptor 1 or 2, and receive what libraries print. They are
+    opened in the opposite direction, so that writing to them fails with EBADF.
     """
     for descriptor, flag in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDONLY)):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, flag)  # the lowest that is free, which is this one
+            os.open(os.devnull, flag)  # the lowest free descriptor, which is this one
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, mode, errors="backslashreplace", closefd=False))  # noqa: SIM115
 
 
 def answer(text: str) -> None:
-    """Print what a command was asked for; OSError if it cannot be written."""
+    """Print the result of a command; OSError if it cannot be written."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -84,13 +84,13 @@ def answer(text: str) -> None:
 
 
 def sentence(error: OSError) -> str:
-    """What the system says, with the name of the file, or the beginning of a long one."""
+    """The message of an OSError, with the name of the file, shortened if it is long."""
     reason, name = error.strerror or str(error), str(error.filename or "")
     return f"cannot read or write {name if len(name) < 200 else f'{name[:100]}...'}: {reason}" if name else reason
 
 
 def discard_unwritten() -> None:
-    """At the end of a command: let go of text that cannot be written, which Python would report while it exits."""
+    """Drop text that cannot be written at the end of a command; Python would report it at exit."""
     for name in NAMES:
         stream = getattr(sys, name)
         try:

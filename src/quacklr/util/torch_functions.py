@@ -1,5 +1,6 @@
-"""Calls of torch's functions, as a function mode sees them, and of modules: which of them are one and the same, what
-is given, and copies of what is given.
+"""Functions of torch, as a TorchFunctionMode sees them: sets of equivalent ones, their arguments, and copies of those.
+
+Some names here are internal to torch: tests/util/test_torch_contract.py fails if a version of torch changes them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 SDPA: Any = F.scaled_dot_product_attention
 MULTIHEAD: Any = F.multi_head_attention_forward
 SOFTMAX: set[Any] = {F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax}
-LOGSUMEXP: set[Any] = {torch.logsumexp, Tensor.logsumexp}  # a softmax in two steps
+LOGSUMEXP: set[Any] = {torch.logsumexp, Tensor.logsumexp}  # some models compute a softmax with it
 MATMUL: set[Any] = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 ADDED_MATMUL: set[Any] = {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm, Tensor.addbmm, torch.addbmm}
 CONVOLUTION: set[Any] = {F.conv1d, F.conv2d, F.conv3d}
@@ -26,9 +27,21 @@ ADD: set[Any] = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__ia
 SUBTRACT: set[Any] = {torch.sub, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__}
 MULTIPLY: set[Any] = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__}
 DIVIDE: set[Any] = {torch.div, Tensor.div, Tensor.div_, Tensor.__truediv__, Tensor.__itruediv__}
-CONCATENATE: set[Any] = {torch.cat, torch.concat, torch.stack}
+CAT: set[Any] = {torch.cat, torch.concat}
+CONCATENATE: set[Any] = {*CAT, torch.stack}
+FILL: set[Any] = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
+WHERE: set[Any] = {torch.where, Tensor.where}
+SET_ITEM: Any = Tensor.__setitem__
+MATRIX_T: Any = vars(torch._C.TensorBase)["mT"].__get__
+LAYOUT: set[Any] = {
+    *(Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.permute, Tensor.flatten, Tensor.unflatten, Tensor.movedim),
+    *(Tensor.unsqueeze, Tensor.squeeze, Tensor.swapaxes, Tensor.__getitem__, MATRIX_T),
+    *(torch.reshape, torch.transpose, torch.permute, torch.flatten, torch.unflatten, torch.movedim, torch.unsqueeze),
+    *(torch.squeeze, torch.swapaxes),
+}
 
-# torch's own code of it but for its first check: a function mode is told of it as a whole, and then sees nothing inside
+# multi_head_attention_forward without its first check, `if has_torch_function(...)`: that check passes the function as
+# a whole to a function mode, which then does not see the functions inside
 multihead_opened: Any = FunctionType(
     MULTIHEAD.__code__,
     {**MULTIHEAD.__globals__, "has_torch_function": lambda _: False},
@@ -39,7 +52,7 @@ multihead_opened.__kwdefaults__ = MULTIHEAD.__kwdefaults__
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors among some arguments, and in lists and tuples of them."""
+    """The tensors among some values, also in lists and tuples."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -49,23 +62,35 @@ def tensors_in(values: Sequence[Any]) -> list[Tensor]:
     return found
 
 
+def is_product(func: Any) -> bool:
+    """Whether a function multiplies matrices."""
+    return func in MATMUL or func in ADDED_MATMUL or func is torch.einsum
+
+
+def factors_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a function multiplies as matrices; empty if it does not."""
+    if not is_product(func):
+        return []
+    return tensors_in([*args, *kwargs.values()])[1 if func in ADDED_MATMUL else 0 :]
+
+
 def bound(args: Sequence[Any], kwargs: dict[str, Any], *names: str) -> list[Any]:
-    """The first arguments of a call, given by place or by name; None where they were not."""
+    """The first arguments of a call, positional or named; None for those that were not given."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
 
 
 def copied(given: Any, recorded: Any = None, deep: bool = False) -> Any:
-    """What a module is called with, its floating point tensors copied; or instead those of an earlier copy.
+    """A copy of the arguments of a call, with copies of its floating point tensors, or of those of `recorded`.
 
-    One tensor given twice is one copy given twice, and views of one tensor are views of one copy. Copied are tensors
-    in tuples, lists and dicts too. All else stays what it is; with `deep`, other objects (caches of keys and values)
-    are copied too.
+    Tensors in tuples, lists and dicts are copied too. A tensor that occurs twice is copied once, and views of one
+    tensor become views of one copy. Everything else is shared; with `deep`, other objects (caches of keys and values)
+    are copied too, if they can be.
     """
     return _Copies(given if recorded is None else recorded, deep).of(given, given if recorded is None else recorded)
 
 
 class _Copies:
-    """The copies of one call's arguments."""
+    """Copies the arguments of one call."""
 
     def __init__(self, given: Any, deep: bool) -> None:
         self.deep = deep
@@ -77,7 +102,7 @@ class _Copies:
         self._shared = {storage for storage, tensors in several.items() if len(tensors) > 1}
 
     def of(self, given: Any, recorded: Any) -> Any:
-        """A copy of one argument."""
+        """The copy of one argument."""
         key = id(given), id(recorded)
         if key not in self._memo:
             self._memo[key] = self._new(given, recorded)
@@ -95,7 +120,7 @@ class _Copies:
             values = {name: self.of(value, recorded[name]) for name, value in given.items()}
             return given if all(value is given[name] for name, value in values.items()) else values
         if self.deep and not isinstance(given, nn.Module):
-            with suppress(Exception), _Cloning():  # what cannot be copied is shared
+            with suppress(Exception), _Cloning():  # an object that cannot be copied is shared
                 return copy.deepcopy(given)
         return given
 
@@ -106,12 +131,11 @@ class _Copies:
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = storage.clone()
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return empty.set_(self._storages[storage._cdata], *place)
+        return empty.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class _Cloning(TorchFunctionMode):
-    """While entered, deepcopy clones tensors that it would refuse, having a graph behind them."""
+    """While entered, deepcopy clones tensors; it raises for tensors with a graph otherwise."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
@@ -126,5 +150,5 @@ def _plain_tensors(given: Any) -> list[Tensor]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor in memory of its own or of another's, and of no other kind."""
+    """Whether a value is a strided floating point tensor, and of no subclass but Parameter."""
     return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.is_floating_point()

@@ -1,1 +1,1 @@
-"""Finding the attention of a model by running it on a batch and differentiating its logits."""
+"""Finds the paths of a model's attention by running it on a batch and differentiating its logits."""

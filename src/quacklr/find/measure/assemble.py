@@ -1,10 +1,10 @@
-"""From what was seen of each attention to its paths, with weights named by their roles."""
+"""Turns the measured terms of each attention into paths, with weights named by their roles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product as every
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,109 +13,110 @@ from torch import Tensor, nn
 from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
 from quacklr.find.finding import NO_WEIGHTS, NOT_LINEAR, QK_NORM, Finding
-from quacklr.find.measure.projection_rows import Rowset
-from quacklr.find.measure.run import Measurement, Seen, measuring
-from quacklr.find.measure.terms import NOT_FINITE, SPARSE
+from quacklr.find.measure.run import MeasuredAttention, Measurement, measuring
+from quacklr.find.measure.terms import NOT_FINITE, SPARSE, Chain
 from quacklr.find.parameter_rows import NotRowsError, weight_of
 from quacklr.util.modules import named_parameters, trainable
 
 BOUNDED = "its logit is bounded, however large its queries and keys are"
 IDLE_EXPERTS = "some experts had no token of the sample; pass a larger one"
-Reads = tuple[Weight, tuple[int, ...]]  # a weight, and the block of it that each head reads
+WeightRead = tuple[Weight, tuple[int, ...]]  # a weight, and the block of it that each head reads
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One term of an attention's logit, for all heads that have it: both sides from the logit outwards."""
+    """One term of an attention's logit, for all heads that have it: two chains, each from the logit to the input."""
 
-    q: tuple[Reads, ...]
-    k: tuple[Reads, ...]
+    q: tuple[WeightRead, ...]
+    k: tuple[WeightRead, ...]
+
+    @property
+    def reads(self) -> tuple[WeightRead, ...]:
+        """From the query's input to the key's."""
+        return (*self.q[::-1], *self.k)
 
     def path(self, named: dict[Weight, Weight]) -> LogitPath:
-        """From the query's input to the key's."""
-        reads = [*self.q[::-1], *self.k]
-        return LogitPath(
-            tuple(named[weight] for weight, _ in reads), len(reads[0][1]), [torch.tensor(r) for _, r in reads]
-        )
+        """The path of the term, with renamed weights."""
+        weights, blocks = zip(*self.reads, strict=True)
+        return LogitPath(tuple(named[weight] for weight in weights), len(blocks[0]), [torch.tensor(b) for b in blocks])
 
 
 def measured_paths(model: nn.Module, sample: Any) -> dict[str, Finding]:
-    """What a forward of the sample shows of every attention, by module name."""
+    """The finding for every attention that runs in a forward pass of the sample, by module name."""
     with trainable(model), measuring(model, sample) as measured:  # frozen parameters are on paths too
-        return _assembled(measured, {id(parameter): name for name, parameter in named_parameters(model)})
+        return _findings(measured, {id(parameter): name for name, parameter in named_parameters(model)})
 
 
-def _assembled(measured: Measurement, parameters: dict[int, str]) -> dict[str, Finding]:
+def _findings(measured: Measurement, parameters: dict[int, str]) -> dict[str, Finding]:
     assembly = Assembly(parameters)
     terms: dict[str, dict[Term, None]] = {}
     found: dict[str, Finding] = {}
-    for seen in measured.seen:
-        of_module = terms.setdefault(seen.module, {})
-        if seen.problem:
-            found[seen.module] = unwritable(seen.problem)
-            continue
+    for attention in measured.attentions:
+        module = attention.module
+        of_module = terms.setdefault(module, {})
         try:
-            of_module |= dict.fromkeys(assembly.terms(seen))
+            if attention.problem:
+                raise NotRowsError(attention.problem)
+            of_module |= dict.fromkeys(assembly.terms(attention))
+            if any(id(weight.param) in measured.idle for term in of_module for weight, _ in term.reads):
+                raise NotRowsError(IDLE_EXPERTS)
         except NotRowsError as error:
-            found[seen.module] = unwritable(str(error))
+            found[module] = _not_paths(str(error))
             continue
-        if any(id(weight.param) in measured.idle for term in of_module for weight, _ in (*term.q, *term.k)):
-            found[seen.module] = unwritable(IDLE_EXPERTS)
-            continue
-        names = [parameters[id(p.weight)] for p in (*seen.cut, *seen.bounded) if id(p.weight) in parameters]
-        cut = {name.removeprefix(f"{seen.module}."): NOT_LINEAR for name in names if of_module}
-        reason = "" if of_module else QK_NORM if seen.cut else BOUNDED if seen.bounded else NO_WEIGHTS
-        found[seen.module] = Finding(paths_of(of_module, seen.module), reason, cut)
+        cut = [parameters.get(id(p.weight), "") for p in (*attention.cut, *attention.bounded)] if of_module else []
+        reason = "" if of_module else QK_NORM if attention.cut else BOUNDED if attention.bounded else NO_WEIGHTS
+        roles = {name.removeprefix(f"{module}."): NOT_LINEAR for name in cut if name}
+        found[module] = Finding(_paths(list(of_module), module), reason, roles)
     return found
 
 
-def unwritable(why: str) -> Finding:
-    """An attention that was seen, and that paths cannot describe; some reasons are the sample's."""
+def _not_paths(why: str) -> Finding:
+    """The finding for a measured attention that paths cannot describe. It is undecided if the sample is the reason."""
     of_sample = why in (IDLE_EXPERTS, NOT_FINITE, SPARSE)
     return Finding(reason=f"cannot be written as paths: {why}", unknown=True, undecided=of_sample)
 
 
 class Assembly:
-    """Makes one Weight of the same rows of a parameter, wherever they are met."""
+    """Makes terms of the measured chains, with one Weight for the same rows of a parameter."""
 
     def __init__(self, parameters: dict[int, str]) -> None:
         self.parameters = parameters
         self.weights: dict[object, Weight] = {}
 
-    def terms(self, seen: Seen) -> list[Term]:
+    def terms(self, attention: MeasuredAttention) -> list[Term]:
         """The terms of one attention. NotRowsError if they cannot be written as paths."""
-        kinds: dict[object, list[tuple[tuple[Rowset, ...], tuple[Rowset, ...]]]] = {}
-        for q, k in seen.terms:
-            kind = tuple(tuple(id(rows.projection.weight) for rows in chain) for chain in (q, k))
-            kinds.setdefault(kind, []).append((q, k))
+        alike: dict[object, list[tuple[Chain, Chain]]] = {}
+        for term in attention.terms:
+            key = tuple(tuple(id(rows.projection.weight) for rows in chain) for chain in term)
+            alike.setdefault(key, []).append(term)
         return [
             Term(q, k)
-            for heads in kinds.values()
-            for q, k in every(self._side([q for q, _ in heads]), self._side([k for _, k in heads]))
+            for heads in alike.values()
+            for q, k in product(self._side([q for q, _ in heads]), self._side([k for _, k in heads]))
             if q or k
         ]
 
-    def _side(self, chains: Sequence[tuple[Rowset, ...]]) -> list[tuple[Reads, ...]]:
-        """The chain of one side; and for each bias before its end, the chain that ends with the bias instead."""
-        found: list[tuple[Reads, ...]] = []
-        so_far: tuple[Reads, ...] = ()
+    def _side(self, chains: Sequence[Chain]) -> list[tuple[WeightRead, ...]]:
+        """The chain of one side for all heads; and for each bias before its end, the chain that ends with the bias."""
+        found: list[tuple[WeightRead, ...]] = []
+        so_far: tuple[WeightRead, ...] = ()
         for i, rows in enumerate(zip(*chains, strict=True)):
             projection, masks = rows[0].projection, [row.mask for row in rows]
-            reads = self._reads(projection.weight, masks)
-            if reads is None:  # parametrised so that its scale does not matter, nor that of what is behind it
+            read = self._read(projection.weight, masks)
+            if read is None:  # parametrised so that its scale does not matter, nor that of the weights behind it
                 break
             bias = None
             if projection.bias is not None:
-                bias = self._reads(projection.bias, [mask.flatten() for mask in masks])
-            last = i + 1 == len(chains[0])
-            if bias is not None and last:
-                reads = self._biased(reads[0], bias[0]), reads[1]
+                bias = self._read(projection.bias, [mask.flatten() for mask in masks])
+            if bias is not None and i + 1 == len(chains[0]):
+                weight = self.weights.setdefault((read[0], bias[0]), replace(read[0], bias=bias[0]))
+                read = weight, read[1]
             elif bias is not None:
                 found.append((*so_far, bias))
-            so_far = (*so_far, reads)
+            so_far = (*so_far, read)
         return [so_far, *found]
 
-    def _reads(self, tensor: Tensor, masks: Sequence[Tensor]) -> Reads | None:
+    def _read(self, tensor: Tensor, masks: Sequence[Tensor]) -> WeightRead | None:
         found = weight_of(tensor, masks, self.parameters)
         if found is None:
             return None
@@ -123,21 +124,17 @@ class Assembly:
         key = id(weight.param), weight.dim, tuple(weight.block_of_row.tolist())
         return self.weights.setdefault(key, weight), tuple(read)
 
-    def _biased(self, weight: Weight, bias: Weight) -> Weight:
-        return self.weights.setdefault((weight, bias), replace(weight, bias=bias))
 
-
-def paths_of(terms: Iterable[Term], module: str) -> list[LogitPath]:
+def _paths(terms: Sequence[Term], module: str) -> list[LogitPath]:
     """The paths of one attention, its weights named by their roles."""
-    terms = list(terms)
-    weights = list(dict.fromkeys(weight for term in terms for weight, _ in (*term.q[::-1], *term.k)))
-    roles = _roles(terms) or _by_parameter(weights, f"{module}." if module else "")
+    weights = list(dict.fromkeys(weight for term in terms for weight, _ in term.reads))
+    roles = _roles(terms) or _parameter_names(weights, f"{module}." if module else "")
     named = {weight: replace(weight, name=role) for weight, role in roles.items()}
     return [term.path(named) for term in terms]
 
 
 def _roles(terms: Sequence[Term]) -> dict[Weight, str] | None:
-    """q and k; or those of MLA, dq uq . uk dkv + dq qr . kr, where one key part serves all heads."""
+    """The roles q and k, or those of MLA, dq uq . uk dkv + dq qr . kr, where kr serves all heads; None for others."""
     if len(terms) == 1 and len(terms[0].q) <= 1 and len(terms[0].k) <= 1:
         (term,) = terms
         return {reads[0][0]: role for reads, role in ((term.q, "q"), (term.k, "k")) if reads}
@@ -152,8 +149,8 @@ def _roles(terms: Sequence[Term]) -> dict[Weight, str] | None:
     return roles if len(set(roles.values())) == len(roles) else None
 
 
-def _by_parameter(weights: Sequence[Weight], prefix: str) -> dict[Weight, str]:
-    """Named after their parameters; numbered where one parameter holds several."""
+def _parameter_names(weights: Sequence[Weight], prefix: str) -> dict[Weight, str]:
+    """The names of their parameters, with a number where one parameter holds several weights."""
     alike: dict[str, list[Weight]] = {}
     for weight in weights:
         name = weight.name.removeprefix(prefix).removesuffix(".weight").replace(".", "_")

@@ -1,4 +1,4 @@
-"""Which axis of a product is which axis of its factors: matmul and einsum in one notation, a letter an axis."""
+"""The axes of a product of two tensors, as einsum labels: one letter for each axis, for matmul and for einsum."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Labels:
-    """The axes of two factors and of their product; equal labels are the same axis."""
+class ProductLabels:
+    """The labels of two factors and of their product. Axes with the same label are the same."""
 
     left: str
     right: str
     out: str
 
-    def kept(self, of_right: bool) -> tuple[tuple[int, int], ...]:
-        """(axis of the product, axis of the factor), for every axis of the factor that the product still has."""
+    def kept_axes(self, of_right: bool) -> tuple[tuple[int, int], ...]:
+        """(axis of the product, axis of the factor) for every axis of one factor that the product has."""
         factor = self.right if of_right else self.left
         return tuple((self.out.index(label), axis) for axis, label in enumerate(factor) if label in self.out)
 
-    def summed(self) -> tuple[int, int] | None:
-        """The axis of each factor that the product is a sum over; None if there is not exactly one."""
-        both = [label for label in self.left if label in self.right and label not in self.out]
-        return (self.left.index(both[0]), self.right.index(both[0])) if len(both) == 1 else None
+    def summed_axes(self) -> list[tuple[int, int]]:
+        """(axis of the left factor, axis of the right factor) for every label that the product sums over."""
+        summed = [label for label in self.left if label in self.right and label not in self.out]
+        return [(self.left.index(label), self.right.index(label)) for label in summed]
 
 
-def labels_of_matmul(left: int, right: int) -> Labels:
-    """`left @ right`, of factors with so many dimensions: batch axes are aligned at their ends."""
+def matmul_labels(left: int, right: int) -> ProductLabels:
+    """The labels of `left @ right` for factors with these numbers of dimensions."""
     batch = string.ascii_uppercase[: max(left, right, 2) - 2]
-    left_label = batch[len(batch) - max(left - 2, 0) :] + ("id" if left > 1 else "d")
-    right_label = batch[len(batch) - max(right - 2, 0) :] + ("dj" if right > 1 else "d")
-    return Labels(left_label, right_label, batch + ("i" if left > 1 else "") + ("j" if right > 1 else ""))
+    of_left = batch[len(batch) - max(left - 2, 0) :] + ("id" if left > 1 else "d")
+    of_right = batch[len(batch) - max(right - 2, 0) :] + ("dj" if right > 1 else "d")
+    return ProductLabels(of_left, of_right, batch + ("i" if left > 1 else "") + ("j" if right > 1 else ""))
 
 
-def labels_of_einsum(equation: str, left: int, right: int) -> Labels:
-    """The labels of an einsum of two factors with so many dimensions; `...` stands for upper case letters."""
+def einsum_labels(equation: str, left: int, right: int) -> ProductLabels:
+    """The labels of an einsum of two factors with these numbers of dimensions; `...` becomes upper case letters."""
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     one, two = inputs.split(",")
     rest = max(left - len(one.replace("...", "")), right - len(two.replace("...", "")))
@@ -43,17 +43,17 @@ def labels_of_einsum(equation: str, left: int, right: int) -> Labels:
         once = [c for c in sorted(set(one + two) - {".", ","}) if (one + two).count(c) == 1]
         out = ("..." if "..." in inputs else "") + "".join(once)
 
-    def spelled(labels: str, axes: int) -> str:
+    def expanded(labels: str, axes: int) -> str:
         missing = axes - len(labels.replace("...", ""))
         return labels.replace("...", free[len(free) - missing :] if missing else "")
 
-    return Labels(spelled(one, left), spelled(two, right), out.replace("...", free))
+    return ProductLabels(expanded(one, left), expanded(two, right), out.replace("...", free))
 
 
-def contracted(equation: str, i: int, j: int) -> tuple[str, str] | None:
-    """An einsum of several factors in two steps: factors i and j first, then the others and what these two gave.
+def split_einsum(equation: str, i: int, j: int) -> tuple[str, str] | None:
+    """An einsum of several factors as two: one of factors i and j, and one of the other factors and that result.
 
-    None if no axis of these two is summed over before the others come, or if axes are not all named.
+    None if no label is summed over by factors i and j alone, or if the equation has `...` or no output.
     """
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     factors = inputs.split(",")

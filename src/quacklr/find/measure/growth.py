@@ -1,8 +1,8 @@
-"""Whether Lemma 1's bound holds though a logit is not linear in something: asked by scaling.
+"""Tests whether Lemma 1's bound holds for a logit that is not linear in a projection, by scaling the inputs.
 
-The bound needs that a query is Lipschitz in its projection, and a logit in the product. Then a step of the weights
-moves the logit no further, up to a constant, than if it were linear. A second forward with all leaves SCALE times as
-large shows it: the slope of a linear function is the same there, that of a square is SCALE times as large.
+The bound needs a query that is Lipschitz in its projection, and a logit that is Lipschitz in the product. Then a step
+of the weights changes the logit, up to a constant, no more than if it were linear. A second forward pass, with all
+leaves SCALE times as large, shows it: the slope of a linear function stays, that of a square is SCALE times as large.
 
     softplus, GELU, SiLU, ELU of a query     slopes stay      on the path
     a gate, sigmoid(g) * q                   slopes of q stay q is on the path, g is not
@@ -15,48 +15,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
-from quacklr.find.measure.projection_rows import size_of_rows
+from quacklr.find.measure.projection_rows import gradient_per_row
 from quacklr.find.measure.records import Attention, Projection
 from quacklr.util.autograd import gradients
 
 SCALE = 2.0**12
-MOST = SCALE**0.5  # a slope that changes by less has not changed
-MANY = 0.75  # of the rows
+THRESHOLD = SCALE**0.5  # a slope that changes by a smaller factor stays
+MOST_ROWS = 0.75
 
 
 class Change(Enum):
-    """What becomes of a slope at a larger scale."""
+    """How a slope changes at a larger scale."""
 
-    STAYS = "stays"
-    GROWS = "grows"
-    VANISHES = "vanishes"
+    STAYS = auto()
+    GROWS = auto()
+    VANISHES = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """Of what, with respect to what. All are given by number, since in another forward they are other tensors.
+    """A derivative, identified by the numbers of its records, because another forward pass has other tensors.
 
-    `part` "q" or "k": the query or key of a product, with respect to projection `at`. "logits": the logits, with
-    respect to the product. "output": what projection `of` puts out, with respect to an earlier one, `at`.
+    `part` "q" or "k": of the query or key of the product, with respect to projection `at`. "logits": of the logits,
+    with respect to the product. "output": of the output of projection `of`, with respect to an earlier one, `at`.
     """
 
     part: str
     product: int
     at: int = -1
     of: int = -1
-    linear: bool = False  # it is linear in the projection, times something that is not
+    linear: bool = False  # the part is linear in the projection, times something that is not
 
-    def is_of(self, attention: Attention) -> bool:
+    def belongs_to(self, attention: Attention) -> bool:
         """Whether the product is one of this attention's."""
         return any(product.number == self.product for product in attention.products)
 
-    def taken(self, attention: Attention, projections: Mapping[int, Projection]) -> Tensor:
-        """The mean slope, in absolute value; one for every row of a projection."""
+    def measure(self, attention: Attention, projections: Mapping[int, Projection]) -> Tensor:
+        """The mean absolute slope, one for every row of a projection."""
         (product,) = [product for product in attention.products if product.number == self.product]
         numbered = {projection.number: projection for projection in projections.values()}
         output = {"logits": attention.logits, "q": product.q.tensor, "k": product.k.tensor}.get(self.part)
@@ -67,20 +67,21 @@ class Slope:
         (gradient,) = gradients(output, [leaf], noise)
         if gradient is None:
             return torch.zeros(())
-        return (
-            gradient.abs().mean() if self.part == "logits" else size_of_rows(numbered[self.at], gradient, Tensor.mean)
-        )
+        if self.part == "logits":
+            return gradient.abs().mean()
+        return gradient_per_row(numbered[self.at], gradient, Tensor.mean)
 
-    def changed(self, before: Tensor, after: Tensor) -> Change:
-        """From one forward to another on larger numbers. Caps of logits, and gates, may make it as small as they like.
+    def change(self, before: Tensor, after: Tensor) -> Change:
+        """How the slope changes from a forward pass to the one at the larger scale.
 
-        Otherwise a slope that vanishes in some rows and not in others counts as one that grows: no path says that. But
-        what saturates (its slope falls faster than a norm's) may by chance not do so everywhere.
+        The slope of a capped logit, or of a gated projection, may become small. Otherwise a slope that vanishes in
+        some rows only counts as growing, because no path describes it. But where it falls faster than a norm's, the
+        function saturates, and may fail to do so in a few rows by chance.
         """
-        if before.shape != after.shape or not after.isfinite().all() or (after > MOST * before).any():
+        if before.shape != after.shape or not after.isfinite().all() or (after > THRESHOLD * before).any():
             return Change.GROWS
         before, after = before[before > 0], after[before > 0]
-        vanishing, saturated = MOST * after < before, SCALE**1.5 * after < before
+        vanishing, saturated = THRESHOLD * after < before, SCALE**1.5 * after < before
         if self.part == "logits" or self.linear or not vanishing.any():
             return Change.STAYS
-        return Change.VANISHES if vanishing.all() or saturated.float().mean() > MANY else Change.GROWS
+        return Change.VANISHES if vanishing.all() or saturated.float().mean() > MOST_ROWS else Change.GROWS

@@ -1,7 +1,8 @@
-"""What a logit is linear in, and what a norm has cut off from it.
+"""Finds which projections a query or a key is linear in, and which a norm has made irrelevant in scale.
 
-For what is linear in y, the sum of y * dlogit/dy is the logit itself (Euler); for what is normed it is zero. So each
-projection is asked for its share, next to the query and the key first, then behind every projection that has one.
+By Euler's theorem, the sum of y * df/dy is f where f is linear in y, and 0 where y is normed. This sum is the share of
+projection y in f. Shares are computed for the projections that make the queries and the keys, and then for the earlier
+projections behind each one that has a share.
 """
 
 from __future__ import annotations
@@ -9,167 +10,173 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from quacklr.find.measure.growth import Change, Slope
-from quacklr.find.measure.records import Attention, Projection, Side
+from quacklr.find.measure.records import Attention, Factor, Projection
 from quacklr.util.autograd import gradients
 
-Asked = list[tuple[float, list[float]]]  # for each random direction: the whole, and each projection's share of it
+Shares = list[tuple[float, list[float]]]  # for each random direction: the total, and each projection's share
 
 
 class Homogeneity:
-    """Of the projections beside the query and the key of an attention, and of those behind: which have a share."""
+    """The projections with a share in each query and key of an attention, and in each projection that has one.
 
-    PASSES = 4  # random directions in which is asked
-    NOTHING = 1e-3  # a share that is none: an epsilon in a norm leaves about 1e-5
+    `contributing` maps a query, a key or a projection to the projections with a share in it. `cut` are projections that
+    reach it, but have no share. `bounded` are those that change a logit by no more than some bound. `partial` are those
+    whose input is more than the contributing ones behind them.
+    """
+
+    PASSES = 4  # random directions
+    NO_SHARE = 1e-3  # a smaller share counts as none: an epsilon in a norm leaves about 1e-5
     ROUNDING = 8  # times the dtype's epsilon, if that is more
 
     def __init__(
         self,
         attention: Attention,
-        beside: Mapping[Side, list[Projection]],
-        at_sides: Sequence[Mapping[Side, Tensor]],
+        made_of: Mapping[Factor, list[Projection]],
+        cotangents: Mapping[Factor, list[Tensor]],
         projections: Mapping[int, Projection],
         changes: Mapping[Slope, Change],
     ) -> None:
         self.projections, self.call, self.changes = projections, attention.call, changes
         self.number = attention.products[0].number
-        dtypes = [side.tensor.dtype for side in beside]
+        dtypes = [factor.tensor.dtype for factor in made_of]
         self.rounding = self.ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
         self.finite = True
-        self.unreached = False  # whether what a query or a key is made of has no gradient at all
-        self.out_of_proportion = False  # whether it is not linear, and no path either
-        self.unknown: list[Slope] = []  # of what is on a path, but not linear
-        self.alive: dict[Side | Projection, list[Projection]] = {}
+        self.unreached = False  # whether a query or a key has no gradient at any projection that it is made of
+        self.disproportionate = False  # whether a query or key is neither linear nor can be described by a path
+        self.unknown: list[Slope] = []  # of projections on a path that the query or key is not linear in
+        self.contributing: dict[Factor | Projection, list[Projection]] = {}
         self.cut: dict[Projection, None] = {}
-        self.bounded: list[Projection] = []  # those that move a logit no further than some bound
-        self.partly: set[Projection] = set()  # those whose input is more than what is behind them
-        self.at: dict[Projection, list[Tensor]] = {}
+        self.bounded: list[Projection] = []
+        self.partial: set[Projection] = set()
+        self.leaf_gradients: dict[Projection, list[Tensor]] = {}
         for product in attention.products:
-            for part, side in (("q", product.q), ("k", product.k)):
-                found = beside[side]
-                asked = [
-                    self._ask(side.tensor, at[side], side.tensor, at[side], found) for at in at_sides if side in at
-                ]
-                self.alive[side] = self._beside(Slope(part, product.number), side, asked, found)
-                made = [at for p in found if p.output is not None for at in self.at.get(p, [])]
+            for part, factor in (("q", product.q), ("k", product.k)):
+                found, slope = made_of[factor], Slope(part, product.number)
+                self.contributing[factor] = self._of_factor(slope, factor, found, cotangents[factor])
+                made = [at for p in found if p.output is not None for at in self.leaf_gradients.get(p, [])]
                 self.unreached |= bool(made) and not any(bool(at.any()) for at in made)
-        waiting = [p for side in beside for p in self.alive[side]]
+        waiting = [p for factor in made_of for p in self.contributing[factor]]
         while waiting:
             projection = waiting.pop()
-            if projection not in self.alive:
-                self.alive[projection] = self._behind(projection)
-                waiting += self.alive[projection]
-        self.cut = {p: None for p in self.cut if not any(p in alive for alive in self.alive.values())}
+            if projection not in self.contributing:
+                self.contributing[projection] = self._behind(projection)
+                waiting += self.contributing[projection]
+        on_paths = set(self.on_paths)
+        self.cut = {p: None for p in self.cut if p not in on_paths}
 
     @property
     def on_paths(self) -> list[Projection]:
-        """Every projection that is on a path."""
-        return list(dict.fromkeys(p for alive in self.alive.values() for p in alive))
+        """Every projection that has a share."""
+        return list(dict.fromkeys(p for found in self.contributing.values() for p in found))
 
-    def _beside(self, slope: Slope, side: Side, asked: Asked, found: list[Projection]) -> list[Projection]:
-        """What makes a query or a key; of other modules only if it leaves nothing out.
+    def _of_factor(
+        self, slope: Slope, factor: Factor, found: list[Projection], cotangents: list[Tensor]
+    ) -> list[Projection]:
+        """The projections with a share in a query or key; those of other modules only if the shares are complete.
 
-        Where shares are more than the whole, there is a gate or a learned scale; where they are less, a residual.
+        If shares add up to more than the total, there is a gate or a learned scale; if to less, a residual.
         """
-        alive = self._with_a_share(asked, found)
-        if not self._are_whole(asked, found, alive):
-            alive = self._without_gates(side.tensor, alive, slope)
-        inside = [p for p in alive if self.call and self.call in p.calls]
-        return alive if inside == alive or self._are_whole(asked, found, alive) else inside
+        shares = [self._shares(factor.tensor, at, factor.tensor, at, found) for at in cotangents]
+        contributing = self._with_share(shares, found)
+        if not self._are_complete(shares, found, contributing):
+            contributing = self._without_gates(factor.tensor, contributing, slope)
+        inside = [p for p in contributing if self.call and self.call in p.calls]
+        complete = inside == contributing or self._are_complete(shares, found, contributing)
+        return contributing if complete else inside
 
-    def _are_whole(self, asked: Asked, found: list[Projection], some: list[Projection]) -> bool:
-        """Whether the shares of some of them make up the whole."""
-        size = torch.tensor([whole for whole, _ in asked])
-        shares = torch.tensor([sum(s for p, s in zip(found, shares, strict=True) if p in some) for _, shares in asked])
-        return bool((shares - size).norm() <= max(0.01, self.rounding) * size.norm())
+    def _are_complete(self, shares: Shares, found: list[Projection], some: list[Projection]) -> bool:
+        """Whether the shares of some of the projections found add up to the total."""
+        total = torch.tensor([total for total, _ in shares])
+        added = torch.tensor([sum(s for p, s in zip(found, each, strict=True) if p in some) for _, each in shares])
+        return bool((added - total).norm() <= max(0.01, self.rounding) * total.norm())
 
-    def _without_gates(self, output: Tensor, alive: list[Projection], slope: Slope) -> list[Projection]:
-        """Those that something is linear in, and those of which it is another function; but not factors of others.
+    def _without_gates(self, output: Tensor, found: list[Projection], slope: Slope) -> list[Projection]:
+        """The projections that the output is linear in, or another function of; without gates and bounded ones.
 
-        Learned tensors by themselves are factors here, as a temperature is, and not counted.
+        Gates are projections that multiply another one. Learned tensors count as gates here, as a temperature is one.
         """
-        bounded = [p for p in alive if self.changes.get(replace(slope, at=p.number)) is Change.VANISHES]
+        bounded = [p for p in found if self.changes.get(replace(slope, at=p.number)) is Change.VANISHES]
         self.bounded += bounded
-        alive = [p for p in alive if p not in bounded]
-        if not alive:
+        found = [p for p in found if p not in bounded]
+        if not found:
             return []
-        gradients_at = torch.autograd.grad(output, [p.leaf for p in alive], torch.randn_like(output), create_graph=True)
-        at = dict(zip(alive, gradients_at, strict=True))
-        bent_by = {p: _bent_by(gradient, alive) for p, gradient in at.items()}
-        made = [p for p in alive if p.output is not None]
-        linear = [p for p in made if p not in bent_by[p]]
-        gates = [p for p in made if p in bent_by[p] and any(p in bent_by[other] for other in linear)]
+        first = torch.autograd.grad(output, [p.leaf for p in found], torch.randn_like(output), create_graph=True)
+        at = dict(zip(found, first, strict=True))
+        nonlinear_in = {p: _depends_on(gradient, found) for p, gradient in at.items()}
+        made = [p for p in found if p.output is not None]
+        linear = [p for p in made if p not in nonlinear_in[p]]
+        gates = [p for p in made if p in nonlinear_in[p] and any(p in nonlinear_in[other] for other in linear)]
         kept = [p for p in made if p not in gates]
         self.cut |= dict.fromkeys(gates)
-        if not linear and any(p in bent_by[other] and not _close(at[p], at[other]) for p in kept for other in kept):
-            self.out_of_proportion = True  # one function of several, and not of their sum
-        bent = [p for p in kept if any(by.output is not None for by in bent_by[p])]
-        for each in [replace(slope, at=p.number, linear=p in linear) for p in bent]:
-            self.out_of_proportion |= self.changes.get(each) is Change.GROWS
+        if not linear and any(
+            p in nonlinear_in[other] and not _close(at[p], at[other]) for p in kept for other in kept
+        ):
+            self.disproportionate = True  # one function of several projections, and not of their sum
+        curved = [p for p in kept if any(by.output is not None for by in nonlinear_in[p])]
+        for each in [replace(slope, at=p.number, linear=p in linear) for p in curved]:
+            self.disproportionate |= self.changes.get(each) is Change.GROWS
             if each not in self.changes:
                 self.unknown.append(each)
         return kept
 
     def _behind(self, projection: Projection) -> list[Projection]:
-        """What lies behind a projection, in the same call of the attention module, and has a share."""
+        """The earlier projections in the same call of the attention module that have a share in a projection."""
         earlier = self._earlier(projection)
         if not earlier or projection.output is None or projection.input is None:
             return []
-        asked = []
-        for at in self.at.get(projection, []):
+        shares = []
+        for at in self.leaf_gradients.get(projection, []):
             (at_input,) = gradients(projection.output, [projection.input], at)
             if at_input is not None:
-                asked.append(self._ask(projection.input, at_input, projection.output, at, earlier))
-        alive = self._with_a_share(asked, earlier)
-        if not self._are_whole(asked, earlier, alive):
-            self.partly.add(projection)
+                shares.append(self._shares(projection.input, at_input, projection.output, at, earlier))
+        contributing = self._with_share(shares, earlier)
+        if not self._are_complete(shares, earlier, contributing):
+            self.partial.add(projection)
             slope = Slope("output", self.number, of=projection.number)
-            alive = self._without_gates(projection.output, alive, slope)
-        return alive
+            contributing = self._without_gates(projection.output, contributing, slope)
+        return contributing
 
     def _earlier(self, projection: Projection) -> list[Projection]:
-        """What was projected before it in the same call of the attention module."""
-        found: list[Projection] = []
+        """The projections that ran before this one in the same call of the attention module."""
         if projection.input is None or not projection.input.requires_grad or self.call == 0:
-            return found
-        for earlier in self.projections.values():
-            if earlier is projection:
-                break
-            if self.call in earlier.calls and earlier.output is not None:
-                found.append(earlier)
-        return found
-
-    def _ask(
-        self, tensor: Tensor, at: Tensor, through: Tensor, at_through: Tensor, found: list[Projection]
-    ) -> tuple[float, list[float]]:
-        whole = float((tensor.detach() * at).double().sum())
-        shares = []
-        for projection, at_leaf in zip(found, gradients(through, [p.leaf for p in found], at_through), strict=True):
-            if at_leaf is not None:
-                self.at.setdefault(projection, []).append(at_leaf)
-            shares.append(0.0 if at_leaf is None else float((projection.leaf.detach() * at_leaf).double().sum()))
-        self.finite &= math.isfinite(whole + sum(shares))
-        return whole, shares
-
-    def _with_a_share(self, asked: Asked, found: list[Projection]) -> list[Projection]:
-        """Those with a share; none if together they have none. The others that are reached are cut."""
-        if not asked or not found:
             return []
-        nothing = max(self.NOTHING, self.rounding) * torch.tensor([whole for whole, _ in asked]).norm()
-        shares_PF = torch.tensor([shares for _, shares in asked])
-        some = bool(shares_PF.sum(1).norm() > nothing)
-        alive = [p for p, share in zip(found, shares_PF.norm(dim=0), strict=True) if some and share > nothing]
+        before = takewhile(lambda earlier: earlier is not projection, self.projections.values())
+        return [earlier for earlier in before if self.call in earlier.calls and earlier.output is not None]
+
+    def _shares(
+        self, tensor: Tensor, at: Tensor, output: Tensor, at_output: Tensor, found: list[Projection]
+    ) -> tuple[float, list[float]]:
+        """The total of a tensor with cotangent `at`, and shares in it, by gradients of `output` at `at_output`."""
+        total = float((tensor.detach() * at).double().sum())
+        shares = []
+        for projection, at_leaf in zip(found, gradients(output, [p.leaf for p in found], at_output), strict=True):
+            if at_leaf is not None:
+                self.leaf_gradients.setdefault(projection, []).append(at_leaf)
+            shares.append(0.0 if at_leaf is None else float((projection.leaf.detach() * at_leaf).double().sum()))
+        self.finite &= math.isfinite(total + sum(shares))
+        return total, shares
+
+    def _with_share(self, shares: Shares, found: list[Projection]) -> list[Projection]:
+        """The projections with a share; none if all together have none. The others that are reached become `cut`."""
+        if not shares or not found:
+            return []
+        no_share = max(self.NO_SHARE, self.rounding) * torch.tensor([total for total, _ in shares]).norm()
+        shares_PF = torch.tensor([each for _, each in shares])
+        some = bool(shares_PF.sum(1).norm() > no_share)
+        contributing = [p for p, s in zip(found, shares_PF.norm(dim=0), strict=True) if some and s > no_share]
         reached = (shares_PF != 0).any(0).tolist()
-        self.cut |= dict.fromkeys(p for p, r in zip(found, reached, strict=True) if r and p not in alive)
-        return alive
+        self.cut |= dict.fromkeys(p for p, r in zip(found, reached, strict=True) if r and p not in contributing)
+        return contributing
 
 
-def _bent_by(gradient: Tensor, projections: Sequence[Projection]) -> set[Projection]:
-    """The projections that a gradient depends on: what it is the gradient of is not linear in them."""
+def _depends_on(gradient: Tensor, projections: Sequence[Projection]) -> set[Projection]:
+    """The projections that a gradient depends on. The output it is the gradient of is not linear in them."""
     if not gradient.requires_grad:
         return set()
     again = gradients(gradient, [p.leaf for p in projections], torch.randn_like(gradient))

@@ -1,8 +1,8 @@
-"""Which head every logit belongs to: the head whose rows make the product that the logit is a function of.
+"""Tests whether each logit belongs to one head: the head whose rows make the product that the logit is a function of.
 
-A logit may be any function of the products of its own head: scaled, capped, masked, convolved over keys. One that is
-a function of the products of several heads (talking heads) has no head of its own. Adding the same number to all
-logits of a row changes no softmax, so that does not count: some subtract the largest logit of all heads.
+A logit may be any function of the products of its own head: scaled, capped, masked, convolved over keys. A logit that
+is a function of the products of several heads (talking heads) belongs to none. Adding one number to all logits of a
+row does not change the softmax, so it does not count: some models subtract the largest logit of all heads.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from quacklr.find.measure.records import Product
 
 MASKED = -1e4  # a logit below it is masked
-ROUNDING = 1e-5  # of the largest derivative in a row: less is no difference between two keys
+ROUNDING = 1e-5  # relative to the largest derivative in a row: smaller differences between keys are rounding
 Heads = tuple[Tensor, Sequence[frozenset[object]]]  # the head of each entry of a product; the rows of each head
 
 
 def are_mixed(logits: Tensor, heads: Mapping[Product, Heads], generator: torch.Generator) -> bool:
-    """Whether there is a logit that depends on different heads, of one product or of several.
+    """Whether a logit depends on different heads, of one product or of several.
 
-    The heads of two products are different if one of them reads rows that in the other product are another head's.
+    The heads of two products are different if one of them reads rows that belong to another head in the other product.
     """
     head_of_logit: dict[Product, Tensor] = {}
     for product, (head_of_entry, rows) in heads.items():
-        found = _head_of_logit(logits, product, head_of_entry, generator) if len(rows) > 1 else None
-        if found is None and len(rows) > 1:
-            return True
-        if found is not None:
+        if len(rows) > 1:
+            found = _head_of_logit(logits, product, head_of_entry, generator)
+            if found is None:
+                return True
             head_of_logit[product] = found
     for (one, of_one), (other, of_other) in permutations(head_of_logit.items(), 2):
         both = (of_one >= 0) & (of_other >= 0)
@@ -44,30 +44,30 @@ def are_mixed(logits: Tensor, heads: Mapping[Product, Heads], generator: torch.G
 def _head_of_logit(
     logits: Tensor, product: Product, head_of_entry: Tensor, generator: torch.Generator
 ) -> Tensor | None:
-    """The head whose entries of the product each logit depends on, -1 if on none; None if one depends on several.
+    """The head whose entries of the product each logit depends on; -1 if on none. None if a logit depends on several.
 
-    `head_of_entry` broadcasts to the product. Every head's entries are moved in a random direction, and the derivative
-    of the logits is taken.
+    `head_of_entry` broadcasts to the product. For each head, the derivative of the logits is taken along a random
+    direction of the head's entries.
     """
     cotangent = torch.zeros_like(logits, requires_grad=True)
-    (pulled,) = torch.autograd.grad(logits, [product.leaf], cotangent, create_graph=True)
-    direction = torch.randn(pulled.shape, generator=generator, device=pulled.device, dtype=pulled.dtype)
+    (backward,) = torch.autograd.grad(logits, [product.leaf], cotangent, create_graph=True)
+    direction = torch.randn(backward.shape, generator=generator, device=backward.device, dtype=backward.dtype)
     found = torch.full(logits.shape, -1, device=logits.device)
     for head in range(int(head_of_entry.max()) + 1):
         along = direction * (head_of_entry == head)
-        (derivative,) = torch.autograd.grad(pulled, [cotangent], along, retain_graph=True)
-        moved = _moves_softmax(derivative, logits)
-        if (found[moved] >= 0).any():
+        (derivative,) = torch.autograd.grad(backward, [cotangent], along, retain_graph=True)
+        changed = _changes_softmax(derivative, logits)
+        if (found[changed] >= 0).any():
             return None
-        found[moved] = head
+        found[changed] = head
     return found
 
 
-def _moves_softmax(derivative: Tensor, logits: Tensor) -> Tensor:
-    """Which logits move, relative to the others of their row that are not masked."""
-    derivative, seen = derivative.double(), ~(logits <= MASKED)
-    count = seen.sum(-1, keepdim=True)
+def _changes_softmax(derivative: Tensor, logits: Tensor) -> Tensor:
+    """Which logits change, relative to the other logits of their row that are not masked."""
+    derivative, visible = derivative.double(), ~(logits <= MASKED)
+    count = visible.sum(-1, keepdim=True)
     if (count < 2).all():
         return derivative != 0
-    mean = derivative.where(seen, 0).sum(-1, keepdim=True) / count.clamp(min=1)
-    return ~((derivative - mean).abs() <= ROUNDING * derivative.abs().amax(-1, keepdim=True)) & seen
+    mean = derivative.where(visible, 0).sum(-1, keepdim=True) / count.clamp(min=1)
+    return ~((derivative - mean).abs() <= ROUNDING * derivative.abs().amax(-1, keepdim=True)) & visible

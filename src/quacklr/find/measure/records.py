@@ -1,9 +1,14 @@
-"""What a tape records of a forward, and how it is asked: short graphs between leaves."""
+"""Records of a forward pass: projections, products of two activations, and attentions.
+
+The output of each projection and product is replaced by a new leaf of the autograd graph. So the graph of a record's
+output ends at the leaves of earlier records, and is short.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -12,21 +17,24 @@ from quacklr.util.autograd import leaves_of
 
 @dataclass(slots=True, eq=False)
 class Projection:
-    """An activation times a weight. `rows`: which axis of the output is which axis of the weight."""
+    """The product of an activation and a weight, or a learned tensor that is used like an activation.
 
-    leaf: Tensor  # stands for the output
-    output: Tensor | None  # the real one, with its graph back to earlier leaves; None: a learned tensor by itself
+    `output` is the computed tensor, and `leaf` the one that replaces it. A learned tensor has no output and no input.
+    """
+
+    leaf: Tensor
+    output: Tensor | None
     input: Tensor | None
     weight: Tensor
     bias: Tensor | None
-    rows: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[int, int], ...]  # (axis of the output, axis of the weight) for all axes that both have
     calls: tuple[int, ...]  # of modules that were running, outermost first
-    number: int  # of projections and products, in the order they ran; -1 of a learned tensor by itself
+    number: int  # position among projections and products in the order they ran; -1 for a learned tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Side:
-    """A factor of a product, queries or keys, and its axis that is summed over."""
+class Factor:
+    """A factor of a product, the queries or the keys, and the axis that the product sums over."""
 
     tensor: Tensor
     axis: int
@@ -38,54 +46,73 @@ class Product:
 
     leaf: Tensor
     output: Tensor
-    q: Side
-    k: Side
+    q: Factor
+    k: Factor
     calls: tuple[int, ...]
     number: int
+
+    def is_near(self, logits: Tensor, calls: tuple[int, ...]) -> bool:
+        """Whether logits, made while these calls run, may be computed from the product by a projection.
+
+        Either the product was made in the same calls and has the axes of queries and keys, or it was made in the outer
+        ones of these calls and has the same sizes.
+        """
+        if self.calls == calls:
+            return set(logits.shape[-2:]) <= set(self.output.shape)
+        is_around = all(one == other for one, other in zip(self.calls, calls, strict=False))
+        return is_around and sorted(logits.shape) == sorted(self.output.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """What goes into a softmax over keys, and the products it is made of."""
+    """The input of a softmax over keys, and the products that it is computed from."""
 
     logits: Tensor
     products: list[Product]
-    module: str  # the innermost one that was running and made a query or a key
+    module: str  # the innermost running module in which a query or a key was projected
     call: int  # of that module
-    fused: bool  # the logits are the product itself
+    fused: bool  # whether the logits are the product itself
 
 
-class MadeOf:
-    """The products that a tensor is made of, and the numbers of projections and products in between.
+R = TypeVar("R", Projection, Product)
 
-    Looked for is what was made in one call of a module, no more than DEPTH projections back.
+
+def recorded_in(tensor: Tensor, records: Mapping[int, R]) -> list[R]:
+    """The records, by id of their leaf, that a tensor is computed from."""
+    return [records[leaf] for leaf in map(id, leaves_of(tensor)) if leaf in records]
+
+
+class ProductSearch:
+    """Finds the products that a tensor is computed from, in one call of a module and at most DEPTH records back.
+
+    `between` has the numbers of the projections and products that lie between the tensor and the products found.
     """
 
     DEPTH = 4
 
     def __init__(self, call: int, projections: Mapping[int, Projection], products: Mapping[int, Product]) -> None:
-        self.call, self.known = call, (projections, products)
+        self.call = call
+        self.records: dict[int, Projection | Product] = {**projections, **products}
         self.products: list[Product] = []
         self.between: set[int] = set()
-        self.seen: dict[int, bool] = {}
+        self._visited: dict[int, bool] = {}
 
     def search(self, tensor: Tensor, depth: int = 0) -> bool:
-        """Whether it is made of products."""
-        found = [self._is_product(leaf, depth) for leaf in map(id, leaves_of(tensor))]  # all are visited
+        """Whether the tensor is computed from products. All its leaves are visited."""
+        found = [self._visit(id(leaf), depth) for leaf in leaves_of(tensor)]
         return any(found)
 
-    def _is_product(self, leaf: int, depth: int) -> bool:
-        """Whether a leaf stands for a product, or for something that is made of products."""
-        projections, products = self.known
-        node = products.get(leaf) or projections.get(leaf)
-        if node is None or node.output is None or (depth and self.call not in node.calls):
+    def _visit(self, leaf: int, depth: int) -> bool:
+        """Whether a leaf is that of a product, or of a record that is computed from products."""
+        record = self.records.get(leaf)
+        if record is None or record.output is None or (depth and self.call not in record.calls):
             return False
-        if leaf not in self.seen:
-            self.seen[leaf] = False
-            behind = depth < self.DEPTH and self.search(node.output, depth + 1)
-            if behind:
-                self.between.add(node.number)
-            elif isinstance(node, Product):
-                self.products.append(node)
-            self.seen[leaf] = behind or isinstance(node, Product)
-        return self.seen[leaf]
+        if leaf not in self._visited:
+            self._visited[leaf] = False
+            computed_from = depth < self.DEPTH and self.search(record.output, depth + 1)
+            if computed_from:
+                self.between.add(record.number)
+            elif isinstance(record, Product):
+                self.products.append(record)
+            self._visited[leaf] = computed_from or isinstance(record, Product)
+        return self._visited[leaf]

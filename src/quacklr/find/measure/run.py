@@ -1,66 +1,61 @@
-"""A model's attention, measured: run a batch, and differentiate its logits with respect to what projections put out.
+"""Measures the attention of a model: runs a batch, and differentiates its logits with respect to projections.
 
-Nothing is asked of the model but that its forward runs. For each attention that a Tape catches: which rows of which
-projection reach the query and the key of which head; which rows of the one meet which rows of the other (in MLA only
-some do); what lies behind a projection in the same module (MLA's latents); and where the chain is cut by a norm, since
-there the logit does not depend on the scale of what comes before.
+The model only needs to run. For each attention that a Tape records, it finds the rows of each projection that make the
+query and the key of each head, which of them are multiplied with each other (in MLA only some are), the earlier
+projections behind them in the same module (MLA's latents), and where a norm removes the dependence on their scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quacklr.find.measure.growth import SCALE, Change, Slope
-from quacklr.find.measure.projection_rows import Rowset
 from quacklr.find.measure.records import Attention, Projection
 from quacklr.find.measure.tape import Tape
-from quacklr.find.measure.terms import TermFinder
+from quacklr.find.measure.terms import Chain, TermFinder
 from quacklr.util.autograd import leaves_of
 from quacklr.util.module_stack import module_stack
 from quacklr.util.modules import own_attributes, own_buffers, run, run_uncompiled, undisturbed, unwrapped
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-SMALL = 2**16  # entries: in a parameter of no more, every entry is looked at for zeros
+SMALL = 2**16  # entries: in a larger parameter, only the first row is searched for zeros
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """What one attention of a forward was seen to be made of: its terms, head by head, and projections cut by norms.
+class MeasuredAttention:
+    """The terms of one attention's logits, head by head, and the projections that are on no path.
 
-    A term is two chains of rows, the query's and the key's, each from the logit outwards.
+    A term is the chain of the query and that of the key, each from the logit to the input.
     """
 
     module: str
-    problem: str  # why it cannot be described, if it cannot
-    terms: list[tuple[tuple[Rowset, ...], tuple[Rowset, ...]]]
-    cut: list[Projection]  # those that a norm follows, and gates
-    bounded: list[Projection]  # those that something bounded follows, as a tanh
+    problem: str  # why paths cannot describe it; empty if they can
+    terms: list[tuple[Chain, Chain]]
+    cut: list[Projection]  # gates, and projections that a norm follows
+    bounded: list[Projection]  # projections that a bounded function follows, such as tanh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurement:
-    """Every attention of one forward, in the order they ran.
+    """Every attention of one forward pass, in the order they ran, and the ids of parameters that saw no token."""
 
-    `idle`: ids of parameters of which the sample left a part out.
-    """
-
-    seen: list[Seen]
-    idle: set[int]
+    attentions: list[MeasuredAttention] = field(default_factory=list)
+    idle: set[int] = field(default_factory=set)
 
 
 @contextmanager
 def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
-    """Forwards of the model in eval mode, with random numbers for activations, and for zeros of its parameters.
+    """A measurement of the model in eval mode, with random numbers for activations and for zeros of its parameters.
 
-    Parameters are as they were after the context, so that what was seen can be asked until then; the rest of the model
-    is as it was already. A model that cannot run on random numbers (it repeats something a predicted number of times)
-    is run on real ones.
+    The zeros are restored at the end of the context, so that derivatives can be taken until then; all else of the model
+    is restored before. A model that fails on random numbers (it may repeat an operation a predicted number of times) is
+    run on its own activations.
     """
     model = unwrapped(model)
     for random, filled in ((True, True), (False, True), (False, False)):
@@ -79,72 +74,76 @@ def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
 
 
 def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
-    """One forward; more where something multiplies logits, they are not linear, or if the model attends itself."""
-    of_logits: set[int] = set()
-    root_attends = False
+    """One forward pass; more if there are operations on logits, nonlinear logits, or the model itself attends."""
+    not_replaced: set[int] = set()
+    options = {"random": random, "not_replaced": not_replaced, "root_attends": False}
     changes: dict[Slope, Change] = {}
     while True:
-        seen: list[Seen] = []
-        unknown: dict[Slope, Tensor] = {}
+        tape, measurement, unknown = _observe(model, sample, changes, options)
+        if not tape.on_logits <= not_replaced:
+            not_replaced |= tape.on_logits
+        elif not options["root_attends"] and [each.module for each in measurement.attentions] == [""]:
+            options["root_attends"] = True  # the model is a single attention
+        else:
+            found = _changes(model, sample, unknown, options) if unknown else {}
+            changes |= found
+            if set(found.values()) <= {Change.STAYS}:
+                measurement.idle.update(id(leaf) for weight in tape.idle for leaf in (weight, *leaves_of(weight)))
+                return measurement
 
-        def listen(attention: Attention, tape: Tape) -> None:
-            probe = TermFinder(attention, tape.projections, changes)  # noqa: B023
-            seen.append(Seen(attention.module, probe.problem(), probe.terms, probe.cut(), probe.euler.bounded))  # noqa: B023
-            unknown.update({slope: slope.taken(attention, tape.projections) for slope in probe.unknown})  # noqa: B023
 
-        given = {"as_written": of_logits, "root_attends": root_attends}
-        tape = _run(model, sample, listen, random, **given)
-        if not tape.of_logits <= of_logits:
-            of_logits |= tape.of_logits
-            continue
-        if not root_attends and [each.module for each in seen] == [""]:
-            root_attends = True  # the model is a single attention
-            continue
-        found = _changes(model, sample, random, unknown, given) if unknown else {}
-        changes |= found
-        if set(found.values()) <= {Change.STAYS}:
-            return Measurement(seen, {id(leaf) for w in tape.idle for leaf in (w, *leaves_of(w))})
+def _observe(
+    model: nn.Module, sample: Any, changes: dict[Slope, Change], options: dict[str, Any]
+) -> tuple[Tape, Measurement, dict[Slope, Tensor]]:
+    """One forward pass: its tape, its attentions, and the slopes whose change at a larger scale must be known."""
+    measurement, unknown = Measurement(), dict[Slope, Tensor]()
+
+    def on_attention(attention: Attention, tape: Tape) -> None:
+        found = TermFinder(attention, tape.projections, changes)
+        measurement.attentions.append(
+            MeasuredAttention(attention.module, found.problem(), found.terms, found.cut(), found.homogeneity.bounded)
+        )
+        unknown.update({slope: slope.measure(attention, tape.projections) for slope in found.unknown})
+
+    return _run(model, sample, on_attention, **options), measurement, unknown
 
 
 def _changes(
-    model: nn.Module, sample: Any, random: bool, slopes: dict[Slope, Tensor], given: dict[str, Any]
+    model: nn.Module, sample: Any, slopes: dict[Slope, Tensor], options: dict[str, Any]
 ) -> dict[Slope, Change]:
-    """What becomes of slopes in a forward on larger numbers. Of one that cannot be taken there: that it grows."""
+    """How slopes change in a forward pass at a larger scale. One that cannot be measured there counts as growing."""
     found: dict[Slope, Change] = dict.fromkeys(slopes, Change.GROWS)
 
-    def listen(attention: Attention, tape: Tape) -> None:
+    def on_attention(attention: Attention, tape: Tape) -> None:
         for slope, before in slopes.items():
-            if slope.is_of(attention):
-                found[slope] = slope.changed(before, slope.taken(attention, tape.projections))
+            if slope.belongs_to(attention):
+                found[slope] = slope.change(before, slope.measure(attention, tape.projections))
 
     with suppress(Exception):
-        _run(model, sample, listen, random, **given, scale=SCALE)
+        _run(model, sample, on_attention, **options, scale=SCALE)
     return found
 
 
-def _run(
-    model: nn.Module, sample: Any, listener: Callable[[Attention, Tape], None], random: bool, **given: Any
-) -> Tape:
-    """One forward on a tape."""
+def _run(model: nn.Module, sample: Any, on_attention: Callable[[Attention, Tape], None], **options: Any) -> Tape:
+    """One forward pass with a tape."""
     with (
         undisturbed(model),
         own_buffers(model),
         own_attributes(model),
         torch.enable_grad(),
         run_uncompiled(),
-        module_stack(model) as now,
+        module_stack(model) as running,
+        Tape(model.parameters(), model.buffers(), running, lambda found: on_attention(found, tape), **options) as tape,
     ):
-        tape = Tape(model.parameters(), model.buffers(), now, lambda seen: listener(seen, tape), random, **given)
-        with tape:
-            run(model, sample)
+        run(model, sample)
     return tape
 
 
 @contextmanager
 def no_zeros(model: nn.Module) -> Iterator[None]:
-    """The model with random numbers for the zeros of its parameters; afterwards they are what they were.
+    """The model with random numbers for the zeros of its parameters; afterwards they are zero again.
 
-    A weight that starts at zero, or as the identity, would hide what is behind it. Of a large one the first row tells.
+    A weight that is initialised to zero, or to the identity, would hide the projections behind it.
     """
     kept = [(parameter, parameter.data) for parameter in model.parameters() if _has_zeros(parameter)]
     try:

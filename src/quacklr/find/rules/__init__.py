@@ -1,4 +1,4 @@
-"""Rules that read an attention off a module of a kind they know. Each says None to all others."""
+"""Rules that read the paths of an attention off its module, without running it. Each rule knows one kind of module."""
 
 from __future__ import annotations
 
@@ -7,41 +7,49 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quacklr.find.finding import Finding, unknown
+from quacklr.find.finding import Finding, UnreadableError, unknown
+from quacklr.find.parameter_rows import NotRowsError
 from quacklr.find.rules.fused import fused
 from quacklr.find.rules.latent import latent
-from quacklr.find.rules.module_source import KERNEL, attends, called
+from quacklr.find.rules.module_source import calls_attention, names_used
 from quacklr.find.rules.multihead import multihead
 from quacklr.find.rules.separate import separate
 
 RULES = (multihead, fused, latent, separate)
 QUERY_OR_KEY = re.compile(r"(\w+_)?[wc]?_?(q|k|qk|qkv|kv|query|key|query_key_value|attn)(_\w+)?|in_proj", re.I)
+KERNEL = re.compile(r"scaled_dot_product_attention|multi_head_attention_forward|flash_attn|attention_interface")
 
 
 def by_rule(module: Any) -> Finding | None:
-    """What the first rule that knows the module says; unknown if it only looks like an attention; else None."""
-    for rule in RULES:
-        found = rule(module)
-        if found is not None:
-            return found
+    """The finding of the first rule that knows the module.
+
+    The finding is unknown if the module only looks like an attention. None if it does not look like one.
+    """
+    try:
+        for rule in RULES:
+            if (found := rule(module)) is not None:
+                return found
+    except UnreadableError as reason:
+        return unknown(str(reason))
+    except NotRowsError as reason:
+        return Finding(reason=f"parametrised: {reason}")
     return unknown() if _looks_like_attention(module) else None
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    """Whether it has a softmax, or calls an attention kernel, and projections that sound like it."""
-    own = [name for name, child in module.named_children() if _holds_matrix(child)]
+    """Whether a module has projections and calls a kernel, or has a softmax and projections with names such as `q`."""
+    own = [name for name, child in module.named_children() if _is_projection(child)]
     own += [name for name, parameter in module.named_parameters(recurse=False) if _is_matrix(parameter)]
-    if len(own) > 1 and any(KERNEL.search(name) for name in called(module)):
+    if len(own) > 1 and any(KERNEL.search(name) for name in names_used(module)):
         return True
-    return any(QUERY_OR_KEY.fullmatch(name) for name in own) and attends(module)
+    return any(QUERY_OR_KEY.fullmatch(name) for name in own) and calls_attention(module)
 
 
-def _holds_matrix(child: nn.Module) -> bool:
-    """A projection, or one with a norm or the like around it."""
-    return any(_is_matrix(p) for p in child.parameters()) and not any(
-        list(part.children()) for part in child.children()
-    )
+def _is_projection(child: nn.Module) -> bool:
+    """Whether a module has a matrix, and at most one level of submodules."""
+    nested = any(list(part.children()) for part in child.children())
+    return not nested and any(_is_matrix(parameter) for parameter in child.parameters())
 
 
-def _is_matrix(found: Any) -> bool:
-    return isinstance(found, Tensor) and found.ndim > 1
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.ndim > 1

@@ -1,8 +1,9 @@
-"""What the source of a forward proves: that a head's rows are consecutive, and that a softmax is over a product.
+"""Proofs from the source of a forward: the rows of a head are consecutive, and the softmax is over a product.
 
-A rule takes rows of a projection for consecutive: rows 0 to d - 1 are the first head's. The source shows it where the
-output is reshaped to (..., heads, d), as in `view(B, T, self.num_heads, self.head_dim)`, `unflatten(-1, (heads, -1))`
-or `rearrange(q, "b n (h d) -> b h n d")`. Where it shows (..., d, heads), or nothing, the rule declines.
+A rule assumes that rows of a projection are consecutive: rows 0 to d - 1 are the first head's. The source proves this
+where the output is reshaped to (..., heads, d), as in `view(B, T, self.num_heads, self.head_dim)`,
+`unflatten(-1, (heads, -1))` or `rearrange(q, "b n (h d) -> b h n d")`. Where the source has (..., d, heads), or no such
+reshape, the rule does not apply. Classes of some packages are trusted without a proof, because they have been tested.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from types import FunctionType
 
 from torch import nn
 
-from quacklr.find.rules.module_source import ATTENDS, HEADS
-from quacklr.find.rules.syntax import FunctionSource, name_of, sources_of
+from quacklr.find.finding import UnreadableError
+from quacklr.find.rules.module_source import ATTENTION_CALL
+from quacklr.find.rules.naming import HEADS
+from quacklr.find.rules.syntax import FunctionSource, function_sources, name_of
 
 TRUSTED = {
     *("torch", "transformers", "timm", "torchtitan", "megatron", "litgpt", "olmo", "olmo_core", "diffusers", "peft"),
 }
 RESHAPES = {"view", "reshape", "unflatten"}
 NONLINEAR = re.compile(r"elu|relu|softplus|sigmoid|silu|gelu|exp|ELU|ReLU|Softplus|Sigmoid|SiLU|GELU")
-ROPE_WORD = re.compile(r"rope|pos_emb|rotary", re.I)
-HEADS_WORD = re.compile("|".join(HEADS))
-NOT_SHOWN = "its source does not show that the rows of a head are consecutive"
-NO_PRODUCT = "its source shows no softmax over a product of queries and keys"
+ROPE_NAME = re.compile(r"rope|pos_emb|rotary", re.I)
+HEADS_NAME = re.compile("|".join(HEADS))
 
 
 def is_trusted(module: nn.Module, packages: Collection[str] = TRUSTED) -> bool:
-    """Whether what the module runs was defined by a project whose classes have been judged row by row.
+    """Whether the module's class is of one of these packages, whose classes were tested row by row.
 
-    A class derived from one of those may have another `__init__`, but no method of its own.
+    A subclass of such a class is trusted too, if it defines no method but `__init__` and other special ones.
     """
     for cls in type(module).__mro__:
         if any(f"{cls.__module__}.".startswith(f"{package}.") for package in packages):
@@ -42,32 +43,32 @@ def is_trusted(module: nn.Module, packages: Collection[str] = TRUSTED) -> bool:
     return False
 
 
-def shows_product(module: nn.Module) -> bool:
-    """Whether an attention kernel is called, or softmaxes are, all of them over the last dimension of a product.
+def validate_product(module: nn.Module) -> None:
+    """UnreadableError unless the source calls an attention kernel, or every softmax is over the keys of a product.
 
-    Not where a function as `elu` is called (of linear attention), or something is written into a part of a tensor.
+    A function such as `elu` (linear attention), or a write into a part of a tensor, makes the source inconclusive.
     """
-    sources = sources_of(module) or []
-    shown = [verdict for source in sources for verdict in _attentions(source, sources)]
-    return any(shown) and all(shown) and not any(map(_is_unclear, sources))
+    sources = function_sources(module)
+    shown = [verdict for source in sources for verdict in _softmaxes(source, sources)]
+    if not any(shown) or not all(shown) or any(map(_is_inconclusive, sources)):
+        raise UnreadableError("its source shows no softmax over a product of queries and keys")
 
 
-def _attentions(source: FunctionSource, sources: Collection[FunctionSource]) -> Iterator[bool]:
-    """Of every call of a kernel or a softmax: whether it makes attention of a product."""
-    for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
-        name = name_of(call.func)
-        layer = getattr(source.owner, name, None) if isinstance(call.func, ast.Attribute) else None
-        is_softmax = isinstance(layer, nn.Softmax) or "softmax" in name.lower() or "logsumexp" in name
-        if is_softmax:
-            given = [*call.args[:1], *([call.func.value] if isinstance(call.func, ast.Attribute) else [])]
+def _softmaxes(source: FunctionSource, sources: Collection[FunctionSource]) -> Iterator[bool]:
+    """For each call of a kernel or a softmax, whether it is over the last dimension of a product."""
+    for call in source.calls():
+        name, receiver = name_of(call.func), [call.func.value] if isinstance(call.func, ast.Attribute) else []
+        layer = getattr(source.owner, name, None) if receiver else None
+        if isinstance(layer, nn.Softmax) or "softmax" in name.lower() or "logsumexp" in name:
             dims = [keyword.value for keyword in call.keywords if keyword.arg == "dim"] or call.args[-1:]
-            dim = layer.dim if isinstance(layer, nn.Softmax) else next(map(source.number, dims), None)
-            yield dim in (None, -1, 3) and any(source.is_product(each, sources) for each in given)
-        elif ATTENDS.search(name):
+            dim = layer.dim if isinstance(layer, nn.Softmax) else next(map(source.int_value, dims), None)
+            operands = [*call.args[:1], *receiver]
+            yield dim in (None, -1, 3) and any(source.is_product(each, sources) for each in operands)
+        elif ATTENTION_CALL.search(name):
             yield True
 
 
-def _is_unclear(source: FunctionSource) -> bool:
+def _is_inconclusive(source: FunctionSource) -> bool:
     """Whether a function has a decorator that is not torch's, calls a nonlinear function, or writes into a tensor."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef) and not all(map(_is_harmless, node.decorator_list)):
@@ -83,92 +84,87 @@ def _is_harmless(decorator: ast.expr) -> bool:
     return ast.unparse(decorator).startswith(("torch.", "staticmethod", "classmethod", "property"))
 
 
-def shows_rope_last(module: nn.Module, rope: int) -> bool:
-    """Whether rows of MLA are split into [nope, rope] and [latent, rope], and none the other way round."""
+def validate_rope_last(module: nn.Module, rope: int) -> None:
+    """UnreadableError unless the source splits MLA's rows into [nope, rope] and [latent, rope], never in reverse."""
     verdicts = []
-    for source in sources_of(module) or []:
-        for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
-            lists = [each for each in call.args if isinstance(each, ast.List | ast.Tuple) and len(each.elts) == 2]
-            if name_of(call.func).startswith("split") and lists:
-                first, last = lists[0].elts
-                if source.number(last) == rope and not ROPE_WORD.search(name_of(first)):
+    for source in function_sources(module):
+        for call in source.calls():
+            pairs = [each.elts for each in call.args if isinstance(each, ast.List | ast.Tuple) and len(each.elts) == 2]
+            if name_of(call.func).startswith("split") and pairs:
+                first, last = pairs[0]
+                named = bool(ROPE_NAME.search(name_of(first)))
+                if source.int_value(last) == rope and not named:
                     verdicts.append(True)
-                elif source.number(first) == rope or ROPE_WORD.search(name_of(first)):
+                elif source.int_value(first) == rope or named:
                     verdicts.append(False)
-    return len(verdicts) > 1 and all(verdicts)
+    if len(verdicts) < 2 or not all(verdicts):
+        raise UnreadableError("its source does not show that the rows of rope come last")
 
 
-def shows_consecutive_rows(module: nn.Module, heads: Collection[int], sizes: Collection[int]) -> bool:
-    """Whether rows are reshaped to (..., heads, size) somewhere in the source, and nowhere in another order."""
-    verdicts = [verdict for source in sources_of(module) or [] for verdict in _verdicts(source, heads, sizes)]
+def validate_consecutive_rows(module: nn.Module, heads: Collection[int], sizes: Collection[int]) -> None:
+    """UnreadableError unless the source reshapes rows to (..., heads, size), and nowhere in another order."""
+    verdicts = {verdict for source in function_sources(module) for verdict in _reshapes(source, heads, sizes)}
     patterns = [pattern for part in module.modules() if isinstance(pattern := getattr(part, "pattern", None), str)]
-    verdicts += [_is_consecutive(pattern) for pattern in patterns if "->" in pattern]
-    return any(verdict is True for verdict in verdicts) and not any(verdict is False for verdict in verdicts)
+    verdicts |= {_keeps_order(pattern) for pattern in patterns if "->" in pattern}
+    if True not in verdicts or False in verdicts:
+        raise UnreadableError("its source does not show that the rows of a head are consecutive")
 
 
-def _verdicts(source: FunctionSource, heads: Collection[int], sizes: Collection[int]) -> Iterator[bool | None]:
-    """Of every reshape: True if it makes consecutive heads, False if it makes others, None if it makes none."""
-    after = {
-        id(node.func.value): node
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    }
+def _reshapes(source: FunctionSource, heads: Collection[int], sizes: Collection[int]) -> Iterator[bool | None]:
+    """For each reshape: True if it makes consecutive heads, False if it makes others, None if it makes no heads."""
+    next_call = {id(call.func.value): call for call in source.calls() if isinstance(call.func, ast.Attribute)}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "->" in node.value and "(" in node.value:
-            yield _is_consecutive(node.value)
-        if isinstance(node, ast.Call) and name_of(node.func) in RESHAPES and len(given := source.sizes(node)) > 1:
-            verdict = _verdict(source, given[-2:], heads, sizes)
-            moved = after.get(id(node))
-            yield (
-                False if verdict and moved is not None and _moves_heads(source, moved, max(4, len(given))) else verdict
-            )
+            yield _keeps_order(node.value)
+        if isinstance(node, ast.Call) and name_of(node.func) in RESHAPES:
+            given = source.reshape_sizes(node)
+            if len(given) > 1:
+                verdict, after = _makes_heads(source, given[-2:], heads, sizes), next_call.get(id(node))
+                moved = verdict and after is not None and _swaps_last(source, after, max(4, len(given)))
+                yield False if moved else verdict
 
 
-def _verdict(
+def _makes_heads(
     source: FunctionSource, given: list[ast.expr], heads: Collection[int], sizes: Collection[int]
 ) -> bool | None:
-    first, second = (source.number(each) for each in given)
-    words = [bool(HEADS_WORD.fullmatch(name_of(each))) for each in given]
-    if second in sizes and not (second in heads and words[1]):
+    """Whether the last two sizes of a reshape are (heads, size), or another order (False), or no heads (None)."""
+    first, second = (source.int_value(each) for each in given)
+    named_heads = [bool(HEADS_NAME.fullmatch(name_of(each))) for each in given]
+    if second in sizes and not (second in heads and named_heads[1]):
         return True if first in heads or first == -1 or first is None else None
-    if second in (None, -1) and first in heads and not (first in sizes and not words[0]):
-        return True  # the rest of the rows is the size
-    pairs = isinstance(given[1], ast.Constant)  # as rotations reshape to (..., -1, 2)
-    if second in heads and (first in sizes or (first in (None, -1) and not pairs)):
+    if second in (None, -1) and first in heads and not (first in sizes and not named_heads[0]):
+        return True  # the second is the head size
+    literal = isinstance(given[1], ast.Constant)  # rotary embeddings reshape to (..., -1, 2)
+    if second in heads and (first in sizes or (first in (None, -1) and not literal)):
         return False
-    if (
-        second is not None
-        and (first == -1 or first in heads)
-        and max(heads) not in (second, *_quotients(second, sizes))
-    ):
-        return False if _quotients(second, sizes) else None  # a head's query and gate, or query, key and value
-    return None
+    if second is None or not (first == -1 or first in heads):
+        return None
+    multiples = [second // size for size in sizes if second > size and second % size == 0]
+    # rows of a head are its query and gate, or its query, key and value
+    return False if multiples and max(heads) not in (second, *multiples) else None
 
 
-def _quotients(number: int, sizes: Collection[int]) -> list[int]:
-    """How many times each of the sizes that divide the number is in it."""
-    return [number // size for size in sizes if number > size and number % size == 0]
-
-
-def _moves_heads(source: FunctionSource, call: ast.Call, ndim: int) -> bool:
-    """Whether a permutation right after the reshape puts what was last before what was the last but one."""
-    order = [source.number(each) for each in call.args]
+def _swaps_last(source: FunctionSource, call: ast.Call, ndim: int) -> bool:
+    """Whether the call right after a reshape moves the last axis before the last but one."""
+    order = [source.int_value(each) for each in call.args]
+    axes = [axis for axis in order if axis is not None]
     if name_of(call.func) == "permute":
         if None in order or not order:
             return True  # it cannot be read
-        axes = [axis % len(order) for axis in order if axis is not None]
+        axes = [axis % len(axes) for axis in axes]
         return axes.index(len(axes) - 1) < axes.index(len(axes) - 2)
-    return name_of(call.func) in ("transpose", "swapaxes") and {1, ndim - 1} <= {
-        a % ndim for a in order if a is not None
-    }
+    return name_of(call.func) in ("transpose", "swapaxes") and {1, ndim - 1} <= {axis % ndim for axis in axes}
 
 
-def _is_consecutive(pattern: str) -> bool | None:
-    """Of an einops pattern such as "b n (h d) -> b h n d": whether what is outer before is outer afterwards."""
+def _keeps_order(pattern: str) -> bool | None:
+    """Whether an einops pattern such as "b n (h d) -> b h n d" splits an axis and keeps the order of its parts.
+
+    None if it splits no axis.
+    """
     before, after = pattern.split("->")[:2]
-    places = {name: place for place, name in enumerate(re.findall(r"\w+", after))}
+    position = {name: i for i, name in enumerate(re.findall(r"\w+", after))}
     for group in re.findall(r"\(([^)]*)\)", before):
-        axes = [places[name] for name in group.split() if name in places]
+        axes = [position[name] for name in group.split() if name in position]
         if len(axes) > 1:
             return axes == sorted(axes)
     return None

@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention, whose parameters are its own."""
+"""The rule for torch.nn.MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quacklr.find.finding import Finding
 
 
 def multihead(module: nn.Module) -> Finding | None:
-    """[q|k|v] in one parameter, or three when keys have another width."""
+    """The rows [q|k|v] in one parameter, or in three where keys have another width; None for other modules."""
     return Finding(_paths(module)) if isinstance(module, nn.MultiheadAttention) else None
 
 
@@ -29,7 +29,7 @@ def _paths(module: nn.MultiheadAttention) -> list[LogitPath]:
 
 
 def _learned_key(module: nn.MultiheadAttention, q: Weight) -> list[LogitPath]:
-    """With add_bias_kv one more key, the same for every token, is learned: q[h] . bias_k[h]."""
+    """With add_bias_kv there is one more, learned key: q[h] . bias_k[h]."""
     if module.bias_k is None:
         return []
     (bias_k,) = packed(module.bias_k, ("bias_k", module.num_heads, module.head_dim), dim=2)

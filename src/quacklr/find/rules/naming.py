@@ -1,89 +1,59 @@
-"""What people call the parts of an attention."""
+"""Names that libraries give to the parts and to the sizes of an attention module."""
 
 from __future__ import annotations
 
-QUERY_AND_KEY = (
-    ("q_proj", "k_proj"),
-    ("query", "key"),
-    ("q", "k"),
-    ("wq", "wk"),
-    ("Wq", "Wk"),
-    ("w_q", "w_k"),
-    ("W_q", "W_k"),
-    ("W_Q", "W_K"),
-    ("c_q", "c_k"),
-    ("to_q", "to_k"),
-    ("q_lin", "k_lin"),
-    ("q_linear", "k_linear"),
-    ("linear_q", "linear_k"),
-    ("q_head", "k_head"),
-    ("query_proj", "key_proj"),
-    ("query_layer", "key_layer"),
-    ("project_q", "project_k"),
+
+def _spelled(patterns: str, letter: str, word: str) -> tuple[str, ...]:
+    """Name patterns filled in for one of query, key and value: {q} is its letter, {query} its word."""
+    return tuple(each.format(q=letter, Q=letter.upper(), query=word) for each in patterns.split())
+
+
+_PROJECTION = (
+    "{q}_proj {query} {q} w{q} W{q} w_{q} W_{q} W_{Q} c_{q} to_{q} {q}_lin {q}_linear linear_{q} {q}_head "
+    "{query}_proj {query}_layer project_{q}"
 )
-Q_NORM = ("q_norm", "q_layernorm", "query_layernorm", "query_norm", "norm_q", "ln_q", "q_ln", "q_rmsnorm", "qk_norm")
-K_NORM = ("k_norm", "k_layernorm", "key_layernorm", "key_norm", "norm_k", "ln_k", "k_ln", "k_rmsnorm", "qk_norm")
+_NORM = "{q}_norm {q}_layernorm {query}_layernorm {query}_norm norm_{q} ln_{q} {q}_ln {q}_rmsnorm qk_norm"
 
-VALUE = {
-    "v_proj",
-    "value",
-    "v",
-    "wv",
-    "Wv",
-    "w_v",
-    "W_v",
-    "W_V",
-    "c_v",
-    "to_v",
-    "v_lin",
-    "v_linear",
-    "linear_v",
-    "v_head",
-}
-VALUE |= {"value_proj", "value_layer", "project_v"}
-OUTPUT = {
-    "o_proj",
-    "out_proj",
-    "output",
-    "out",
-    "o",
-    "wo",
-    "Wo",
-    "w_o",
-    "w_out",
-    "W_o",
-    "W_O",
-    "c_proj",
-    "to_out",
-    "dense",
-}
-OUTPUT |= {"out_lin", "out_linear", "linear_out", "linear_o", "linear_proj", "proj", "post_proj", "projection_layer"}
-OUTPUT |= {"attention_out", "output_proj", "dense_bias"}
-GATE = {"gate", "gate_proj", "g_proj", "o_gate", "gate_bias", "ve_gate", "to_gates"}
-NORM_AFTER = {
-    "LayerNorm",
-    "v_norm",
-    "o_norm",
-    "out_norm",
-    "sub_norm",
-    "attn_sub_norm",
-    "groupnorm",
-}
-NORM_AFTER |= {"inner_attn_ln"}
-ADDED_TO_LOGITS = {"sinks", "relative_attention_bias", "relative_pos_embeddings", "relative_position_bias_table"}
-ADDED_TO_LOGITS |= {
-    "relative_position_bias",
-    "rel_attn_embed",
-    "gru_rel_pos_linear",
-    "gru_rel_pos_const",
-    "logit_scale",
-}
-MIXES_HEADS_AFTER = {"lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"}  # differential attention
-SHORTENS_KEYS = {"sequence_reduction", "sr", "spatial_reduction"}  # a convolution with a norm of its own
-PICKS_KEYS = {"indexer"}
-CONVOLVES_BESIDE = {"key_conv_attn_layer", "conv_kernel_layer", "conv_out_layer"}  # ConvBERT
-TURNS = {"rotary_emb"}
+QUERY_AND_KEY = tuple(zip(_spelled(_PROJECTION, "q", "query"), _spelled(_PROJECTION, "k", "key"), strict=True))
+Q_NORM, K_NORM = _spelled(_NORM, "q", "query"), _spelled(_NORM, "k", "key")
 
-# what may stand beside queries and keys and leaves it to them what a logit is a product of
-HARMLESS = VALUE | OUTPUT | GATE | NORM_AFTER | ADDED_TO_LOGITS | MIXES_HEADS_AFTER | SHORTENS_KEYS | PICKS_KEYS
-HARMLESS |= CONVOLVES_BESIDE | TURNS
+# Parts beside the query and key projections that leave a logit a product of these two.
+HARMLESS = {
+    *_spelled(_PROJECTION, "v", "value"),
+    # output projections
+    *("o_proj", "out_proj", "output", "out", "o", "wo", "Wo", "w_o", "w_out", "W_o", "W_O", "c_proj", "to_out"),
+    *("dense", "dense_bias", "out_lin", "out_linear", "linear_out", "linear_o", "linear_proj", "proj", "post_proj"),
+    *("projection_layer", "attention_out", "output_proj"),
+    # gates of the output
+    *("gate", "gate_proj", "g_proj", "o_gate", "gate_bias", "ve_gate", "to_gates"),
+    # norms of the values or of the output
+    *("LayerNorm", "v_norm", "o_norm", "out_norm", "sub_norm", "attn_sub_norm", "groupnorm", "inner_attn_ln"),
+    # terms that are added to the logits, and their temperature
+    *("sinks", "relative_attention_bias", "relative_pos_embeddings", "relative_position_bias_table"),
+    *("relative_position_bias", "rel_attn_embed", "gru_rel_pos_linear", "gru_rel_pos_const", "logit_scale"),
+    # differential attention mixes heads after the softmax
+    *("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
+    # a convolution, with a norm of its own, that shortens the sequence of keys
+    *("sequence_reduction", "sr", "spatial_reduction"),
+    # ConvBERT's convolution next to the attention
+    *("key_conv_attn_layer", "conv_kernel_layer", "conv_out_layer"),
+    # the selection of keys, and rotary embeddings
+    *("indexer", "rotary_emb"),
+}
+
+HEAD_SIZE = (
+    *("head_dim", "attention_head_size", "head_size", "d_head", "dim_head", "dim_per_head", "key_value_proj_dim"),
+    *("hidden_size_per_attention_head", "kv_channels", "d_kv", "d_k"),
+)
+HEADS = (
+    *("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "nheads", "heads", "n_local_heads"),
+    *("num_attention_heads_per_partition", "h"),
+)
+GROUPS = (
+    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_local_kv_heads"),
+    *("num_query_groups_per_partition", "num_query_groups", "n_query_groups", "n_groups"),
+)
+# multi-head latent attention: the parts of a head without and with rotary embedding, and its value
+NOPE_SIZE = ("qk_nope_head_dim", "nope_head_dim", "qk_head_dim")  # the last is Megatron's name
+ROPE_SIZE = ("qk_rope_head_dim", "rope_head_dim", "qk_pos_emb_head_dim")
+VALUE_SIZE = ("v_head_dim", "value_head_dim")

@@ -1,51 +1,58 @@
-"""What a projection module multiplies its input by: one weight, or with LoRA a sum of chains of them."""
+"""The weights that a projection module multiplies its input by: one weight, or with LoRA a sum of chains of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from quacklr.core.path import LogitPath
 from quacklr.core.weight import Segment, Weight, packed
+from quacklr.find.finding import SCALE_FREE, Finding
 from quacklr.find.parameter_rows import weight_of
 from quacklr.find.rules.evidence import is_trusted
 
 PACKAGES = {"transformers", "megatron", "transformer_engine"}
 LINEAR = {
-    "FalconLinear",
-    "ColumnParallelLinear",
-    "TEColumnParallelLinear",
-    "TELayerNormColumnParallelLinear",
-    "TELinear",
+    *("FalconLinear", "ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TELinear"),
 }
-Chain = tuple[Weight, ...]  # from the one next to the logit to the one that reads the input
+Chain = tuple[Weight, ...]  # from the weight next to the logit to the one that reads the input
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProjectionWeight:
-    """One term of a projection: a weight whose rows are the output, and what its input goes through before."""
+    """One term of a projection: a weight whose rows are the output, and the weight that its input goes through first.
+
+    `originals` are the names of the parameters that the weight is computed from, by id, if it is parametrised.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     dim: int = 0
     before: Weight | None = None
     suffix: str = ""
-    originals: dict[int, str] | None = None  # the parameters that the weight is computed from, if it is
+    originals: dict[int, str] | None = None
 
-    def cut(self, segments: Sequence[Segment], repeat: int) -> dict[str, list[Chain]]:
-        """The chains of each named segment of its rows."""
+    @property
+    def rows(self) -> int:
+        """The number of outputs."""
+        return self.weight.shape[self.dim]
+
+    def chains(self, segments: Sequence[Segment], repeat: int) -> dict[str, Chain]:
+        """The chain of each named segment of its rows."""
         weights = packed(self.weight, *segments, repeat=repeat, dim=self.dim, bias=self.bias)
         before: Chain = ()
         if self.before is not None:
             before = (replace(self.before, name="_".join([*(weight.name for weight in weights), self.before.name])),)
-        return {weight.name: [(*self._finished(weight), *before)] for weight in weights}
+        return {weight.name: (*self._of_parameter(weight), *before) for weight in weights}
 
-    def _finished(self, weight: Weight) -> Chain:
-        """The weight, of the parameter that it is computed from; nothing if that one's scale does not matter."""
+    def _of_parameter(self, weight: Weight) -> Chain:
+        """The weight as rows of the parameter it is computed from; empty if it does not depend on that one's scale."""
         if self.originals is not None:
             masks = [(weight.block_of_row == block).view(-1, 1) for block in range(weight.blocks)]
             found = weight_of(self.weight, masks, self.originals)
@@ -56,8 +63,21 @@ class ProjectionWeight:
         return (replace(weight, name=weight.name + self.suffix),)
 
 
+def chains(terms: Sequence[ProjectionWeight], *segments: Segment, repeat: int = 1) -> dict[str, list[Chain]]:
+    """The chains of each named segment of a projection's rows, one for each term of the projection."""
+    found = [term.chains(segments, repeat) for term in terms]
+    return {name: [each[name] for each in found] for name, _, _ in segments if name is not None}
+
+
+def finding_from(q: Sequence[Chain], k: Sequence[Chain]) -> Finding:
+    """The finding with one path for each pair of a query chain and a key chain."""
+    joined = [(*one[::-1], *other) for one, other in product(q, k)]
+    paths = [LogitPath(chain, max(weight.blocks for weight in chain)) for chain in joined if chain]
+    return Finding(paths, "" if paths else SCALE_FREE)
+
+
 def projection_weights(projection: nn.Module | Tensor | None) -> list[ProjectionWeight]:
-    """The terms of a projection; none if it is not one that we can read."""
+    """The terms of a projection; empty if it is of no known kind."""
     module: Any = projection
     if isinstance(module, nn.Parameter):
         return [ProjectionWeight(module)] if module.ndim == 2 else []
@@ -71,12 +91,15 @@ def projection_weights(projection: nn.Module | Tensor | None) -> list[Projection
 
 
 def _plain(module: Any) -> list[ProjectionWeight]:
-    """A linear layer, or a convolution that is one."""
+    """A linear layer, or a convolution with kernel size 1."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, nn.Parameter)):
         return []
     if is_parametrized(module, "weight") and weight.ndim == 2:
-        return [_parametrized(module, bias)]
+        with torch.enable_grad():
+            weight = module.weight  # as it is computed now
+        originals = {id(p): name for name, p in module.parametrizations.weight.named_parameters()}
+        return [ProjectionWeight(weight, bias, originals=originals)]
     pointwise = isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}
     known = type(module).__name__ if is_trusted(module, PACKAGES) else ""
     linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or known in LINEAR)
@@ -87,13 +110,16 @@ def _plain(module: Any) -> list[ProjectionWeight]:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether somebody may change what it makes. FSDP2 and tensor parallelism do not: they only send it around."""
-    makers = [str(getattr(hook, "__module__", "")) for hook in module._forward_hooks.values()]
-    return not all(maker.startswith("torch.distributed.") for maker in makers)
+    """Whether a forward hook may change the output. Those of FSDP2 and tensor parallelism only communicate."""
+    packages = [str(getattr(hook, "__module__", "")) for hook in module._forward_hooks.values()]
+    return not all(package.startswith("torch.distributed.") for package in packages)
 
 
 def _lora(module: Any) -> list[ProjectionWeight]:
-    """peft: base + sum of B A. A starts with a zero partner, so Lemma 1 gives it no rate; it counts all the same."""
+    """A LoRA layer of peft, base + sum of B A.
+
+    A has no rate, because its partner B starts at zero (Lemma 1). It counts in the rates of its partners.
+    """
     found = projection_weights(module.base_layer)
     if module.merged or module.disable_adapters:
         return found
@@ -106,15 +132,7 @@ def _lora(module: Any) -> list[ProjectionWeight]:
         if not isinstance(a, nn.Linear) or not isinstance(b, nn.Linear) or b.bias is not None:
             return []
         suffix = "" if adapter == "default" else f"_{adapter}"
-        name = f"lora_A{suffix}"
-        before = Weight(name, a.weight, torch.zeros(a.weight.shape[0], dtype=torch.long), rated=False)
+        one_block = torch.zeros(a.weight.shape[0], dtype=torch.long)
+        before = Weight(f"lora_A{suffix}", a.weight, one_block, rated=False)
         found.append(ProjectionWeight(b.weight, before=before, suffix=f"_lora_B{suffix}"))
     return found
-
-
-def _parametrized(module: Any, bias: Tensor | None) -> ProjectionWeight:
-    """torch.nn.utils.parametrize: the weight as it is computed now."""
-    with torch.enable_grad():
-        weight = module.weight
-    originals = {id(p): name for name, p in module.parametrizations.weight.named_parameters()}
-    return ProjectionWeight(weight, bias, originals=originals)

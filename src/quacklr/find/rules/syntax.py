@@ -1,58 +1,70 @@
-"""The source of what a module runs, as syntax trees that can be asked what a name or a number stands for."""
+"""Syntax trees of the functions that a module's forward runs, with the values of names and integers in them."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from quacklr.find.rules.module_source import functions
+from quacklr.find.rules.module_source import reachable_functions
 
 PRODUCTS = {"matmul", "einsum", "bmm", "baddbmm"}
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+}
 
 
 class FunctionSource(NamedTuple):
-    """The syntax tree of a function, and the module that it is called with."""
+    """The syntax tree of a function, and the module whose attributes `self` has in it."""
 
     owner: nn.Module
     function: Any
     tree: ast.AST
 
+    def calls(self) -> Iterator[ast.Call]:
+        """All calls in the function."""
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
+
     def assigned(self, name: str) -> Iterator[ast.expr]:
-        """The expressions that a local name stands for."""
+        """The expressions that are assigned to a local name."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for target in targets:
-                    yield from _matched(target, node.value, name)
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    yield from _values_for(target, node.value, name)
 
-    def number(self, node: ast.expr, depth: int = 0) -> int | None:
-        """The whole number that an expression stands for, if that can be seen."""
-        if isinstance(node, ast.Constant):
-            return node.value if type(node.value) is int else None
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            value = getattr(self.owner, node.attr, None)
-            return value if type(value) is int else None
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            inner = self.number(node.operand, depth)
-            return None if inner is None else -inner
-        if isinstance(node, ast.BinOp):
-            left, right = self.number(node.left, depth), self.number(node.right, depth)
-            return None if left is None or right is None else _computed(node.op, left, right)
-        if isinstance(node, ast.Name) and depth < 5:
-            known = {self.number(value, depth + 1) for value in self.assigned(node.id)}
-            if not known:
-                value = getattr(self.function, "__globals__", {}).get(node.id)
-                return value if type(value) is int else None
-            return known.pop() if len(known) == 1 else None
-        return None
+    def int_value(self, node: ast.expr, depth: int = 0) -> int | None:
+        """The integer that an expression evaluates to; None if the source does not show it."""
+        value: Any = None
+        match node:
+            case ast.Constant():
+                value = node.value
+            case ast.Attribute(value=ast.Name(id="self")):
+                value = getattr(self.owner, node.attr, None)
+            case ast.UnaryOp(op=ast.USub()):
+                inner = self.int_value(node.operand, depth)
+                value = None if inner is None else -inner
+            case ast.BinOp():
+                left, right = self.int_value(node.left, depth), self.int_value(node.right, depth)
+                compute = OPERATORS.get(type(node.op))
+                if compute and left is not None and right is not None and (right or compute is not operator.floordiv):
+                    value = compute(left, right)
+            case ast.Name() if depth < 5:
+                if known := {self.int_value(each, depth + 1) for each in self.assigned(node.id)}:
+                    value = known.pop() if len(known) == 1 else None
+                else:
+                    value = getattr(self.function, "__globals__", {}).get(node.id)
+        return value if type(value) is int else None
 
-    def sizes(self, call: ast.Call) -> list[ast.expr]:
-        """The sizes that a reshape is given, as far as they are written out."""
+    def reshape_sizes(self, call: ast.Call) -> list[ast.expr]:
+        """The sizes passed to a view, reshape or unflatten, as far as the source lists them."""
         given: list[ast.expr] = list(call.args[1:] if name_of(call.func) == "unflatten" else call.args)
         if len(given) == 1 and isinstance(given[0], ast.Name):
             given = next(([value] for value in self.assigned(given[0].id)), given)
@@ -63,77 +75,65 @@ class FunctionSource(NamedTuple):
     def is_product(
         self, node: ast.AST, sources: Collection[FunctionSource], seen: frozenset[str] = frozenset()
     ) -> bool:
-        """Whether an expression is made of a matrix product, here or where this function is called."""
+        """Whether an expression is computed from a matrix product, in this function or in one that calls it."""
         parameters = set(inspect.signature(self.function).parameters) - {"self"}
         for part in ast.walk(node):
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.MatMult):
-                return not is_transposed(part.left)  # q.mT @ k is of channels with channels
+                return not is_transposed(part.left)  # q.mT @ k sums over tokens
             if isinstance(part, ast.Call) and name_of(part.func) in PRODUCTS:
                 return not (part.args and is_transposed(part.args[0]))
             if not isinstance(part, ast.Name) or part.id in seen:
                 continue
             if any(self.is_product(value, sources, seen | {part.id}) for value in self.assigned(part.id)):
                 return True
-            if part.id in parameters and self._is_given_a_product(sources, seen | {part.id}):
+            if part.id in parameters and self._receives_product(sources, seen | {part.id}):
                 return True
         return False
 
-    def _is_given_a_product(self, sources: Collection[FunctionSource], seen: frozenset[str]) -> bool:
-        names = {self.function.__name__} | {
-            name for s in sources for name, child in s.owner.named_children() if child is self.owner
-        }
-        for source in sources:
-            for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
-                if source is not self and name_of(call.func) in names:
-                    given = [*call.args, *(keyword.value for keyword in call.keywords)]
-                    if any(source.is_product(each, sources, seen) for each in given):
-                        return True
-        return False
+    def _receives_product(self, sources: Collection[FunctionSource], seen: frozenset[str]) -> bool:
+        """Whether a caller passes a matrix product to this function."""
+        names = {name for s in sources for name, child in s.owner.named_children() if child is self.owner}
+        return any(
+            source.is_product(argument, sources, seen)
+            for source in sources
+            if source is not self
+            for call in source.calls()
+            if name_of(call.func) in {self.function.__name__, *names}
+            for argument in [*call.args, *(keyword.value for keyword in call.keywords)]
+        )
 
 
-def sources_of(module: nn.Module) -> list[FunctionSource] | None:
-    """The syntax trees of all that a module's forward runs; None if one cannot be had."""
+def function_sources(module: nn.Module) -> list[FunctionSource]:
+    """The syntax trees of all functions that a module's forward can reach; empty if the source of one is missing."""
     found = []
-    for owner, function in functions(module):
+    for owner, function in reachable_functions(module):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError):
-            return None
+            return []
         if function.__name__ not in ("<lambda>", getattr(tree.body[0], "name", "")):
-            return None  # the file was edited after it was imported
+            return []  # the file was edited after it was imported
         found.append(FunctionSource(owner, function, tree))
     return found
 
 
-def _matched(target: ast.expr, value: ast.expr, name: str) -> Iterator[ast.expr]:
+def _values_for(target: ast.expr, value: ast.expr, name: str) -> Iterator[ast.expr]:
+    """The parts of an assigned value that the name receives, also if the target is a tuple."""
     if isinstance(target, ast.Name) and target.id == name:
         yield value
     elif isinstance(target, ast.Tuple | ast.List):
-        if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
-            for one, other in zip(target.elts, value.elts, strict=True):
-                yield from _matched(one, other, name)
-        else:
-            for one in target.elts:
-                yield from _matched(one, value, name)
+        paired = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
+        for i, each in enumerate(target.elts):
+            yield from _values_for(each, value.elts[i] if paired and isinstance(value, ast.Tuple) else value, name)
 
 
-def _computed(op: ast.operator, left: int, right: int) -> int | None:
-    if isinstance(op, ast.Mult):
-        return left * right
-    if isinstance(op, ast.FloorDiv) and right:
-        return left // right
-    return left + right if isinstance(op, ast.Add) else left - right if isinstance(op, ast.Sub) else None
-
-
-def name_of(function: ast.expr) -> str:
+def name_of(node: ast.expr) -> str:
     """The last part of a dotted name; empty for other expressions."""
-    return (
-        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
-    )
+    return getattr(node, "attr", getattr(node, "id", ""))
 
 
 def is_transposed(node: ast.expr) -> bool:
-    """Whether the last two axes of something are swapped, as in `q.mT`."""
+    """Whether an expression swaps the last two axes of a tensor, as `q.mT` does."""
     called = node.func if isinstance(node, ast.Call) else node
     axes = [ast.unparse(each) for each in node.args] if isinstance(node, ast.Call) else []
     return name_of(called) in ("mT", "T") or (name_of(called) in ("transpose", "swapaxes") and {*axes} == {"-1", "-2"})

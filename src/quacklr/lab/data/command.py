@@ -1,6 +1,6 @@
 """The command `quacklr prepare`: text to a folder of tokens.
 
-Exit codes: 0, also when the folder was finished before; 2 for a mistake, told in one sentence; 130 after Ctrl-C.
+Exit codes: 0, also if the folder was finished before; 2 for a mistake of the user; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _arg(metavar: str, default: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Turn text into memory-mapped tokens. Documents for validation and for the logit probe are held out.
+    """Convert text to memory-mapped tokens. Documents for validation and for the logit probe are held out.
 
-    Stopped or killed, the same command goes on where it was.
+    After an interruption, the same command continues where it stopped.
 
     For instance:
 
@@ -51,26 +51,26 @@ class Options:
     """
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, _arg("SOURCE ...")] = ()
-    """Files: .txt (one document), .jsonl (one a line), .parquet (one a row); folders of such; stdlib (the running
-    Python's own source); or cosmopedia-v2."""
+    """Files: .txt (one document), .jsonl (one per line), .parquet (one per row); folders of such files; stdlib (the
+    source of the running Python); or cosmopedia-v2."""
     out: Annotated[Path | None, _arg("DIR")] = None
-    """The folder to fill."""
+    """The folder to write."""
     tokenizer: Annotated[str, _arg("NAME", "bytes")] = "bytes"
     """bytes, gpt2, cosmo2, the path of a tokenizer.json, or train:SIZE to train one on the text."""
     end_token: Annotated[str | None, _arg("TOKEN")] = None
-    """The token of a tokenizer.json that ends a document, if it is none of the usual."""
+    """The token of a tokenizer.json that ends a document, if it has none of the usual names."""
     column: Annotated[str | None, _arg("NAME", "text")] = None
-    """Where .jsonl and .parquet have the text."""
+    """The column of the text in .jsonl and .parquet files."""
     files: Annotated[str | None, _arg("LIST")] = None
-    """Which of the 104 files of cosmopedia-v2, such as 0-3 or 0,5; about 1.2 GB and 270M tokens each."""
+    """Which of the 104 files of cosmopedia-v2, such as 0-3 or 0,5; each has about 1.2 GB and 270M tokens."""
     val: Annotated[float | None, _arg("SHARE", "0.02; stdlib 0.04")] = None
-    """Share of documents to validate on."""
+    """Fraction of documents for validation."""
     probe: Annotated[float | None, _arg("SHARE", "0.005; stdlib 0.02")] = None
-    """Share of documents to probe logits on."""
+    """Fraction of documents for the logit probe."""
     shard_tokens: Annotated[int, _arg("N", f"{SHARD_TOKENS:,}")] = SHARD_TOKENS
-    """Tokens a file; a stopped command goes on after the last whole one."""
+    """Tokens per file; an interrupted command continues after the last complete file."""
     verify: Annotated[Path | None, _arg("DIR")] = None
-    """Instead of all this: hash the files of a finished folder, and compare."""
+    """Only compare the hashes of the files of a finished folder with its manifest."""
 
 
 def main(argv: list[str]) -> int:
@@ -83,7 +83,7 @@ def _main(options: Options) -> int:
     try:
         _run(options)
     except KeyboardInterrupt:
-        print(f"{NAME}: stopped; {_what_is_safe(options.out)}", file=sys.stderr)
+        print(f"{NAME}: stopped; {_progress_kept(options.out)}", file=sys.stderr)
         return 130
     return 0
 
@@ -142,21 +142,22 @@ def _numbers(files: str | None) -> tuple[int, ...]:
     if files is None:
         raise UserError(f"say which files of {COSMOPEDIA}: --files 0-3 takes the first four of {Cosmopedia.COUNT}")
     numbers: list[int] = []
-    each = f"--files {files}: each file once, from 0 to {Cosmopedia.COUNT - 1}"
     for part in files.split(","):
         first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
+        ends = (first, last or first)
+        if not all(end.isdecimal() for end in ends):
             raise UserError(f"--files {files} is not numbers and ranges such as 0-3 or 0,5")
-        known = [number for number in (first, last or first) if len(number) < 9 and int(number) < Cosmopedia.COUNT]
-        if len(known) < 2:
-            raise UserError(each)
-        numbers += range(int(first), int(last or first) + 1)
+        if all(len(end) < 9 and int(end) < Cosmopedia.COUNT for end in ends):
+            numbers += range(int(ends[0]), int(ends[1]) + 1)
+        else:
+            numbers = []
+            break
     if not numbers or len(set(numbers)) < len(numbers):
-        raise UserError(each)
+        raise UserError(f"--files {files}: each file once, from 0 to {Cosmopedia.COUNT - 1}")
     return tuple(numbers)
 
 
-def _what_is_safe(out: Path | None) -> str:
+def _progress_kept(out: Path | None) -> str:
     if out is None:
         return "nothing was changed"
     journal = read_journal(out)
@@ -167,7 +168,7 @@ def _what_is_safe(out: Path | None) -> str:
 
 
 def _table(corpus: Corpus) -> str:
-    """A line a split, numbers under one another."""
+    """One line per split, with aligned columns."""
     rows: list[Sequence[str]] = [("split", "documents", "tokens", "MB", "tokens per byte")]
     for name in SPLITS:
         split = corpus.manifest.splits[name]

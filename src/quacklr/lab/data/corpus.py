@@ -1,6 +1,6 @@
-"""A folder of tokens, opened: what training, validation and the logit probe read.
+"""An opened corpus: the tokens and the tokenizer of a folder that `quacklr prepare` has finished.
 
-Opening compares sizes only. `suspects` says which files to hash before they are read, and `verify` hashes.
+Opening compares file sizes only. `verify` hashes files, and `shards_to_verify` selects those that a run must hash.
 """
 
 from __future__ import annotations
@@ -15,154 +15,149 @@ from functools import cached_property
 from pathlib import Path
 
 from quacklr.lab.data.manifest import (
-    AGAIN,
     FORMAT,
     MANIFEST,
+    PREPARE_AGAIN,
     TOKENIZER,
     Manifest,
     Shard,
     Vocabulary,
     check_hash,
-    hash_of,
-    made,
+    from_dict,
     read_manifest,
+    sha256_of,
 )
-from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer
+from quacklr.lab.data.prepare import prepare
+from quacklr.lab.data.request import Request
+from quacklr.lab.data.sources import Stdlib
+from quacklr.lab.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from quacklr.lab.data.tokens import DTYPE, Tokens
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import atomic_write, read_json, write_json
 
 STDLIB = "stdlib"
 VOCABULARY = "vocabulary.json"
-CHEAP = 500_000_000
-"""Bytes of tokens that are hashed at every start: a second at most, on most machines."""
+ALWAYS_HASHED_BYTES = 500_000_000
+"""A corpus of at most this size is hashed at every start, which takes about a second."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A finished folder. Tokens are mapped, and the tokenizer read, when they are asked for."""
+    """A finished folder. Token files are mapped, and the tokenizer is loaded, on first use."""
 
-    where: Path
+    folder: Path
     manifest: Manifest
 
     @property
     def vocab(self) -> int:
-        """Every id is smaller."""
+        """Number of token ids."""
         return self.manifest.tokenizer.vocab
 
     @property
     def fingerprint(self) -> str:
-        """Eight letters that are the same for the same tokens."""
-        return hash_of(self.where / MANIFEST)[:8]
+        """Eight hexadecimal digits that are equal for equal tokens."""
+        return sha256_of(self.folder / MANIFEST)[:8]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """What it was written with; needs the extra `quacklr[data]` unless that is bytes."""
-        return _tokenizer(self.manifest.tokenizer, self.where, AGAIN)
+        """The tokenizer of the corpus; needs the extra `quacklr[data]` unless it is `bytes`."""
+        return _open_tokenizer(self.manifest.tokenizer, self.folder, PREPARE_AGAIN)
 
-    def leave_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer to a folder, so that `left_tokenizer` needs no corpus."""
-        stated = self.manifest.tokenizer
-        if stated.sha256 is not None:
+    def save_tokenizer(self, folder: Path) -> None:
+        """Copy the tokenizer to the folder of a run, where `load_tokenizer` reads it without the corpus."""
+        vocabulary = self.manifest.tokenizer
+        if vocabulary.sha256 is not None:
             with atomic_write(folder / TOKENIZER) as copy:
-                copy.write(check_hash(self.where / TOKENIZER, stated.sha256).read_bytes())
-        write_json(folder / VOCABULARY, asdict(stated))
+                copy.write(check_hash(self.folder / TOKENIZER, vocabulary.sha256).read_bytes())
+        write_json(folder / VOCABULARY, asdict(vocabulary))
 
     def tokens(self, split: str) -> Tokens:
         """The tokens of train, val or probe."""
         shards = self.manifest.splits[split].shards
-        return Tokens(f"the {split} split of {self.where}", [self.where / shard.name for shard in shards], self.vocab)
+        return Tokens(f"the {split} split of {self.folder}", [self.folder / shard.name for shard in shards], self.vocab)
 
     def bytes_per_token(self, split: str) -> float:
-        """How many bytes of text a token stands for, on the mean: a loss per token divided by it is one per byte."""
+        """Mean bytes of text per token: converts a loss per token to a loss per byte."""
         counts = self.manifest.splits[split]
         return counts.bytes / counts.tokens
 
     @property
     def shards(self) -> list[Shard]:
-        """The files of all splits."""
+        """The shards of all splits."""
         return [shard for split in self.manifest.splits.values() for shard in split.shards]
 
-    def suspects(self, every: bool) -> list[Shard]:
-        """The shards to hash before a run reads them: all if it is resumed (`every`), or if that is cheap.
+    def shards_to_verify(self, every: bool) -> list[Shard]:
+        """The shards that a run hashes before it reads them: all if `every` (a resumed run), or if the corpus is small.
 
-        A large corpus has only those hashed that were written after its manifest, as a shard never is.
+        Of a large corpus, only the shards that were modified after the manifest was written.
         """
-        if every or sum(shard.tokens for shard in self.shards) * DTYPE.itemsize <= CHEAP:
+        if every or sum(shard.tokens for shard in self.shards) * DTYPE.itemsize <= ALWAYS_HASHED_BYTES:
             return self.shards
-        finished = (self.where / MANIFEST).stat().st_mtime_ns
-        return [shard for shard in self.shards if (self.where / shard.name).stat().st_mtime_ns > finished]
+        finished = (self.folder / MANIFEST).stat().st_mtime_ns
+        return [shard for shard in self.shards if (self.folder / shard.name).stat().st_mtime_ns > finished]
 
     def verify(self, show: Callable[[float], None], shards: Sequence[Shard] | None = None) -> None:
-        """Hash the tokenizer and these shards, or all; UserError names the first that is not what was written.
+        """Hash the tokenizer and these shards, or all; UserError for the first file whose hash is wrong.
 
-        `show` is called with the tokens so far.
+        `show` is called with the number of tokens hashed so far.
         """
         if self.manifest.tokenizer.sha256 is not None:
-            check_hash(self.where / TOKENIZER, self.manifest.tokenizer.sha256)
+            check_hash(self.folder / TOKENIZER, self.manifest.tokenizer.sha256)
         tokens = 0
         for shard in self.shards if shards is None else shards:
-            check_hash(self.where / shard.name, shard.sha256)
+            check_hash(self.folder / shard.name, shard.sha256)
             tokens += shard.tokens
             show(tokens)
 
 
-def left_tokenizer(folder: Path) -> Tokenizer:
-    """What `leave_tokenizer` has left; UserError if it is not there, or damaged."""
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that `Corpus.save_tokenizer` wrote; UserError if it is missing or damaged."""
     if not (folder / VOCABULARY).exists():
         raise UserError(
             f"{folder} has no {VOCABULARY}, which says what its tokens mean: an older quacklr made it; `quacklr train "
             f"--resume {folder}` with more --steps adds it"
         )
     try:
-        stated = made(Vocabulary, dict(read_json(folder / VOCABULARY)))
+        vocabulary = from_dict(Vocabulary, dict(read_json(folder / VOCABULARY)))
     except (TypeError, ValueError) as error:
         raise UserError(f"{folder / VOCABULARY} is damaged: it is not what quacklr writes") from error
-    return _tokenizer(stated, folder, "the corpus of the run has a copy of it")
+    return _open_tokenizer(vocabulary, folder, "the corpus of the run has a copy of it")
 
 
-def _tokenizer(stated: Vocabulary, folder: Path, way_out: str) -> Tokenizer:
-    if stated.sha256 is None:
-        return Bytes()
-    content = check_hash(folder / TOKENIZER, stated.sha256, way_out).read_bytes()
-    return FromJson(content, stated.name, stated.end_token)
+def _open_tokenizer(vocabulary: Vocabulary, folder: Path, way_out: str) -> Tokenizer:
+    if vocabulary.sha256 is None:
+        return ByteTokenizer()
+    content = check_hash(folder / TOKENIZER, vocabulary.sha256, way_out).read_bytes()
+    return JsonTokenizer(content, vocabulary.name, vocabulary.end_token)
 
 
-def open_corpus(where: str) -> Corpus:
-    """A folder that `quacklr prepare` finished, or "stdlib": Python's own source as bytes, made on first use."""
-    if not where:
+def open_corpus(name: str) -> Corpus:
+    """Open a finished folder by path, or "stdlib": Python's own source as bytes, prepared on first use."""
+    if not name:
         raise UserError("--corpus is empty; name a folder that quacklr prepare has made, or stdlib")
-    return open_folder(_embedded() if where == STDLIB else Path(where))
+    return open_folder(_stdlib_folder() if name == STDLIB else Path(name))
 
 
 def open_folder(folder: Path) -> Corpus:
-    """A folder that `quacklr prepare` finished; UserError when it is none, or has lost a shard or a part of one."""
+    """Open a finished folder; UserError if it is not finished, or if a shard is missing or has another size."""
     if not (folder / MANIFEST).exists():
-        is_what = "is not finished or was not made by quacklr prepare" if folder.is_dir() else "does not exist"
-        raise UserError(f"{folder} {is_what}: quacklr prepare SOURCE --out {folder}")
+        reason = "is not finished or was not made by quacklr prepare" if folder.is_dir() else "does not exist"
+        raise UserError(f"{folder} {reason}: quacklr prepare SOURCE --out {folder}")
     corpus = Corpus(folder, read_manifest(folder))
     for shard in corpus.shards:
-        _sized(folder / shard.name, shard.tokens * DTYPE.itemsize)
+        path, expected = folder / shard.name, shard.tokens * DTYPE.itemsize
+        if not path.exists():
+            raise UserError(f"{path} is missing; {PREPARE_AGAIN}")
+        if (size := path.stat().st_size) != expected:
+            raise UserError(f"{path} has {size:,} bytes instead of {expected:,}; {PREPARE_AGAIN}")
     return corpus
 
 
-def _sized(path: Path, size: int) -> None:
-    if not path.exists():
-        raise UserError(f"{path} is missing; {AGAIN}")
-    if path.stat().st_size != size:
-        raise UserError(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}; {AGAIN}")
-
-
-def _embedded() -> Path:
-    """The folder of the standard library's tokens, made if need be. Another Python makes its own."""
-    path = sysconfig.get_path("stdlib")
-    here = hashlib.sha256(path.encode()).hexdigest()[:8]
-    folder = _cache() / f"{STDLIB}-{platform.python_version()}-{here}-{FORMAT}"
+def _stdlib_folder() -> Path:
+    """The corpus of the standard library in the cache, prepared if it is missing. Each Python has its own."""
+    source = hashlib.sha256(sysconfig.get_path("stdlib").encode()).hexdigest()[:8]
+    folder = _cache_folder() / f"{STDLIB}-{platform.python_version()}-{source}-{FORMAT}"
     if not (folder / MANIFEST).exists():
-        from quacklr.lab.data.prepare import prepare
-        from quacklr.lab.data.request import Request
-        from quacklr.lab.data.sources import Stdlib
-
         try:
             prepare(Request(Stdlib(), Stdlib.held_out), folder, "preparing the standard library", wait=True)
         except UserError as error:
@@ -170,7 +165,7 @@ def _embedded() -> Path:
     return folder
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     if os.environ.get("QUACKLR_CACHE"):
         return Path(os.environ["QUACKLR_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quacklr"

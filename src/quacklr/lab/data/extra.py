@@ -1,4 +1,4 @@
-"""What only some need: packages of an extra such as `quacklr[data]`, and files of the Hugging Face hub."""
+"""Optional packages (extras such as `quacklr[data]`) and files of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from quacklr.lab.errors import UserError
 
 
 @contextmanager
-def extra(purpose: str, name: str = "data") -> Iterator[None]:
-    """Import in here what an extra brings; UserError that names it when it is not installed."""
+def requires_extra(purpose: str, name: str = "data") -> Iterator[None]:
+    """Raise a missing import of the body as a UserError that names the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -20,11 +20,11 @@ def extra(purpose: str, name: str = "data") -> Iterator[None]:
 
 
 def fetch(repo: str, name: str, kind: str, way_out: str) -> Path:
-    """A file of the hub, from its cache or the network; UserError with the way out when neither has it."""
-    with extra("the hub"):
+    """Path of a file of the hub, from its cache or downloaded; UserError, with the way out, if neither works."""
+    with requires_extra("the hub"):
         from huggingface_hub import hf_hub_download
     try:
         return Path(hf_hub_download(repo, name, repo_type=kind))
-    except Exception as error:  # the hub's errors share no base: some are OSErrors, some ValueErrors, some neither
+    except Exception as error:  # the errors of the hub have no common base class
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise UserError(f"cannot fetch {name} of {repo} from the hub ({reason}); {way_out}") from error

@@ -1,6 +1,6 @@
-"""What makes a killed prepare go on: a file that says, after each set of shards, how far the source has been read.
+"""The journal of an unfinished folder: after each set of shards it records how far the source has been read.
 
-It is also the claim on a folder. Other options may take over a folder as long as it has no shard.
+A killed `quacklr prepare` continues from it. A folder without shards may be reused with other options.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quacklr.lab.data.manifest import FORMAT, SPLITS, Split, Vocabulary, check_format, made, read_splits
+from quacklr.lab.data.manifest import FORMAT, SPLITS, Split, Vocabulary, check_format, from_dict, read_splits
 from quacklr.lab.data.sources import TextPosition
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import read_json, write_json
@@ -20,7 +20,7 @@ JOURNAL = "journal.json"
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """The state of an unfinished folder: all that `splits` names is whole, and holds the source up to `place`."""
+    """`splits` are complete on disk and hold the documents of the source up to `place`."""
 
     request: dict[str, Any]
     tokenizer: Vocabulary | None = None
@@ -28,30 +28,31 @@ class Journal:
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
 
     def write(self, folder: Path) -> None:
-        """Make this the place to go on from."""
+        """Write `journal.json`."""
         write_json(folder / JOURNAL, {"format": FORMAT, **asdict(self)})
 
 
 def read_journal(folder: Path) -> Journal | None:
-    """The journal of a folder, if it has one."""
+    """The journal of a folder, or None if it has none."""
     if not (folder / JOURNAL).exists():
         return None
     read = read_json(folder / JOURNAL)
     try:
         check_format(read, folder)
-        tokenizer = read["tokenizer"] and made(Vocabulary, read["tokenizer"])
-        return Journal(dict(read["request"]), tokenizer, made(TextPosition, read["place"]), read_splits(read["splits"]))
+        tokenizer = read["tokenizer"] and from_dict(Vocabulary, read["tokenizer"])
+        place, splits = from_dict(TextPosition, read["place"]), read_splits(read["splits"])
+        return Journal(dict(read["request"]), tokenizer, place, splits)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / JOURNAL} is damaged: remove the folder and begin again") from error
 
 
-def begin(folder: Path, request: dict[str, Any]) -> Journal:
-    """The journal to go on from, or a new one in a folder that has nothing to lose."""
+def open_journal(folder: Path, request: dict[str, Any]) -> Journal:
+    """The journal of an earlier start with the same request, or a new one if nothing in the folder would be lost."""
     journal = read_journal(folder)
     if journal is not None and journal.request == request:
         return journal
     if journal is not None and any(split.shards for split in journal.splits.values()):
-        refuse_other(folder, request, journal.request)
+        validate_same_request(folder, request, journal.request)
     if journal is None and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise UserError(f"{folder} holds other files; choose another --out")
     new = Journal(request)
@@ -59,17 +60,17 @@ def begin(folder: Path, request: dict[str, Any]) -> Journal:
     return new
 
 
-def refuse_other(folder: Path, asked: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """UserError unless a folder was begun with the same options and the same source."""
+def validate_same_request(folder: Path, request: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise UserError unless the folder was begun with the same options and the same source."""
     for option, value in found.items():
-        if asked.get(option) != value:
-            options = option.replace("_", " ")
+        if request.get(option) != value:
+            before, now = _abbreviate(value), _abbreviate(request.get(option))
             raise UserError(
-                f"{folder} was begun with another {options} ({_short(value)}, now {_short(asked.get(option))}); "
+                f"{folder} was begun with another {option.replace('_', ' ')} ({before}, now {now}); "
                 "choose another --out or remove it"
             )
 
 
-def _short(value: object) -> str:
+def _abbreviate(value: object) -> str:
     text = ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,6 +1,6 @@
-"""What a prepared folder says of itself: what was asked for, its tokenizer, and the size and hash of every shard.
+"""The manifest of a prepared folder: the request, the tokenizer, and the size and SHA-256 of every shard.
 
-No absolute path and no date: the same text and the same options give the same manifest, byte for byte.
+It has no absolute path and no date: equal text and equal options give an equal file.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import read_json, write_json
-from quacklr.lab.typed import misfits
+from quacklr.lab.typed import mismatched_keys
 
 T = TypeVar("T")
 FORMAT = 1
 SPLITS = ("train", "val", "probe")
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-AGAIN = "remove the folder and prepare it again"
+PREPARE_AGAIN = "remove the folder and prepare it again"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file of tokens: raw little-endian uint16, nothing else."""
+    """A file of token ids: raw little-endian uint16."""
 
     name: str
     tokens: int
@@ -34,7 +34,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Documents that are used for one thing. `bytes` are those of their UTF-8 text, and one for the end of each."""
+    """The documents of train, val or probe. `bytes` counts their UTF-8 text and one byte for the end of each."""
 
     documents: int = 0
     tokens: int = 0
@@ -44,7 +44,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokenizer: `vocab` ids, of which `end` ends a document. Bytes need no file, so they have no hash."""
+    """The tokenizer: `vocab` ids, of which `end` ends a document. The byte tokenizer has no file and no hash."""
 
     name: str
     vocab: int
@@ -55,74 +55,74 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole of `manifest.json`, which is written last: a folder without it is not finished."""
+    """The content of `manifest.json`. It is written last: a folder without it is not finished."""
 
     request: dict[str, Any]
     tokenizer: Vocabulary
     splits: dict[str, Split]
 
     def write(self, folder: Path) -> None:
-        """Finish a folder."""
+        """Write `manifest.json`, which finishes the folder."""
         write_json(folder / MANIFEST, {"format": FORMAT, **asdict(self)})
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished folder; UserError when it is damaged or of another format."""
+    """The manifest of a finished folder; UserError if it is damaged or of another format."""
     read = read_json(folder / MANIFEST)
     try:
         check_format(read, folder)
         splits = read_splits(read["splits"])
         if not all(split.tokens for split in splits.values()):
             raise ValueError("a split has no tokens")
-        return Manifest(dict(read["request"]), made(Vocabulary, read["tokenizer"]), splits)
+        return Manifest(dict(read["request"]), from_dict(Vocabulary, read["tokenizer"]), splits)
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / MANIFEST} is damaged; {AGAIN}") from error
+        raise UserError(f"{folder / MANIFEST} is damaged; {PREPARE_AGAIN}") from error
 
 
 def check_format(read: Mapping[str, Any], folder: Path) -> None:
-    """UserError when a folder was written by another version, in a way that this one does not know."""
+    """Raise UserError if a folder has a format that this version does not read."""
     if read["format"] != FORMAT:
         raise UserError(f"{folder} has format {read['format']}, and this quacklr reads {FORMAT}: prepare it again")
 
 
-def made(kind: type[T], read: Any) -> T:
-    """A dataclass from its JSON; TypeError if a field is missing, unknown, or of another type."""
-    if not isinstance(read, dict) or misfits(read, kind):
+def from_dict(kind: type[T], read: Any) -> T:
+    """A dataclass from its JSON; TypeError if a field is missing, unknown, or of the wrong type."""
+    if not isinstance(read, dict) or mismatched_keys(read, kind):
         raise TypeError(f"it is no {kind.__name__}")
     return kind(**read)
 
 
 def read_splits(read: Mapping[str, Any]) -> dict[str, Split]:
-    """Splits, from their JSON."""
+    """All splits from their JSON."""
     return {name: _split(name, dict(read[name])) for name in SPLITS}
 
 
 def _split(name: str, read: dict[str, Any]) -> Split:
-    """A split; ValueError if its shards are not named as `shards.py` names them, or are not all of it."""
-    shards = tuple(made(Shard, each) for each in read.pop("shards"))
-    if [shard.name for shard in shards] != [shard_name(name, place) for place in range(len(shards))]:
+    """A split from its JSON; ValueError if its shards have wrong names, or their tokens do not sum to its tokens."""
+    shards = tuple(from_dict(Shard, each) for each in read.pop("shards"))
+    if [shard.name for shard in shards] != [shard_name(name, index) for index in range(len(shards))]:
         raise ValueError("shards of other names")
-    split = replace(made(Split, read), shards=shards)
+    split = replace(from_dict(Split, read), shards=shards)
     if split.tokens != sum(shard.tokens for shard in shards) or any(shard.tokens < 1 for shard in shards):
         raise ValueError("shards of another size")
     return split
 
 
-def shard_name(split: str, place: int) -> str:
-    """The file of a split's shard, counted from 0."""
-    return f"{split}-{place:05d}.bin"
+def shard_name(split: str, index: int) -> str:
+    """File name of a shard; the index counts from 0 within its split."""
+    return f"{split}-{index:05d}.bin"
 
 
-def hash_of(path: Path) -> str:
-    """The SHA-256 of a file, in hex."""
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_hash(path: Path, sha256: str, way_out: str = AGAIN) -> Path:
-    """The same path; UserError when there is no such file, or when it is not the one that was written."""
+def check_hash(path: Path, sha256: str, way_out: str = PREPARE_AGAIN) -> Path:
+    """Return the path if the file has this SHA-256; otherwise raise UserError."""
     if not path.exists():
         raise UserError(f"{path} is missing; {way_out}")
-    if hash_of(path) != sha256:
+    if sha256_of(path) != sha256:
         raise UserError(f"{path} is not what was written: its hash is another; {way_out}")
     return path

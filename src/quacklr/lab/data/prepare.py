@@ -1,7 +1,7 @@
-"""Text to shards of tokens. Killed at any moment, it goes on, and ends with the same bytes as if it never had been.
+"""Preparation of a corpus: text to shards of tokens. A killed process can continue, with bitwise the same result.
 
-After each set of shards the journal says how far the source has been read. What a killed process leaves of the next set
-is not in the journal, and is written anew.
+After each set of shards the journal records how far the source has been read. Shards that are not in the journal, which
+a killed process may leave, are written again.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from quacklr.lab.data.journal import JOURNAL, Journal, begin, refuse_other
+from quacklr.lab.data.journal import JOURNAL, Journal, open_journal, validate_same_request
 from quacklr.lab.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Split, check_hash, read_manifest
 from quacklr.lab.data.request import Request
 from quacklr.lab.data.shards import write_set
 from quacklr.lab.data.sources import Fractions, SourceFile, TextPosition, documents, split_of
-from quacklr.lab.data.tokenizer import Bytes, FromJson, Tokenizer, vocabulary
+from quacklr.lab.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, vocabulary
 from quacklr.lab.data.vocabularies import tokenizer_json
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import atomic_write, locked
 from quacklr.lab.progress import progress
 
-CHUNK = 1 << 20  # bytes of text to encode at once: enough for all cores, little enough for any memory
+CHUNK = 1 << 20  # bytes of text per call of the tokenizer: enough work for all cores, little memory
 
 
 def prepare(request: Request, folder: Path, title: str = "preparing", wait: bool = False) -> Manifest:
-    """Fill a folder, or go on with it; leave one that is finished. `wait` if another process is at work in it."""
+    """Prepare a folder, or continue an unfinished one; a finished one is not changed.
+
+    While another process holds the folder, `wait` for it, or raise UserError.
+    """
     described = request.describe()
     with locked(folder, wait):
         if (folder / MANIFEST).exists():
             manifest = read_manifest(folder)
-            refuse_other(folder, described, manifest.request)
-            (folder / JOURNAL).unlink(missing_ok=True)  # killed between the manifest and this
+            validate_same_request(folder, described, manifest.request)
+            (folder / JOURNAL).unlink(missing_ok=True)  # a process was killed after it wrote the manifest
             return manifest
-        journal = begin(folder, described)
+        journal = open_journal(folder, described)
         files = request.source.files()
         tokenizer, journal = _tokenizer(request, folder, journal, files)
         return _finish(folder, _write(request, folder, journal, files, tokenizer, title))
@@ -46,14 +49,14 @@ def prepare(request: Request, folder: Path, title: str = "preparing", wait: bool
 def _tokenizer(
     request: Request, folder: Path, journal: Journal, files: Sequence[SourceFile]
 ) -> tuple[Tokenizer, Journal]:
-    """The one the journal names; else the one that was asked for, saved and then named."""
+    """The tokenizer of the journal, or a new one, which is saved and entered in the journal."""
     name, path = Path(request.tokenizer).name, folder / TOKENIZER
     if request.tokenizer == "bytes":
-        return Bytes(), replace(journal, tokenizer=vocabulary(Bytes(), name, None))
+        return ByteTokenizer(), replace(journal, tokenizer=vocabulary(ByteTokenizer(), name, None))
     if journal.tokenizer is not None and journal.tokenizer.sha256 is not None:
-        return FromJson(check_hash(path, journal.tokenizer.sha256).read_bytes(), name, request.end_token), journal
+        return JsonTokenizer(check_hash(path, journal.tokenizer.sha256).read_bytes(), name, request.end_token), journal
     raw = tokenizer_json(request.tokenizer, lambda: _training_texts(files, request.held_out))
-    tokenizer = FromJson(raw, name, request.end_token)
+    tokenizer = JsonTokenizer(raw, name, request.end_token)
     with atomic_write(path) as file:
         file.write(raw)
     journal = replace(journal, tokenizer=vocabulary(tokenizer, name, hashlib.sha256(raw).hexdigest()))
@@ -72,7 +75,7 @@ def _training_texts(files: Sequence[SourceFile], held_out: Fractions) -> Iterato
 def _write(
     request: Request, folder: Path, journal: Journal, files: Sequence[SourceFile], tokenizer: Tokenizer, title: str
 ) -> Journal:
-    """Sets of shards until the source has ended; the journal after the last."""
+    """Write sets of shards to the end of the source; return the last journal."""
     stream = _encoded(documents(files, journal.place), tokenizer)
     place, tokens = journal.place, sum(split.tokens for split in journal.splits.values())
 
@@ -127,14 +130,14 @@ def _too_few(splits: Mapping[str, Split], empty: Sequence[str]) -> str:
     count = sum(split.documents for split in splits.values())
     if count < len(SPLITS):
         return f"too few documents ({count}): train, val and probe need one each; give more files, or a jsonl"
-    enough = f"{min(0.25, 5 / count):.1g}"  # of each five documents, on the mean
+    enough = f"{min(0.25, 5 / count):.1g}"  # five documents on average
     raised = " and ".join(f"--{name} to {enough}" for name in empty)
     way_out = "lower --val and --probe" if "train" in empty else f"raise {raised} or so"
     return f"none of {count} documents fell to {' and '.join(empty)}; {way_out}"
 
 
 def _discard(folder: Path, journal: Journal) -> None:
-    """Give the folder back to whatever options come next."""
+    """Remove the shards, so that the folder can be reused with other options."""
     Journal(journal.request).write(folder)
     for split in journal.splits.values():
         for shard in split.shards:

@@ -1,56 +1,51 @@
-"""How a file becomes documents: one reader for each kind, none of which holds more than it must in memory.
+"""Readers of source files, one for each file type; each streams the documents of a file.
 
-A reader yields a text and its share of the file's bytes, for a progress bar, for every document from number `skip` on;
-one that is not a text (a blank line, a null) yields "", so that documents keep their numbers.
+A reader yields every document from number `skip` on, with its share of the bytes of the file, for the progress bar.
+A blank line and a null yield "", so that the numbers of documents do not change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quacklr.lab.data.extra import extra
-from quacklr.lab.errors import UserError
+from quacklr.lab.data.extra import requires_extra
+from quacklr.lab.errors import UserError, os_errors
 from quacklr.lab.files import parse_json
 
 Reader = Callable[[Path, str, int], Iterator[tuple[str, float]]]
 
 
-def text(path: Path, _column: str, skip: int) -> Iterator[tuple[str, float]]:
-    """The whole file is one document."""
-    if not skip:
-        raw = _contents(path)
-        try:
-            yield raw.decode(), len(raw)
-        except UnicodeDecodeError as error:
+def text(path: Path, _column: str, skip: int, strict: bool = True) -> Iterator[tuple[str, float]]:
+    """The whole file is one document; not `strict`: an empty one if it is not UTF-8."""
+    if skip:
+        return
+    with os_errors(f"cannot read {path}"):
+        raw = path.read_bytes()
+    try:
+        yield raw.decode(), len(raw)
+    except UnicodeDecodeError as error:
+        if strict:
             raise UserError(f"{path} is not UTF-8 text (byte {error.start:,}); convert it or leave it out") from error
+        yield "", len(raw)
 
 
-def source_code(path: Path, _column: str, skip: int) -> Iterator[tuple[str, float]]:
-    """The whole file is one document, or none: some tests of Python's are in other encodings on purpose."""
-    if not skip:
-        raw = _contents(path)
-        try:
-            yield raw.decode(), len(raw)
-        except UnicodeDecodeError:
-            yield "", len(raw)
+source_code: Reader = partial(text, strict=False)  # some of Python's tests have other encodings on purpose
 
 
 def jsonl(path: Path, column: str, skip: int) -> Iterator[tuple[str, float]]:
-    """A document a line, under the key `column`."""
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if number > skip:
-                    yield _field(line, column, f"{path}, line {number}") if line.strip() else "", len(line)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    """One document per line, under the key `column`."""
+    with os_errors(f"cannot read {path}"), path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if number > skip:
+                yield _field(line, column, f"{path}, line {number}") if line.strip() else "", len(line)
 
 
 def parquet(path: Path, column: str, skip: int) -> Iterator[tuple[str, float]]:
-    """A document a row, in `column`; row groups before `skip` are not read."""
-    with extra("reading parquet"):
+    """One document per row, in `column`; row groups before `skip` are not read."""
+    with requires_extra("reading parquet"):
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
         from pyarrow import ArrowException
     try:
@@ -79,25 +74,18 @@ def _rows(file: Any, column: str, skip: int) -> Iterator[object]:
 READERS: dict[str, Reader] = {".txt": text, ".jsonl": jsonl, ".parquet": parquet}
 
 
-def _contents(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _field(line: bytes, column: str, where: str) -> str:
+def _field(line: bytes, column: str, location: str) -> str:
     try:
         record = parse_json(line)
     except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from error
+        raise UserError(f"{location} is not JSON: {error}") from error
     if not isinstance(record, dict) or column not in record:
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"{where} has no {column}, only {keys}: choose one with --column")
-    return _string(record[column], f"{where}, {column}")
+        raise UserError(f"{location} has no {column}, only {keys}: choose one with --column")
+    return _string(record[column], f"{location}, {column}")
 
 
-def _string(value: object, where: str) -> str:
+def _string(value: object, location: str) -> str:
     if value is not None and not isinstance(value, str):
-        raise UserError(f"{where} holds {type(value).__name__}, not text")
+        raise UserError(f"{location} holds {type(value).__name__}, not text")
     return value or ""

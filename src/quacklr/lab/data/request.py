@@ -1,4 +1,4 @@
-"""What somebody asks to have prepared, and its identity: equal descriptions give equal shards."""
+"""A request to `quacklr prepare`: equal descriptions give equal shards."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from quacklr.lab.data import vocabularies
 from quacklr.lab.data.sources import Fractions, TextSource
-from quacklr.lab.errors import MOST, UserError, refuse_above
+from quacklr.lab.errors import MAX_INT, UserError, validate_at_most
 
 SHARD_TOKENS = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A source, a tokenizer, and the shares of documents that are `held_out` for val and for probe."""
+    """A source, a tokenizer, and the fractions of documents that are `held_out` for val and probe."""
 
     source: TextSource
     held_out: Fractions
@@ -28,12 +28,12 @@ class Request:
             raise UserError(f"--val {val} and --probe {probe} are shares: each above 0, and together below 1")
         if self.shard_tokens < 1:
             raise UserError(f"--shard-tokens must be at least 1, not {self.shard_tokens}")
-        refuse_above(MOST, shard_tokens=self.shard_tokens)
+        validate_at_most(MAX_INT, shard_tokens=self.shard_tokens)
         if self.tokenizer == "bytes" and self.end_token is not None:
             raise UserError("--end-token contradicts --tokenizer bytes, where byte 0 ends a document")
 
     def describe(self) -> dict[str, Any]:
-        """As JSON, with no absolute path and no date."""
+        """The request as JSON, without absolute paths and dates."""
         return {
             "source": self.source.describe(),
             "held_out": dict(self.held_out),

@@ -1,6 +1,6 @@
-"""A set of shards, one of each split, written side by side and closed after the document that fills one of them.
+"""Writing of a set of shards: one shard per split, closed after the document that fills one of them.
 
-A document is never cut, so a shard is a little longer than asked. A set has no file for a split that got no document.
+Documents are not split, so a shard may be longer than requested. A split without documents has no file in the set.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quacklr.lab.data.manifest import SPLITS, Shard, Split, shard_name
-from quacklr.lab.errors import UserError
+from quacklr.lab.errors import os_errors
 from quacklr.lab.files import atomic_write
 
 
 def write_set(
     folder: Path, splits: Mapping[str, Split], full: int, pieces: Iterable[tuple[str, bytes, NDArray[np.uint16]]]
 ) -> dict[str, Split]:
-    """Write (split, text, ids) until a shard has `full` tokens or there are no more; the splits with these shards."""
+    """Write (split, text, ids) until a shard has `full` tokens or there are no more; return the extended splits."""
     with ExitStack() as files:
-        pens = {name: _Pen(files, folder, name, splits[name]) for name in SPLITS}
+        writers = {name: _ShardWriter(files, folder, name, splits[name]) for name in SPLITS}
         for name, text, ids in pieces:
-            pens[name].write(text, ids)
-            if pens[name].tokens >= full:
+            writers[name].write(text, ids)
+            if writers[name].tokens >= full:
                 break
-    return {name: pen.written() for name, pen in pens.items()}
+    return {name: writer.split() for name, writer in writers.items()}
 
 
 @final
-class _Pen:
-    """Writes the next shard of a split, and counts."""
+class _ShardWriter:
+    """Writes the next shard of a split. The file is created with the first document."""
 
     def __init__(self, files: ExitStack, folder: Path, name: str, before: Split) -> None:
         self._path = folder / shard_name(name, len(before.shards))
@@ -47,17 +47,15 @@ class _Pen:
         if self._file is None:
             self._file = self._files.enter_context(atomic_write(self._path))
         raw = ids.tobytes()
-        try:
+        with os_errors(f"cannot write {self._path}"):  # before the context manager of another split names its own file
             self._file.write(raw)
-        except OSError as error:  # told here: another split's file may be open around this one, and would be blamed
-            raise UserError(f"cannot write {self._path}: {error.strerror or error}") from error
         self._hash.update(raw)
         self.documents += 1
         self.tokens += len(ids)
         self.bytes += len(text) + 1
 
-    def written(self) -> Split:
-        """The split with this shard, if it has one."""
+    def split(self) -> Split:
+        """The split with the new shard, if a document was written."""
         if not self.tokens:
             return self._before
         return Split(

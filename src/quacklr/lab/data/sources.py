@@ -1,4 +1,4 @@
-"""Where text comes from: files in a fixed order, read as a stream of documents that can begin at any place."""
+"""Sources of text: files in a fixed order, read as a stream of documents that can start at any position."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quacklr.lab.data.readers import READERS, Reader, parquet, source_code
 from quacklr.lab.errors import UserError
 
 Fractions = Mapping[str, float]
-USUAL: Fractions = {"val": 0.02, "probe": 0.005}
+HELD_OUT: Fractions = {"val": 0.02, "probe": 0.005}
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file and how to read it."""
+    """A file and its reader."""
 
     path: Path
     size: int
@@ -31,7 +31,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class TextPosition:
-    """How far a stream has been read: so many documents of file number `file`, and so many bytes in all."""
+    """A position in a stream: `document` documents of file number `file` are read, and `read` bytes of all files."""
 
     file: int = 0
     document: int = 0
@@ -40,16 +40,16 @@ class TextPosition:
 
 @dataclass(frozen=True, slots=True)
 class Stdlib:
-    """The running Python's standard library, a document a file: real text that is on every machine."""
+    """The source of the running Python's standard library, one document per file: text that every machine has."""
 
-    held_out: ClassVar[Fractions] = {"val": 0.04, "probe": 0.02}  # few documents: smaller shares may miss them all
+    held_out: ClassVar[Fractions] = {"val": 0.04, "probe": 0.02}  # few documents: a smaller fraction may select none
 
     def describe(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """The source in a manifest."""
         return {"kind": "stdlib", "python": platform.python_version()}
 
     def files(self) -> list[SourceFile]:
-        """All its .py files; some systems install it without its tests, which are two thirds of it."""
+        """All .py files. Some systems install it without its tests, which are two thirds of it."""
         root = Path(sysconfig.get_path("stdlib"))
         inside = sorted(path.relative_to(root) for path in root.rglob("*.py"))
         paths = [root / path for path in inside if not {"site-packages", "dist-packages"} & set(path.parts)]
@@ -60,14 +60,14 @@ class Stdlib:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Files, and all files in folders, of the kinds that have a reader."""
+    """Local files and folders; of a folder, all files of a type that has a reader."""
 
     paths: tuple[Path, ...]
     column: str = "text"
-    held_out: ClassVar[Fractions] = USUAL
+    held_out: ClassVar[Fractions] = HELD_OUT
 
     def describe(self) -> dict[str, Any]:
-        """What a manifest says of it: a hash of all names and sizes, so that a changed folder is noticed."""
+        """The source in a manifest, with a hash of all names and sizes that changes when the folder changes."""
         listed = [(name, file.size) for name, file in self._named()]
         return {
             "kind": "files",
@@ -79,20 +79,18 @@ class Local:
         }
 
     def files(self) -> list[SourceFile]:
-        """In the order given, and sorted by name within a folder."""
+        """Files in the given order, sorted by name within a folder."""
         return [file for _, file in self._named()]
 
     def _named(self) -> list[tuple[str, SourceFile]]:
-        found = []
-        for path in self.paths:
-            below = list(self._below(path))
+        found = {path: list(self._below(path)) for path in self.paths}
+        for path, below in found.items():
             if not below:
                 raise UserError(f"no file to read in {path}; accepted are {', '.join(READERS)}")
-            found += below
-        return found
+        return [file for path in self.paths for file in found[path]]
 
     def _below(self, path: Path) -> Iterator[tuple[str, SourceFile]]:
-        """The files of one argument, each with its name relative to it."""
+        """The files of one argument, each with its path relative to the argument."""
         if not path.exists():
             raise UserError(f"{path} does not exist; give files or folders, stdlib, or cosmopedia-v2")
         for below in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -103,18 +101,18 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Cosmopedia:
-    """Cosmopedia-V2, the paper's text, by file: 104 parquet files of about 1.2 GB and 270M tokens each."""
+    """Files of Cosmopedia-V2, the paper's text: 104 parquet files of about 1.2 GB and 270M tokens each."""
 
     numbers: tuple[int, ...]
-    held_out: ClassVar[Fractions] = USUAL
+    held_out: ClassVar[Fractions] = HELD_OUT
     COUNT: ClassVar[int] = 104
 
     def describe(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """The source in a manifest."""
         return {"kind": "cosmopedia-v2", "files": list(self.numbers)}
 
     def files(self) -> list[SourceFile]:
-        """Fetches them all first, into the hub's cache."""
+        """The files, downloaded to the cache of the hub."""
         by_hand = "fetch it elsewhere and prepare it as a local file"
         names = [f"cosmopedia-v2/train-{number:05d}-of-{self.COUNT:05d}.parquet" for number in self.numbers]
         paths = [fetch("HuggingFaceTB/smollm-corpus", name, "dataset", by_hand) for name in names]
@@ -125,9 +123,9 @@ TextSource = Stdlib | Local | Cosmopedia
 
 
 def documents(files: Sequence[SourceFile], start: TextPosition) -> Iterator[tuple[bytes, TextPosition]]:
-    """Every document from a place on, as UTF-8, and the place after it. Some are empty.
+    """Every document from a position on, as UTF-8, with the position after it. Documents may be empty.
 
-    NULs are dropped, since byte 0 ends a document, and half a surrogate pair (JSON can spell one) becomes a "?".
+    NUL characters are removed, because byte 0 ends a document. A lone surrogate, which JSON allows, becomes "?".
     """
     read = start.read
     for number, file in enumerate(files[start.file :], start.file):
@@ -138,7 +136,7 @@ def documents(files: Sequence[SourceFile], start: TextPosition) -> Iterator[tupl
 
 
 def split_of(document: bytes, held_out: Fractions) -> str:
-    """The split of a document: a function of its text alone, so that copies of it fall on the same side."""
+    """The split of a document, from a hash of its text: copies of a document are in the same split."""
     point = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest()) / 2**64
     if point < held_out["val"]:
         return "val"

@@ -1,8 +1,8 @@
-"""One flat sequence of tokens over many memory-mapped files, and the batches that training reads from it.
+"""The tokens of a split, memory-mapped from many files, and the batches made of them.
 
-A batch is a pure function of (seed, step). A split is cut into windows; every epoch visits each of them once, in an
-order that depends on (seed, epoch) alone; step s takes the next `sequences` windows of this endless order. So a resumed
-run needs no reader's state, and a rank of a distributed run takes its rows of the same batch, whatever the world size.
+A batch is a pure function of (seed, step). A split is divided into windows. Each epoch visits every window once, in an
+order that depends on (seed, epoch) only, and each step takes the next `sequences` windows. So a resumed run needs no
+loader state, and each rank takes its rows of the same batch for every world size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPE = np.dtype("<u2")
 
 
 class Tokens:
-    """The tokens of a split, as if its shards were one array. Only what is read is loaded."""
+    """The tokens of a split as one array over all its shards. Only the parts that are read are loaded."""
 
     def __init__(self, name: str, shards: Iterable[Path], vocab: int) -> None:
         self.name, self.vocab = name, vocab
@@ -34,7 +34,7 @@ class Tokens:
         return self._starts[-1]
 
     def window(self, start: int, length: int) -> NDArray[np.uint16]:
-        """`length` tokens from `start` on; a view where one shard holds them all, else a copy."""
+        """`length` tokens from index `start` on: a view if one shard holds them all, otherwise a copy."""
         if start < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of {self.name}, which has {len(self)}")
         first = bisect_right(self._starts, start) - 1
@@ -46,24 +46,24 @@ class Tokens:
 
 
 def batch(tokens: Tokens, seed: int, step: int, sequences: int, length: int) -> torch.Tensor:
-    """(sequences, length + 1) int64 for training: inputs are [:, :-1], targets [:, 1:].
+    """The training batch of a step, (sequences, length + 1) int64: inputs are [:, :-1], targets [:, 1:].
 
-    Reading costs microseconds; the order of an epoch is made once and kept, at 8 bytes a window.
+    The order of an epoch is computed once and cached, at 8 bytes per window.
     """
-    windows = _windows(tokens, length)
-    places = range(step * sequences, (step + 1) * sequences)
-    return _stack(tokens, [int(_order(windows, seed, place // windows)[place % windows]) for place in places], length)
+    windows = _window_count(tokens, length)
+    drawn = range(step * sequences, (step + 1) * sequences)
+    return _stack(tokens, [int(_epoch_order(windows, seed, i // windows)[i % windows]) for i in drawn], length)
 
 
-def fixed(tokens: Tokens, sequences: int, length: int) -> torch.Tensor:
-    """(at most `sequences`, length + 1) int64: evenly spaced windows, always the same, for validation and the probe."""
-    windows = _windows(tokens, length)
+def evaluation_batch(tokens: Tokens, sequences: int, length: int) -> torch.Tensor:
+    """A fixed batch for validation and the probe, (at most `sequences`, length + 1) int64: evenly spaced windows."""
+    windows = _window_count(tokens, length)
     rows = min(sequences, windows)
     return _stack(tokens, [row * windows // rows for row in range(rows)], length)
 
 
-def _windows(tokens: Tokens, length: int) -> int:
-    """How many windows there are; each also reads the first token of the next, as its last target."""
+def _window_count(tokens: Tokens, length: int) -> int:
+    """Number of windows; the last target of a window is the first token of the next."""
     windows = (len(tokens) - 1) // length
     if windows < 1:
         raise UserError(
@@ -74,8 +74,8 @@ def _windows(tokens: Tokens, length: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def _order(windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # Sorting raw bits, since numpy promises that these never change; it does not promise so of Generator.permutation.
+def _epoch_order(windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    # argsort of raw bits: numpy guarantees that these never change, and does not guarantee it for Generator.permutation
     return np.argsort(np.random.PCG64([seed, epoch]).random_raw(windows), kind="stable")
 
 

@@ -1,4 +1,4 @@
-"""Where a `tokenizer.json` comes from: the hub, a file, or training on the corpus itself."""
+"""The `tokenizer.json` of a corpus: from the hub, from a file, or trained on the corpus."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from quacklr.lab.data.extra import extra, fetch
-from quacklr.lab.data.tokenizer import ENDS, MOST
+from quacklr.lab.data.extra import fetch, requires_extra
+from quacklr.lab.data.tokenizer import END_TOKENS, MAX_VOCAB
 from quacklr.lab.errors import UserError
 
 HUB = {"gpt2": "openai-community/gpt2", "cosmo2": "HuggingFaceTB/cosmo2-tokenizer"}
@@ -15,7 +15,7 @@ TRAIN = "train:"
 
 
 def describe(name: str) -> str:
-    """How a request names a tokenizer. A file is named by its hash too, so that another of the same name is another."""
+    """The identity of a tokenizer in a request; that of a file includes its hash."""
     if name == "bytes" or name in HUB:
         return name
     if name.startswith(TRAIN):
@@ -24,7 +24,7 @@ def describe(name: str) -> str:
 
 
 def tokenizer_json(name: str, texts: Callable[[], Iterator[str]]) -> bytes:
-    """The file for a name; `texts` are those to train on, and read only for `train:SIZE`."""
+    """The content of `tokenizer.json` for a name; `train:SIZE` is trained on `texts()`."""
     if name in HUB:
         return fetch(HUB[name], "tokenizer.json", "model", "give a local one: --tokenizer PATH").read_bytes()
     return _trained(_size(name), texts()) if name.startswith(TRAIN) else _file(name)
@@ -40,22 +40,22 @@ def _file(name: str) -> bytes:
 
 def _size(name: str) -> int:
     size = name.removeprefix(TRAIN)
-    least = 256 + 1  # every byte, and the end
-    if not size.isdecimal() or len(size) > len(str(MOST)) or not least <= int(size) <= MOST:
-        raise UserError(f"--tokenizer {name}: SIZE must be a whole number from {least} to {MOST:,}")
+    least = 256 + 1  # all bytes and the end
+    if not size.isdecimal() or len(size) > len(str(MAX_VOCAB)) or not least <= int(size) <= MAX_VOCAB:
+        raise UserError(f"--tokenizer {name}: SIZE must be a whole number from {least} to {MAX_VOCAB:,}")
     return int(size)
 
 
 def _trained(size: int, texts: Iterator[str]) -> bytes:
-    """Byte-level BPE, so that every text can be encoded; fewer than `size` ids if the text has no more to merge."""
-    with extra("training a tokenizer"):
+    """Train byte-level BPE, which can encode every text. It has fewer than `size` ids if no pairs are left to merge."""
+    with requires_extra("training a tokenizer"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[ENDS[0]], initial_alphabet=alphabet, show_progress=False
+        vocab_size=size, special_tokens=[END_TOKENS[0]], initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(texts, trainer)
-    return made.to_str().encode()
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str().encode()

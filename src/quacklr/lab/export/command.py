@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from quacklr.lab.data.extra import extra
+from quacklr.lab.data.extra import requires_extra
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.export import tokenizer, transformers_model
 from quacklr.lab.export.check import agreement
@@ -69,7 +69,7 @@ def _export(options: ExportOptions) -> int:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Disable progress bars and warnings of transformers; UserError if it is not installed."""
-    with extra("an export", "hf"):
+    with requires_extra("an export", "hf"):
         from transformers.utils import logging as of_transformers
     logging: Any = of_transformers  # half of it has no types
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

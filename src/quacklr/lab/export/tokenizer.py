@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quacklr.lab.data.manifest import TOKENIZER
-from quacklr.lab.data.tokenizer import Bytes
+from quacklr.lab.data.tokenizer import ByteTokenizer
 from quacklr.lab.train.trained import Trained
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def convert(run: Trained, path: Path) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     kind: Any = PreTrainedTokenizerFast
-    is_bytes = isinstance(run.tokenizer, Bytes)
+    is_bytes = isinstance(run.tokenizer, ByteTokenizer)
     end = END if is_bytes else run.tokenizer.end_token
     return kind(
         tokenizer_object=byte_tokenizer() if is_bytes else file_tokenizer(path / TOKENIZER),

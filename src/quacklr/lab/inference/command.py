@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from quacklr.lab.errors import UserError, exit_code, refuse_unless_positive
+from quacklr.lab.errors import UserError, exit_code, validate_positive
 from quacklr.lab.inference.sample import SamplingParams, written
 from quacklr.lab.inference.stream import decode_stream
 from quacklr.lab.options import read
@@ -46,7 +46,7 @@ class GenerateOptions:
     """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(tokens=1 if self.tokens is None else self.tokens)
+        validate_positive(tokens=1 if self.tokens is None else self.tokens)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quacklr.lab.errors import UserError, refuse_negative, refuse_unless
+from quacklr.lab.errors import UserError, validate, validate_non_negative
 from quacklr.lab.model import Decoder
 from quacklr.lab.train.trained import Trained
 
@@ -28,9 +28,9 @@ class SamplingParams:
     """Seed of the random numbers; the same seed gives the same text."""
 
     def __post_init__(self) -> None:
-        refuse_negative(temperature=self.temperature)
-        refuse_unless(lambda share: 0 < share <= 1, "above 0 and at most 1", {"top_p": self.top_p})
-        refuse_unless(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": self.seed})
+        validate_non_negative(temperature=self.temperature)
+        validate(lambda share: 0 < share <= 1, "above 0 and at most 1", {"top_p": self.top_p})
+        validate(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": self.seed})
 
     def sampler(self) -> Callable[[Tensor], int]:
         """A function that samples a token from (V,) logits, with its own random generator on the CPU."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from quacklr.lab.errors import UserError, refuse_above, refuse_unless_positive
+from quacklr.lab.errors import UserError, validate_at_most, validate_positive
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Shape:
     """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(**{name: value for name, value in vars(self).items() if value is not None})
-        refuse_above(10_000, layers=self.layers)
+        validate_positive(**{name: value for name, value in vars(self).items() if value is not None})
+        validate_at_most(10_000, layers=self.layers)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MHA:
     """Size of a head."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(**vars(self))
+        validate_positive(**vars(self))
         if self.heads % self.kv_heads:
             raise UserError(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
         if self.head_dim % 2:
@@ -80,7 +80,7 @@ class MLA:
     """RMS norm on both latents, as DeepSeek has; the paper has none."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(**{name: value for name, value in vars(self).items() if name != "latent_norm"})
+        validate_positive(**{name: value for name, value in vars(self).items() if name != "latent_norm"})
         if self.rope_dim % 2:
             raise UserError(f"--rope-dim {self.rope_dim} is odd, but rotary positions turn pairs")
 

@@ -16,7 +16,7 @@ import tyro
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from quacklr.lab.errors import UserError, refuse_negative, refuse_unless_below_1, refuse_unless_positive
+from quacklr.lab.errors import UserError, validate_below_1, validate_non_negative, validate_positive
 from quacklr.lab.optim.muon import SCALES, Muon, UpdateScale
 
 Named = dict[str, nn.Parameter]
@@ -44,10 +44,10 @@ class MuonRecipe:
     """AdamW's term in the denominator."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(lr=self.lr, rest_lr=self.peak_rest_lr, eps=self.eps)
-        refuse_negative(weight_decay=self.weight_decay)
+        validate_positive(lr=self.lr, rest_lr=self.peak_rest_lr, eps=self.eps)
+        validate_non_negative(weight_decay=self.weight_decay)
         for beta in self.betas:
-            refuse_unless_below_1(momentum=self.momentum, betas=beta)
+            validate_below_1(momentum=self.momentum, betas=beta)
         if self.scale not in SCALES:
             raise UserError(f"--scale must be one of {', '.join(SCALES)}, not {self.scale}")
 
@@ -71,10 +71,10 @@ class AdamWRecipe:
     """Term in the denominator."""
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(lr=self.lr, eps=self.eps)
-        refuse_negative(weight_decay=self.weight_decay)
+        validate_positive(lr=self.lr, eps=self.eps)
+        validate_non_negative(weight_decay=self.weight_decay)
         for beta in self.betas:
-            refuse_unless_below_1(betas=beta)
+            validate_below_1(betas=beta)
 
 
 Recipe = MuonRecipe | AdamWRecipe

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from quacklr.lab.errors import UserError, refuse_negative, refuse_unless
+from quacklr.lab.errors import UserError, validate, validate_non_negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Constant:
     """Steps of warmup; 0 for none."""
 
     def __post_init__(self) -> None:
-        refuse_negative(warmup=self.warmup)
+        validate_non_negative(warmup=self.warmup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Cosine:
     """Factor of the peak learning rate at the end."""
 
     def __post_init__(self) -> None:
-        refuse_negative(warmup=self.warmup)
+        validate_non_negative(warmup=self.warmup)
         _validate_final(self.final)
 
 
@@ -52,7 +52,7 @@ class WSD:
     """Factor of the peak learning rate at the end."""
 
     def __post_init__(self) -> None:
-        refuse_negative(warmup=self.warmup, decay=self.decay)
+        validate_non_negative(warmup=self.warmup, decay=self.decay)
         _validate_final(self.final)
 
 
@@ -95,4 +95,4 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _validate_final(final: float) -> None:
-    refuse_unless(lambda value: 0 <= value <= 1, "between 0 and 1", {"final": final})
+    validate(lambda value: 0 <= value <= 1, "between 0 and 1", {"final": final})

@@ -12,6 +12,7 @@ import tyro
 
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.files import atomic_write
+from quacklr.lab.ledger import Ledger
 from quacklr.lab.options import read
 from quacklr.lab.report import markdown
 from quacklr.lab.report.figures import FIGURES, Draw
@@ -22,7 +23,6 @@ from quacklr.lab.studies.extra_claims import EXTRA_CLAIMS
 from quacklr.lab.studies.results import NotRun, Results
 from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.studies.verdicts import ClaimResult, check
-from quacklr.lab.sweep.ledger import Ledger
 from quacklr.util import terminal
 from quacklr.util.figures import FORMATS, RC, drawn
 

@@ -14,6 +14,7 @@ from typing import Any
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import ConstantTau, Default, Method, QKNorm, Quack
 from quacklr.lab.report.style import Points, colour, line_with_seeds, method_curve, panels, validation
 from quacklr.lab.studies.claims import BOTH
@@ -21,7 +22,6 @@ from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS
 from quacklr.lab.studies.results import NotRun, Results, RunsBySeed, available, by_seed, loss, lr_sensitivity
 from quacklr.lab.studies.verdicts import method_label
-from quacklr.lab.sweep.ledger import Entry
 
 Draw = Callable[[Results], Figure]
 

@@ -21,10 +21,10 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from quacklr import __version__
 from quacklr.lab.config import Config, kind_of, to_json
+from quacklr.lab.ledger import Entry, rounded
 from quacklr.lab.studies.names import METHOD_NAMES, describe, method_name, settings_of
 from quacklr.lab.studies.results import Comparison
 from quacklr.lab.studies.verdicts import ClaimResult
-from quacklr.lab.sweep.ledger import Entry, rounded
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("run.js", "page.js")

@@ -10,10 +10,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import Method
 from quacklr.lab.studies.names import METHOD_NAMES
 from quacklr.lab.studies.results import NotRun, Results, RunsBySeed
-from quacklr.lab.sweep.ledger import Entry
 
 COLOURS: dict[str, str] = dict(
     zip(

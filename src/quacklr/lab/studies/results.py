@@ -14,12 +14,12 @@ from statistics import mean, stdev
 from typing import Any, TypeVar
 
 from quacklr.lab.config import values_of
+from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import ConstantTau, Default, Method
 from quacklr.lab.model import MLA
 from quacklr.lab.optim import MuonRecipe
 from quacklr.lab.studies.names import METHOD_NAMES, method_name, settings_of
 from quacklr.lab.studies.scale import StudyScale
-from quacklr.lab.sweep.ledger import Entry
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")

@@ -1,1 +1,1 @@
-"""Many runs: a ledger of what came out, places where runs can be executed, and the loop that brings them together."""
+"""Sweeps: executing many runs on this machine or on a cluster, and the command `quacklr sweep`."""

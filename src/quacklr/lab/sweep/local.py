@@ -1,8 +1,8 @@
-"""Runs on this machine: a process each, with as many threads as leave room for the others.
+"""Executor on this machine: one process per run.
 
-Processes are forked from one that has loaded torch and done nothing with it, so a run starts at once. A process is out
-of the terminal's reach (Ctrl-C goes to the sweep, which asks for a checkpoint) but not of the sweep's: when that dies,
-in whatever way, a pipe breaks, and the run saves a checkpoint and ends.
+Processes are forked from a server that has only imported torch, so a run starts quickly. Each has its own session, so
+Ctrl-C reaches the sweep only, which stops the runs. If the sweep dies, a pipe breaks, and each run saves a checkpoint
+and ends.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from quacklr.lab.config import Config, to_json
-from quacklr.lab.sweep.place import Lost, Outcome, ProgressReport, cores, execute, outcome_of
+from quacklr.lab.sweep.executor import EndReport, Lost, Outcome, cores, execute, outcome_of
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Local:
-    """Runs on this machine, `jobs` at once: one a core, or one a GPU if it has GPUs."""
+    """Executes `jobs` runs at once: by default one per GPU, or one per core without GPUs."""
 
     pause = 0.2
 
@@ -37,7 +37,7 @@ class Local:
         CONTEXT.set_forkserver_preload([__name__])
 
     def start(self, config: Config, path: Path) -> LocalJob:
-        """A process that has the run's threads, and if there are GPUs, the one with the fewest runs."""
+        """Start a process with its share of the threads, on the GPU with the fewest runs."""
         self._jobs = [job for job in self._jobs if job.process.is_alive()]
         gpu = min(self.gpus, key=lambda one: sum(job.gpu == one for job in self._jobs), default=None)
         job = LocalJob(replace(config, machine=replace(config.machine, threads=self.threads)), path, gpu)
@@ -45,11 +45,11 @@ class Local:
         return job
 
     def close(self) -> None:
-        """Nothing is held: the process that others are forked from ends with this one."""
+        """Nothing to release: the fork server ends with this process."""
 
 
 def visible_gpus() -> list[str]:
-    """The names by which CUDA_VISIBLE_DEVICES knows the GPUs that we may use."""
+    """The available GPUs, as names for CUDA_VISIBLE_DEVICES."""
     if not torch.cuda.is_available():
         return []
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -57,7 +57,7 @@ def visible_gpus() -> list[str]:
 
 
 class LocalJob:
-    """One process."""
+    """A run in a process."""
 
     def __init__(self, config: Config, path: Path, gpu: str | None) -> None:
         self.gpu = gpu
@@ -70,7 +70,7 @@ class LocalJob:
         alive.close()
 
     def outcome(self) -> Outcome | None:
-        """What the process reported, or that it died without a report."""
+        """The outcome that the process reported, or Lost if it died without a report."""
         ended = not self.process.is_alive()
         report = self._received()
         if report is None:
@@ -79,14 +79,14 @@ class LocalJob:
         self._alive.close()
         return outcome_of(report)
 
-    def _received(self) -> ProgressReport | None:
+    def _received(self) -> EndReport | None:
         try:
             return self._report.recv() if self._report.poll() else None
-        except (EOFError, OSError):  # it died, maybe in the middle of a report
+        except (EOFError, OSError):  # it died, possibly while sending the report
             return None
 
     def stop(self) -> None:
-        """SIGTERM: the run ends after the step it is in, and saves a checkpoint."""
+        """Send SIGTERM: the run saves a checkpoint after its current step and ends."""
         self.process.terminate()
 
 
@@ -97,7 +97,7 @@ def _death(exitcode: int | None) -> str:
 
 
 def _execute(saved: dict[str, Any], path: str, gpu: str | None, report: Connection, alive: Connection) -> None:
-    """In the process of the run: do the work, say how it ended."""
+    """In the process of the run: execute it and send the report."""
     os.setsid()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu

@@ -1,7 +1,7 @@
-"""Runs on a Ray cluster: a task each, in a process of its own, on whichever node has room.
+"""Executor on a Ray cluster: one task per run, in its own process, on any node with free resources.
 
-The folders of the runs, and the corpus, must be on a file system that all nodes share, at the same place: a run whose
-worker or node dies is executed again by Ray, maybe elsewhere, and goes on from the last checkpoint in its folder.
+The folders of the runs and the corpus must be on a shared file system, under the same paths on all nodes: if a worker
+or node dies, Ray retries the run, possibly on another node, and it continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
 from quacklr.lab.config import Config, to_json
 from quacklr.lab.errors import UserError
-from quacklr.lab.sweep.place import Crashed, Halted, Lost, Outcome, ProgressReport, execute, in_a_line, outcome_of
+from quacklr.lab.sweep.executor import Crashed, EndReport, Halted, Lost, Outcome, execute, one_line, outcome_of
 
 RETRIES = 2
-"""How often Ray itself executes a run again whose worker died, before that counts as lost."""
-PATIENCE = 300.0
-"""Seconds that a run has for its checkpoint when it is asked to stop."""
+"""Number of retries by Ray of a run whose worker died, before it counts as lost."""
+STOP_TIMEOUT = 300.0
+"""Seconds that a stopped run has for saving its checkpoint."""
 STARTS = 5
-"""How often Ray is started before it is given up: its own limit of 30 seconds is too short for a busy machine."""
+"""Number of attempts to start Ray, whose own limit of 30 seconds is too short on a busy machine."""
 
 
 class Ray:
-    """The cluster that RAY_ADDRESS names, or `ray start` started here; without one, this machine's cores.
+    """Executes runs on the cluster of RAY_ADDRESS or of `ray start`; without a cluster, on this machine.
 
-    `jobs` is how many runs are handed to Ray at once; it executes as many of them as have `threads` CPUs, and a GPU
-    each if the cluster has GPUs.
+    `jobs` runs are submitted at once. Ray executes as many as have `threads` CPUs each, and a GPU each if the cluster
+    has GPUs.
     """
 
     pause = 0.2
@@ -44,12 +44,12 @@ class Ray:
             _connect()
         self._gpus = ray.cluster_resources().get("GPU", 0) > 0
         most = max(node["Resources"].get("CPU", 0) for node in ray.nodes())
-        if 0 < most < threads:  # with 0 the nodes are yet to come
+        if 0 < most < threads:  # 0: an autoscaling cluster without nodes yet
             self.close()
             raise UserError(f"--threads {threads}: no node of the Ray cluster has more than {most:g} CPUs")
 
     def start(self, config: Config, path: Path) -> RayJob:
-        """A task that waits until a node has room for it."""
+        """Submit a task; it waits for free resources."""
         config = replace(config, machine=replace(config.machine, threads=self.threads))
         device = config.machine.device
         on_gpu = device.startswith("cuda") or (device == "auto" and self._gpus)
@@ -57,7 +57,7 @@ class Ray:
         return RayJob(task.remote(to_json(config), str(path.absolute()), str(Path.cwd())))
 
     def close(self) -> None:
-        """Leave the cluster, which ends one that was started for this; but not if others had connected before."""
+        """Disconnect, which ends a cluster that was started here; not if the process was connected before."""
         if self._ours:
             ray.shutdown()
 
@@ -66,47 +66,47 @@ def _connect(starts: int = STARTS) -> None:
     named = os.environ.get("RAY_ADDRESS", "")
     try:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # it has no type of its own for a cluster that is not there or does not start
+    except Exception as error:  # Ray has no exception type for a missing cluster or a failed start
         if starts > 1 and named in ("", "local") and "timed out" in str(error).lower():
             ray.shutdown()
             return _connect(starts - 1)
-        raise UserError(f"cannot start or find Ray (RAY_ADDRESS is {named!r}): {in_a_line(error)}") from error
+        raise UserError(f"cannot start or find Ray (RAY_ADDRESS is {named!r}): {one_line(error)}") from error
 
 
 class RayJob:
-    """One task."""
+    """A run as a Ray task."""
 
-    def __init__(self, reference: ray.ObjectRef[ProgressReport]) -> None:
+    def __init__(self, reference: ray.ObjectRef[EndReport]) -> None:
         self.reference = reference
         self._stopped: float | None = None
 
     def outcome(self) -> Outcome | None:
-        """What the task returned, or why there is nothing to return."""
+        """The outcome that the task returned, or the one that its error means."""
         ready, _ = ray.wait([self.reference], timeout=0)
         if not ready:
-            self._insist()
+            self._force_stop()
             return None
         try:
             return outcome_of(ray.get(self.reference))
-        except TaskCancelledError:  # before it had begun
+        except TaskCancelledError:  # before it started
             return Halted()
-        except RayTaskError as error:  # it could not even be loaded
-            return Crashed(in_a_line(error.cause))
+        except RayTaskError as error:  # the task could not be loaded
+            return Crashed(one_line(error.cause))
         except RayError as error:
-            return Halted() if self._stopped is not None else Lost(in_a_line(error))
+            return Halted() if self._stopped is not None else Lost(one_line(error))
 
     def stop(self) -> None:
-        """Ray calls the task's handler of SIGINT: the run ends after the step it is in, and saves a checkpoint."""
+        """Send SIGINT through Ray: the run saves a checkpoint after its current step and ends."""
         self._stopped = time.monotonic()
         ray.cancel(self.reference, force=False)
 
-    def _insist(self) -> None:
-        """End the process after `PATIENCE`: a KeyboardInterrupt can get lost, as in a callback of an import."""
-        if self._stopped is not None and time.monotonic() - self._stopped > PATIENCE:
+    def _force_stop(self) -> None:
+        """Kill the process after `STOP_TIMEOUT`: a KeyboardInterrupt can be lost, for example in an import callback."""
+        if self._stopped is not None and time.monotonic() - self._stopped > STOP_TIMEOUT:
             ray.cancel(self.reference, force=True)
 
 
-@ray.remote(max_calls=1)  # a process for each run: its memory, its threads, its GPU are its own
-def _task(saved: dict[str, Any], path: str, folder: str) -> ProgressReport:
-    os.chdir(folder)  # of the sweep: a corpus may be named from there
+@ray.remote(max_calls=1)  # a new process for each run
+def _task(saved: dict[str, Any], path: str, folder: str) -> EndReport:
+    os.chdir(folder)  # the working folder of the sweep: the path of a corpus may be relative
     return execute(saved, path)

@@ -1,10 +1,10 @@
-"""Runs on a Slurm cluster: a job each, submitted with submitit, whose files are in a folder beside the runs'.
+"""Executor on a Slurm cluster: one job per run, submitted with submitit.
 
-All folders must be on a file system that the nodes share. What Slurm does to a job is a signal to the run:
+All folders must be on a shared file system. Slurm sends these signals to a job:
 
-    SIGTERM   scancel, or its node is wanted by others: it saves a checkpoint and ends; the sweep submits it again
-    SIGUSR2   its time is nearly over: it saves a checkpoint and queues itself again, whether the sweep lives or not
-    SIGKILL   it goes on from its last checkpoint, when the sweep learns of it from sacct: in ten minutes at most
+    SIGTERM   scancel or preemption: the run saves a checkpoint and ends; the sweep submits it again
+    SIGUSR2   the time limit is near: the run saves a checkpoint and requeues itself, even if the sweep has ended
+    SIGKILL   the sweep learns of it from sacct within ten minutes, and resumes the run from its last checkpoint
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from submitit.core.utils import FailedJobError
 
 from quacklr.lab.config import Config, to_json
 from quacklr.lab.errors import UserError
-from quacklr.lab.sweep.place import Crashed, Halted, Lost, Outcome, ProgressReport, execute, outcome_of
+from quacklr.lab.sweep.executor import Crashed, EndReport, Halted, Lost, Outcome, execute, outcome_of
 
 OPTIONS = ("account", "constraint", "exclude", "gpus_per_node", "gres", "mem", "nodelist", "partition", "qos", "time")
-"""Those of sbatch that can be set; time is in minutes."""
+"""Options of sbatch that can be set; time is in minutes."""
 MINUTES = 12 * 60
-"""Of a job, unless given; a run that takes longer queues itself again."""
-LAG = 15.0
-"""Seconds after which a file that another node has written is seen here."""
-ASK = 5.0
-"""Seconds between two calls of sacct when a job was asked to stop."""
+"""Default time limit of a job; a longer run requeues itself."""
+FILE_SYSTEM_DELAY = 15.0
+"""Seconds until a file that another node has written is visible here."""
+POLL_INTERVAL = 5.0
+"""Seconds between two calls of sacct after a job was stopped."""
 
 
 class Slurm:
-    """Runs as jobs of a Slurm cluster, `jobs` of them submitted at once, with `threads` CPUs each.
+    """Submits `jobs` runs at once, with `threads` CPUs each.
 
-    A run for cuda gets a GPU, and so does one in bf16 that takes whatever is there, unless the options speak of GPUs.
+    A run with --device cuda gets a GPU, and so does a bf16 run with --device auto, unless --slurm requests GPUs.
     """
 
     pause = 0.2
@@ -52,29 +52,29 @@ class Slurm:
     ) -> None:
         self.slots, self.threads = jobs, threads
         given = parameters(options)
-        self._asks_for_gpus = bool(given.keys() & {"slurm_gpus_per_node", "slurm_gres"})
+        self._requests_gpus = bool(given.keys() & {"slurm_gpus_per_node", "slurm_gres"})
         self.executor = executor or _cluster(folder)
         self.executor.update_parameters(name="quacklr", timeout_min=MINUTES, cpus_per_task=threads, **given)
 
     def start(self, config: Config, path: Path) -> SlurmJob:
-        """Submit a job; UserError if Slurm refuses it."""
+        """Submit a job; UserError if Slurm rejects it."""
         machine = replace(config.machine, threads=self.threads)
         on_gpu = machine.device.startswith("cuda") or (machine.device == "auto" and machine.precision == "bf16")
-        if on_gpu and not self._asks_for_gpus:
+        if on_gpu and not self._requests_gpus:
             self.executor.update_parameters(gpus_per_node=1)
         try:
-            job = self.executor.submit(Work(), to_json(replace(config, machine=machine)), str(path.absolute()))
+            job = self.executor.submit(SlurmTask(), to_json(replace(config, machine=machine)), str(path.absolute()))
         except FailedJobError as error:
             reason = str(error).strip().splitlines()[-1]
             raise UserError(f"Slurm refuses the job: {reason}; --slurm sets partition, account and others") from error
         return SlurmJob(job)
 
     def close(self) -> None:
-        """Nothing is held: jobs are Slurm's."""
+        """Nothing to release."""
 
 
 def parameters(options: Sequence[str]) -> dict[str, Any]:
-    """Options such as partition=gpu, as submitit wants them; UserError for one that is not of that kind."""
+    """Parse options such as partition=gpu into parameters of submitit."""
     found: dict[str, Any] = {}
     for option in options:
         name, _, value = option.partition("=")
@@ -98,52 +98,52 @@ def _cluster(folder: Path) -> submitit.Executor:
 
 
 class SlurmJob:
-    """One job."""
+    """A run as a Slurm job."""
 
-    def __init__(self, job: submitit.Job[ProgressReport]) -> None:
+    def __init__(self, job: submitit.Job[EndReport]) -> None:
         self.job = job
         self._ended: float | None = None
-        self._asked = -ASK
+        self._polled = -POLL_INTERVAL
         self._stopped = False
 
     def outcome(self) -> Outcome | None:
-        """What the job reported, or that it ended without a report."""
+        """The outcome that the job reported; Halted or Lost if it ended without a report."""
         if not self._done():
             return None
         if self.job.paths.result_pickle.exists():
             return self._reported()
         self._ended = self._ended or time.monotonic()
-        if time.monotonic() - self._ended < LAG:
+        if time.monotonic() - self._ended < FILE_SYSTEM_DELAY:
             return None
         state = f"job {self.job.job_id} ended without a report, in state {self.job.state}"
         return Halted() if self._stopped else Lost(state)
 
     def _done(self) -> bool:
-        """Submitit asks Slurm ever more rarely, which is too rare when we wait for a job to stop."""
-        force = self._stopped and time.monotonic() - self._asked >= ASK
+        """Whether the job has ended. submitit polls Slurm rarely, so after `stop` this forces a poll."""
+        force = self._stopped and time.monotonic() - self._polled >= POLL_INTERVAL
         if force:
-            self._asked = time.monotonic()
+            self._polled = time.monotonic()
         return self.job.done(force_check=force)
 
     def _reported(self) -> Outcome:
         try:
             return outcome_of(self.job.result())
-        except FailedJobError as error:  # it could not even be loaded: the traceback stands between two lines
+        except FailedJobError as error:  # the task could not be loaded; the message has the traceback between two lines
             return Crashed(str(error).split("-" * 22)[1].strip().splitlines()[-1])
 
     def stop(self) -> None:
-        """Scancel: a job that waits is gone; one that runs gets SIGTERM, and half a minute for its checkpoint."""
+        """Call scancel: a pending job is removed; a running one gets SIGTERM and 30 seconds for its checkpoint."""
         self._stopped = True
         self.job.cancel(check=False)
 
 
-class Work:
-    """What a job executes."""
+class SlurmTask:
+    """The callable that a job executes."""
 
-    def __call__(self, saved: dict[str, Any], path: str) -> ProgressReport:
-        """Do the work; when the job's time is nearly over, save a checkpoint and have it queued again."""
+    def __call__(self, saved: dict[str, Any], path: str) -> EndReport:
+        """Execute the run; near the time limit, save a checkpoint and requeue the job."""
         if submitit.JobEnvironment().paths.result_pickle.exists():
-            return "halted", None  # Slurm queued it again when it took the node; the sweep has submitted another job
+            return "halted", None  # preempted and requeued by Slurm, but the sweep has submitted another job
         requeue: Any = signal.getsignal(signal.SIGUSR2)
         ending = []
 
@@ -159,5 +159,5 @@ class Work:
         return report
 
     def checkpoint(self, saved: dict[str, Any], path: str) -> submitit.helpers.DelayedSubmission:
-        """What is queued again: the same."""
+        """What submitit requeues: the same call."""
         return submitit.helpers.DelayedSubmission(self, saved, path)

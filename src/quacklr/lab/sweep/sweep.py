@@ -1,6 +1,6 @@
-"""The loop of a sweep: what the ledger does not have is started, asked about, and written down as it ends.
+"""The loop of a sweep: start the runs that the ledger does not have, poll them, and append those that ended.
 
-Nothing is lost when it stops, in whatever way: runs have checkpoints in their folders, and the ledger has what ended.
+A sweep can be killed at any time: runs have checkpoints in their folders, and the ledger has the runs that ended.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quacklr.lab.config import Config, fingerprint
-from quacklr.lab.signals import signals
-from quacklr.lab.sweep.ledger import Entry, Ledger, crashed
-from quacklr.lab.sweep.place import Crashed, Executor, Halted, Job, Lost, Outcome
+from quacklr.lab.ledger import Entry, Ledger, crashed
+from quacklr.lab.signals import stop_signals
+from quacklr.lab.sweep.executor import Crashed, Executor, Halted, Job, Lost, Outcome
 
 ATTEMPTS = 3
-"""How often a run is started before a death of its process counts as its end."""
+"""Number of starts after which a run whose process dies counts as crashed."""
 
 
 @dataclass
 class Task:
-    """A run that the ledger does not have yet."""
+    """A run that is not in the ledger yet."""
 
     config: Config
     path: Path
@@ -32,7 +32,7 @@ class Task:
 
 @dataclass
 class State:
-    """How far the sweep is; what its display shows."""
+    """The progress of a sweep."""
 
     waiting: deque[Task]
     running: list[Task] = field(default_factory=list)
@@ -42,7 +42,7 @@ class State:
 
 
 def missing(configs: Iterable[Config], known: dict[str, Entry], retry: bool = False) -> list[Config]:
-    """Of these runs the ones to do: each once, those that are in no ledger, and with `retry` those that crashed."""
+    """The runs that are not in the ledger, each once; with `retry` also those that crashed."""
     wanted = {fingerprint(config): config for config in configs}
     done = {key for key, entry in known.items() if not (retry and entry.status == "crashed")}
     return [config for key, config in wanted.items() if key not in done]
@@ -51,38 +51,38 @@ def missing(configs: Iterable[Config], known: dict[str, Entry], retry: bool = Fa
 def sweep(
     configs: Iterable[Config],
     ledger: Ledger,
-    place: Executor,
+    executor: Executor,
     runs: Path,
     show: Callable[[State], None] = lambda _: None,
 ) -> State:
-    """Run all of these at a place, each in a folder of `runs` named by its fingerprint, and write them to the ledger.
+    """Execute all runs, each in the folder `runs / fingerprint`, and append them to the ledger.
 
-    A run whose process dies is started again and goes on from its checkpoint, three times in all. On Ctrl-C or SIGTERM
-    all runs save a checkpoint, and it returns.
+    A run whose process dies is resumed from its checkpoint, with three starts at most. After SIGINT or SIGTERM all runs
+    save a checkpoint, and the function returns.
     """
     state = State(deque(Task(config, runs / fingerprint(config)) for config in configs))
-    with signals() as caught:
+    with stop_signals() as caught:
         while state.running or (state.waiting and state.stopped is None):
             if caught and state.stopped is None:
                 state.stopped = caught[0]
                 for task in state.running:
                     _job(task).stop()
-            while state.waiting and len(state.running) < place.slots and state.stopped is None:
-                _start(state.waiting.popleft(), state, place)
-            _look(state, ledger)
+            while state.waiting and len(state.running) < executor.slots and state.stopped is None:
+                _start(state.waiting.popleft(), state, executor)
+            _collect(state, ledger)
             show(state)
-            time.sleep(place.pause)
+            time.sleep(executor.pause)
     return state
 
 
-def _start(task: Task, state: State, place: Executor) -> None:
+def _start(task: Task, state: State, executor: Executor) -> None:
     task.attempts += 1
-    task.job = place.start(task.config, task.path)
+    task.job = executor.start(task.config, task.path)
     state.running.append(task)
 
 
-def _look(state: State, ledger: Ledger) -> None:
-    """Write down what has ended, and queue anew what died."""
+def _collect(state: State, ledger: Ledger) -> None:
+    """Append runs that ended to the ledger, and queue those whose process died again."""
     for task in list(state.running):
         outcome = _job(task).outcome()
         if outcome is None:
@@ -97,7 +97,7 @@ def _look(state: State, ledger: Ledger) -> None:
 
 
 def _entry(task: Task, outcome: Outcome) -> Entry | None:
-    """The line for the ledger; None if the run is to be started again."""
+    """The entry for the ledger; None if the run is started again."""
     match outcome:
         case Entry():
             return outcome
@@ -110,5 +110,5 @@ def _entry(task: Task, outcome: Outcome) -> Entry | None:
 
 
 def _job(task: Task) -> Job:
-    assert task.job is not None, "only what was started is asked about"
+    assert task.job is not None, "only started tasks are polled"
     return task.job

@@ -1,1 +1,1 @@
-"""Training: the loop, its folder and checkpoints, and the command `quacklr train`."""
+"""Training: the loop, the folder and checkpoints of a run, and the command `quacklr train`."""

@@ -1,4 +1,4 @@
-"""The machine under a run: which device, how much memory it took, how near its peak it works."""
+"""The device of a run: selection, peak memory, FLOPs utilization, and a description of the environment."""
 
 from __future__ import annotations
 
@@ -17,22 +17,15 @@ import quacklr
 from quacklr.lab.config import Config, Machine
 from quacklr.lab.errors import UserError
 
-PEAK = {
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-    "B200": 2250e12,
-}
-"""Dense bf16 operations a second, by a part of the device's name, from its makers' tables."""
+H100, A100, B200 = 989e12, 312e12, 2250e12
+PEAK_FLOPS = {"GH200": H100, "H200": H100, "H100": H100, "A100": A100, "L40S": 362e12, "4090": 165e12, "B200": B200}
+"""Dense bf16 FLOPs per second, by a part of the device name, from the vendors' tables."""
 
 
 def device_of(machine: Machine) -> torch.device:
-    """The device that the options mean; UserError if this machine has none.
+    """The device that the options select; UserError if this machine does not have it. Also sets the thread count.
 
-    Of several processes on a machine, each has a GPU of its own, if they are not told which.
+    With several processes on a machine, `cuda` gives each its own GPU.
     """
     name = ("cuda" if torch.cuda.is_available() else "cpu") if machine.device == "auto" else machine.device
     if name.startswith("cuda:") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -48,13 +41,13 @@ def device_of(machine: Machine) -> torch.device:
     if machine.threads is not None:
         torch.set_num_threads(machine.threads)
     if device.type == "cpu":
-        keep_memory()
+        reuse_freed_memory()
     return device
 
 
 @contextmanager
 def threads_restored() -> Iterator[None]:
-    """Afterwards torch has as many threads as before: `device_of` sets those that a run asks for."""
+    """Restore torch's thread count at the end; `device_of` sets that of the run."""
     before = torch.get_num_threads()
     try:
         yield
@@ -62,17 +55,17 @@ def threads_restored() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def keep_memory() -> None:
-    """Let the C library reuse memory between steps, instead of giving it back to the system and taking it anew.
+def reuse_freed_memory() -> None:
+    """Make glibc reuse freed memory between steps instead of returning it to the system.
 
-    glibc does so for blocks up to the largest that was ever freed, 32 MB at most; fresh pages cost a small model as
-    much as its arithmetic. Other C libraries are not changed by it.
+    glibc does so for blocks up to the size of the largest freed block, at most 32 MB. For a small model, new pages cost
+    as much time as the arithmetic. No effect with other C libraries.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def memory(device: torch.device) -> float:
-    """The most memory used so far, in GB: of the GPU if there is one, otherwise of the process."""
+    """Peak memory so far in GB: of the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         used = torch.cuda.max_memory_allocated(device)
     else:
@@ -81,9 +74,12 @@ def memory(device: torch.device) -> float:
 
 
 def mfu(size: int, config: Config, tokens_per_second: float, device: torch.device) -> float | None:
-    """Share of the GPU's peak: a token takes 6 operations a parameter, and 6 a number attended of a past position."""
+    """Model FLOPs utilization; None if the peak is not known.
+
+    A token takes 6 FLOPs per parameter, and 6 per attended element of each past position.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((value for part, value in PEAK.items() if part in name), None)
+    peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
     if peak is None:
         return None
     past = config.shape.context / 2
@@ -92,7 +88,7 @@ def mfu(size: int, config: Config, tokens_per_second: float, device: torch.devic
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to judge a run's numbers: versions and hardware, no names of machines or people."""
+    """Versions and hardware, for `environment.json`; no names of machines or people."""
     packages = {}
     for name in ("torch", "numpy", "tyro", "rich", "tokenizers", "pyarrow"):
         try:

@@ -1,9 +1,9 @@
-"""Before a run reads tokens: are they those that were prepared?"""
+"""Verification of a corpus before a run reads its tokens."""
 
 from __future__ import annotations
 
 from quacklr.lab.data import Corpus
-from quacklr.lab.data.corpus import CHEAP
+from quacklr.lab.data.corpus import ALWAYS_HASHED_BYTES
 from quacklr.lab.data.manifest import Shard
 from quacklr.lab.data.tokens import DTYPE
 from quacklr.lab.errors import UserError
@@ -11,25 +11,25 @@ from quacklr.lab.progress import progress
 from quacklr.lab.train.world import World
 
 
-def verify(corpus: Corpus, world: World, resumed: bool) -> None:
-    """Hash what may have changed since it was prepared; the processes of a machine share the files among them.
+def verify_corpus(corpus: Corpus, world: World, resumed: bool) -> None:
+    """Hash the shards that may have changed; the processes of a machine divide the files among them.
 
-    UserError in the process that finds a file which is not what was written; the others end without a word.
+    UserError in a process that finds a wrong hash; the other processes exit silently.
     """
-    mine = corpus.suspects(every=resumed)[world.local_rank :: world.local_size]
-    refusal = None
+    shards = corpus.shards_to_verify(every=resumed)[world.local_rank :: world.local_size]
+    failure = None
     try:
-        _hash(corpus, mine)
+        _hash(corpus, shards)
     except UserError as error:
-        refusal = error
-    if world.largest(refusal is not None):
-        raise refusal or SystemExit(2)
+        failure = error
+    if world.all_reduce_max(failure is not None):
+        raise failure or SystemExit(2)
 
 
 def _hash(corpus: Corpus, shards: list[Shard]) -> None:
-    """With a display where it takes a while."""
+    """Hash shards, with a progress display if they are large."""
     size = sum(shard.tokens for shard in shards) * DTYPE.itemsize
-    if size <= CHEAP:
+    if size <= ALWAYS_HASHED_BYTES:
         corpus.verify(lambda _: None, shards)
         return
     with progress("verifying the corpus", size / 1e6, "MB") as show:

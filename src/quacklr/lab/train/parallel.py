@@ -1,7 +1,7 @@
-"""One model in many processes: a copy in each (DDP), or a shard in each (FSDP2). Each trains on rows of its own.
+"""Data parallelism: each process has a replica of the model (DDP) or a shard of it (FSDP2), and its own rows.
 
-Gradients are means over all rows, so the steps are those of one process, but for the order of additions. They are sent
-once a step, after the last of its micro-batches.
+Gradients are means over all rows, so a step equals that of one process up to the order of additions. They are reduced
+once per step, after the last micro-batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from quacklr.distributed.collectives import fully_sharded
@@ -21,16 +21,18 @@ from quacklr.lab.model import Decoder
 from quacklr.lab.train.world import World
 
 
-def distributed(model: Decoder, machine: Machine, world: World) -> nn.Module:
-    """What is called to train the model: itself, unless there are several processes. Optimizers are made after this."""
+def parallelize(model: Decoder, machine: Machine, world: World) -> nn.Module:
+    """Wrap (DDP) or shard (FSDP2) the model if there are several processes; call it before creating the optimizers."""
     if world.size == 1:
         return model
     if machine.parallel == "ddp":
         device = next(model.parameters()).device
         devices = None if device.type == "cpu" else [device]
         known = signature(DistributedDataParallel).parameters
-        of_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.13
-        settings: dict[str, Any] = {of_buffers: False}  # tables of positions, the same everywhere
+        sync_buffers = (
+            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        )  # torch < 2.13
+        settings: dict[str, Any] = {sync_buffers: False}  # the buffers are position tables, equal on all ranks
         return DistributedDataParallel(model, devices, gradient_as_bucket_view=True, **settings)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -46,7 +48,7 @@ def distributed(model: Decoder, machine: Machine, world: World) -> nn.Module:
 
 @contextmanager
 def micro_batch(forward: nn.Module, last: bool) -> Iterator[None]:
-    """Around a forward and its backward: gradients are sent after the last of a step only."""
+    """Wraps a forward and backward pass: gradients are reduced after the last micro-batch only."""
     if isinstance(forward, DistributedDataParallel) and not last:
         with forward.no_sync():
             yield
@@ -57,8 +59,7 @@ def micro_batch(forward: nn.Module, last: bool) -> Iterator[None]:
     yield
 
 
-def clip_gradients(model: nn.Module, largest: float) -> float:
-    """Scale all gradients back if their norm, over all processes, is above the largest; and what it was."""
-    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return float(whole)
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Clip the global norm of the gradients over all processes, and return the norm before clipping."""
+    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

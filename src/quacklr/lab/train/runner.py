@@ -1,4 +1,4 @@
-"""One run from beginning to end: rows go to its folder, checkpoints are saved, and a signal to stop loses nothing."""
+"""Executes one run in its folder: training, rows, trackers, checkpoints, resumption and signals."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from quacklr.lab.data import Corpus, open_corpus
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import locked
 from quacklr.lab.optim import Constant
-from quacklr.lab.progress import Show, progress
-from quacklr.lab.signals import signals
-from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, ours, refuse_older_format, step_of
+from quacklr.lab.progress import ProgressDisplay, progress
+from quacklr.lab.signals import stop_signals
+from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, step_of, user_errors_for, validate_format
 from quacklr.lab.train.device import device_of, environment, threads_restored
 from quacklr.lab.train.folder import Folder
-from quacklr.lab.train.integrity import verify
-from quacklr.lab.train.session import Row, Session
-from quacklr.lab.train.statistics import largest
+from quacklr.lab.train.integrity import verify_corpus
+from quacklr.lab.train.rows import Row
+from quacklr.lab.train.session import Session
+from quacklr.lab.train.statistics import max_logit
 from quacklr.lab.train.trackers import Tracker, trackers
-from quacklr.lab.train.world import World, is_restarted, job, joined
+from quacklr.lab.train.world import World, is_restarted, process_group, torchrun_id
 from quacklr.util import terminal
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
-    """A signal ended the run after a whole step; its checkpoint is saved."""
+    """A signal stopped the run after a step; its checkpoint is saved."""
 
     def __init__(self, step: int, signum: int) -> None:
         super().__init__(step, signum)
@@ -37,47 +38,47 @@ class Stopped(Exception):  # noqa: N818 - not an error
 
 @terminal.tolerant()
 def run(config: Config, path: Path, resume: bool = False, wandb: str | None = None) -> Row:
-    """Train, and return how it ended: the content of `result.json`.
+    """Train a run in a folder and return its result, the content of `result.json`.
 
-    With `resume` it goes on from the folder's last checkpoint, or begins if there is none. Raises Stopped when a signal
-    (Ctrl-C, SIGTERM) ended it, and UserError for what a user can mend.
+    With `resume` it continues from the last checkpoint, or begins if there is none. Raises Stopped after SIGINT or
+    SIGTERM, and UserError for mistakes that a user can fix.
     """
     folder = Folder(path)
-    resume = resume or (is_restarted() and folder.environment.get("job") == job())
-    with threads_restored(), joined() as world:
+    resume = resume or (is_restarted() and folder.environment.get("job") == torchrun_id())
+    with threads_restored(), process_group() as world:
         return _run(config, folder, resume, wandb, world)
 
 
 def _run(config: Config, folder: Folder, resume: bool, wandb: str | None, world: World) -> Row:
-    """The run, in one of the processes that have found each other; nothing that it made outlives it."""
-    world.told(lambda: world.refuse_unless_shared(config.sequences))
-    if ended := world.told(lambda: _ending(config, folder, resume)):
+    """The run in one process of the group. The session must be a local variable: see `process_group`."""
+    world.broadcast(lambda: world.validate_divisible(config.sequences))
+    if ended := world.broadcast(lambda: _finished_result(config, folder, resume)):
         return ended
-    device_of(config.machine)  # before the corpus, which may take a while to make
+    device = device_of(config.machine)  # before the corpus, which may take minutes to prepare
     corpus = open_corpus(config.training.corpus)
-    if corpus.fingerprint != world.told(lambda: corpus.fingerprint):
+    if corpus.fingerprint != world.broadcast(lambda: corpus.fingerprint):
         raise UserError(f"--corpus {config.training.corpus} is other text here than for the leading process")
-    verify(corpus, world, resumed=resume and folder.taken)
-    session = Session(config, corpus)
-    name = name_of_checkpoints(session.config, corpus.fingerprint)
-    about = environment(session.device) | {"corpus": corpus.fingerprint, "processes": world.size, "job": job()}
+    verify_corpus(corpus, world, resumed=resume and folder.has_run)
+    session = Session(config, corpus, device)
+    identity = run_identity(session.config, corpus.fingerprint)
+    about = environment(device) | {"corpus": corpus.fingerprint, "processes": world.size, "job": torchrun_id()}
     with ExitStack() as stack:
-        found = world.told(lambda: _taken(folder, resume, stack))
-        saves = stack.enter_context(Checkpoints(folder.checkpoints, name, config.watch.keep))
+        found = world.broadcast(lambda: _checkpoint_to_resume(folder, resume, stack))
+        saves = stack.enter_context(Checkpoints(folder.checkpoints, identity, config.watch.keep))
         if found:
             _load(session, saves, found)
-        writer = _writer(session, corpus, folder, about, wandb) if world.leads else nullcontext(_nowhere)
+        writer = _writer(session, corpus, folder, about, wandb) if world.is_rank0 else nullcontext(_ignore)
         with writer as write:
             _train(session, saves, write, folder)
         saves.wait()
-        return world.told(lambda: _end(folder))
+        return world.broadcast(lambda: _write_result(folder))
 
 
 def _load(session: Session, saves: Checkpoints, path: Path) -> None:
-    """Go on from a checkpoint; UserError if it is none of quacklr's, before a row is dropped for it."""
-    rest = saves.load(path, session.model, session.optimizers)
-    with ours(path):
-        session.load_rest(rest)
+    """Load a checkpoint into the session; UserError, before any row is removed, if it is not one of quacklr's."""
+    state = saves.load(path, session.model, session.optimizers)
+    with user_errors_for(path):
+        session.load_extra_state(state)
         if type(session.step) is not int or session.step != step_of(path):
             raise ValueError(f"it says that it is of step {session.step}")
         if not isinstance(session.first_val_loss, float):
@@ -85,17 +86,17 @@ def _load(session: Session, saves: Checkpoints, path: Path) -> None:
 
 
 def _train(session: Session, saves: Checkpoints, write: Callable[[Row], None], folder: Folder) -> None:
-    """All rows from where the session stands, each written before the next is begun."""
+    """Train to the end or to a signal; write each row before the next step, and save checkpoints when due."""
     steps = session.config.training.steps
-    with signals() as stop:
+    with stop_signals() as caught:
         for row in session.rows():
             write(row)
-            signum = int(session.world.largest(stop[0] if stop else 0))  # all processes stop at the same step
+            signum = int(session.world.all_reduce_max(caught[0] if caught else 0))  # all ranks stop at the same step
             stopping = bool(signum) and session.step < steps and "diverged" not in row
-            if stopping or "diverged" in row or is_due(session):
-                if session.world.leads:
-                    folder.flush()  # a checkpoint without the rows before it could not be resumed
-                saves.save(session.step, session.tensors(), session.rest(), session.config.watch.async_save)
+            if stopping or "diverged" in row or is_checkpoint_due(session):
+                if session.world.is_rank0:
+                    folder.flush()  # a run can only be resumed from a checkpoint if it has all earlier rows
+                saves.save(session.step, session.tensors(), session.extra_state(), session.config.watch.async_save)
             if stopping:
                 saves.wait()
                 raise Stopped(session.step, signum)
@@ -105,67 +106,67 @@ def _train(session: Session, saves: Checkpoints, write: Callable[[Row], None], f
 def _writer(
     session: Session, corpus: Corpus, folder: Folder, about: Row, wandb: str | None
 ) -> Iterator[Callable[[Row], None]]:
-    """What writes a row to the folder, to the trackers and to the terminal, from where the session stands."""
-    watchers = trackers(folder.path, session.config, session.step, wandb)  # it may refuse, so it comes first
-    corpus.leave_tokenizer(folder.path)
-    folder.forget_after(session.step if session.first_val_loss is not None else -1)
-    folder.reopen()
-    folder.begin(session.config, about)
+    """A function that writes a row to the folder, the trackers and the terminal. First brings the folder up to date."""
+    active = trackers(folder.path, session.config, session.step, wandb)  # first, because it may raise UserError
+    corpus.save_tokenizer(folder.path)
+    folder.truncate_after(session.step if session.first_val_loss is not None else -1)
+    folder.remove_result()
+    folder.write_config(session.config, about)
     try:
         with progress("training", session.config.training.steps, "steps", session.step) as show:
-            show.line(heading(session, folder.path))
+            show.line(describe_run(session, folder.path))
 
             def write(row: Row) -> None:
                 folder.append(row)
-                for watcher in list(watchers):
-                    with _dropped_if_it_fails(watcher, watchers):
-                        watcher.write(row)
-                tell(show, row)
+                for tracker in list(active):
+                    with _dropped_on_error(tracker, active):
+                        tracker.write(row)
+                show_row(show, row)
 
             yield write
     finally:
-        for watcher in list(watchers):
-            with _dropped_if_it_fails(watcher, watchers):
-                watcher.close()
+        for tracker in list(active):
+            with _dropped_on_error(tracker, active):
+                tracker.close()
 
 
 @contextmanager
-def _dropped_if_it_fails(watcher: Tracker, watchers: list[Tracker]) -> Iterator[None]:
-    """A tracker shows what metrics.jsonl has: a run goes on without one that fails."""
+def _dropped_on_error(tracker: Tracker, active: list[Tracker]) -> Iterator[None]:
+    """Drop a tracker that fails, with a message: the run continues, and metrics.jsonl has all rows."""
     try:
         yield
-    except Exception as error:  # whatever a package and its network raise
-        watchers.remove(watcher)
+    except Exception as error:  # any error of a package or its network
+        active.remove(tracker)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"{type(watcher).__name__} fails ({reason}), so the run goes on without it", file=sys.stderr)
+        print(f"{type(tracker).__name__} fails ({reason}), so the run goes on without it", file=sys.stderr)
 
 
-def _nowhere(_: Any) -> None:
-    """For what is not to be shown or written."""
+def _ignore(_: Any) -> None:
+    """Write nothing, on ranks other than 0."""
 
 
-def _ending(config: Config, folder: Folder, resume: bool) -> Row | None:
-    """How the run in the folder has ended, if it has; UserError if it is another one, or not to be resumed."""
-    folder.refuse_unless_new(resume)
-    _refuse_another(config, folder)
+def _finished_result(config: Config, folder: Folder, resume: bool) -> Row | None:
+    """The result in the folder if the run has ended; UserError if it holds another run, or one not to be resumed."""
+    folder.validate_new(resume)
+    _validate_same_run(config, folder)
     ended = folder.result
     if not ended or (ended["status"] != "diverged" and ended["step"] < config.training.steps):
         return None
-    folder.refuse_gaps(ended["step"], ended=True)
+    folder.validate_rows(ended["step"], ended=True)
     return ended
 
 
-def _taken(folder: Folder, resume: bool, stack: ExitStack) -> Path | None:
-    """Keep others out of the folder from now on; the checkpoint to go on from, None if the run begins here."""
+def _checkpoint_to_resume(folder: Folder, resume: bool, stack: ExitStack) -> Path | None:
+    """Lock the folder for the rest of the run, and return the checkpoint to resume from, or None to begin."""
     stack.enter_context(locked(folder.path))
-    folder.refuse_unless_new(resume)
-    found = checkpoints(folder.checkpoints) if folder.taken else []
+    folder.validate_new(resume)
+    found = checkpoints(folder.checkpoints) if folder.has_run else []
     if found:
-        folder.refuse_gaps(step_of(found[-1]) or 0)
+        folder.validate_rows(step_of(found[-1]) or 0)
         return found[-1]
-    refuse_older_format(folder.checkpoints)
-    reached = folder.rows()[-1]["step"] if folder.taken and folder.rows() else None
-    # with --async-save one may be under way when the next is due
+    validate_format(folder.checkpoints)
+    reached = folder.rows()[-1]["step"] if folder.has_run and folder.rows() else None
+    # twice: with --async-save, one checkpoint may still be in progress when the next is due
     if folder.result or (reached is not None and reached > 2 * folder.config().watch.checkpoint_every):
         raise UserError(f"{folder.path} has no checkpoint left to go on from; train anew in another --out")
     if reached is not None:
@@ -173,16 +174,15 @@ def _taken(folder: Folder, resume: bool, stack: ExitStack) -> Path | None:
     return None
 
 
-def _end(folder: Folder) -> Row:
-    """Write down how the run ended."""
-    result = conclude(folder.rows())
-    folder.end(result)
+def _write_result(folder: Folder) -> Row:
+    result = result_of(folder.rows())
+    folder.write_result(result)
     return result
 
 
-def _refuse_another(config: Config, folder: Folder) -> None:
-    """UserError if the folder holds a run that is not this one."""
-    if folder.taken:
+def _validate_same_run(config: Config, folder: Folder) -> None:
+    """Raise UserError if the folder holds another run."""
+    if folder.has_run:
         saved = folder.config()
         shape = replace(config.shape, vocab=config.shape.vocab or saved.shape.vocab)
         one, other = resume_key(saved), resume_key(replace(config, shape=shape))
@@ -191,50 +191,45 @@ def _refuse_another(config: Config, folder: Folder) -> None:
 
 
 def resume_key(config: Config) -> Config:
-    """What a run cannot change on its way: all but how it is watched, on what machine, and how long it goes on.
+    """The options that a resumed run cannot change: all but measurements, machine and number of steps.
 
-    With a schedule that ends, its length is part of it. Where the corpus lies is not: its content is.
+    With a schedule that ends, the number of steps is included. The corpus is not: its fingerprint is compared instead.
     """
     steps = 10**9 if isinstance(config.schedule, Constant) else config.training.steps
     training = replace(config.training, steps=steps, corpus="")
     return replace(config, training=training, watch=Watch(), machine=Machine())
 
 
-def name_of_checkpoints(config: Config, corpus: str) -> str:
-    """What the checkpoints of a run say of themselves, so that none is taken for another's."""
+def run_identity(config: Config, corpus: str) -> str:
+    """The identity of a run in its checkpoints: fingerprints of the configuration and of the corpus."""
     return f"{fingerprint(resume_key(config))}-{corpus}"
 
 
-def is_due(session: Session) -> bool:
-    """Whether a checkpoint is saved after this step."""
+def is_checkpoint_due(session: Session) -> bool:
+    """Whether a checkpoint is saved after the current step."""
     watch, steps = session.config.watch, session.config.training.steps
     return session.step == steps or (session.step > 0 and session.step % watch.checkpoint_every == 0)
 
 
-def heading(session: Session, path: Path) -> str:
-    """What is about to be trained, where, and where it goes."""
-    config = session.config
+def describe_run(session: Session, path: Path) -> str:
+    """Two lines for the terminal: model, method, optimizer, device, length and folder of a run."""
+    config, size = session.config, session.world.size
     kinds = {field: kind_of(field, getattr(config, field)) for field in KINDS}
     settings = ", ".join(f"{name} {value}" for name, value in values_of(config.method).items())
+    shared = "each with the whole model" if config.machine.parallel == "ddp" else "each with a shard of the model"
+    processes = f" in {size} processes, {shared}" if size > 1 else ""
     tokens = config.training.steps * config.training.batch_tokens
     start = f"from step {session.step} on" if session.step else "from the beginning"
     return (
         f"{session.size:,} parameters, {kinds['attention']}, {kinds['method']}{f' ({settings})' if settings else ''}, "
-        f"{kinds['optimizer']} at lr {config.optimizer.lr:g}, on {where(session)}\n"
+        f"{kinds['optimizer']} at lr {config.optimizer.lr:g}, on {session.device}{processes}\n"
         f"{config.training.steps:,} steps of {config.training.batch_tokens:,} tokens, {tokens:,} in all, {start}; "
         f"everything goes to {path}"
     )
 
 
-def where(session: Session) -> str:
-    """The device, and how many processes share the model in which way."""
-    size, shared = session.world.size, {"ddp": "each with the whole model", "fsdp": "each with a shard of the model"}
-    several = f" in {size} processes, {shared[session.config.machine.parallel]}" if size > 1 else ""
-    return f"{session.device}{several}"
-
-
-def tell(show: Show, row: Row) -> None:
-    """The row on the display: a line that stays when something was measured, otherwise a few words."""
+def show_row(show: ProgressDisplay, row: Row) -> None:
+    """Show a row on the terminal: a permanent line after a validation, and the status of the progress bar."""
     loss = f"loss {row['loss']:.3f}" if "loss" in row else ""
     if "val_loss" in row:
         parts = [
@@ -242,15 +237,15 @@ def tell(show: Show, row: Row) -> None:
             f"validation loss {row['val_loss']:.3f}",
             f"{row['val_bpb']:.3f} bits a byte",
         ]
-        top = largest(row["logits"]) if "logits" in row else None
+        top = max_logit(row["logits"]) if "logits" in row else None
         parts += [f"largest logit {top:.4g}"] if top is not None else []
         show.line("  ".join([*parts, *([loss] if loss else [])]))
     speed = f", {row['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in row else ""
     show(row["step"], f"{loss}{speed}")
 
 
-def conclude(rows: list[Row]) -> dict[str, Any]:
-    """How a run ended, from its rows."""
+def result_of(rows: list[Row]) -> dict[str, Any]:
+    """The content of `result.json`, from all rows of a run that has ended."""
     if not rows:
         raise UserError("metrics.jsonl has no rows, so nothing can be said about the run; train anew in another --out")
     last = rows[-1]
@@ -264,5 +259,5 @@ def conclude(rows: list[Row]) -> dict[str, Any]:
         "val_loss": validated[-1]["val_loss"] if validated else None,
         "val_bpb": validated[-1]["val_bpb"] if validated else None,
         "best_val_loss": min((row["val_loss"] for row in validated if row["val_loss"] is not None), default=None),
-        "max_logit": largest(probed[-1]["logits"]) if probed else None,
+        "max_logit": max_logit(probed[-1]["logits"]) if probed else None,
     }

@@ -1,8 +1,8 @@
-"""The training loop: a generator of rows, one a step. It opens no file and knows no method.
+"""The training loop: a generator of rows, one per step. It opens no file and does not know the methods.
 
     for row in Session(config, corpus).rows(): ...          # {"step": 1, "loss": ..., "lr": ..., ...}
 
-Between rows `tensors()` and `rest()` are all that a later session needs to go on bitwise.
+Between rows, `tensors()` and `extra_state()` are the state from which another session continues bitwise.
 """
 
 from __future__ import annotations
@@ -19,49 +19,48 @@ from torch import Tensor
 
 from quacklr.distributed.collectives import fully_sharded
 from quacklr.lab.config import Config
-from quacklr.lab.data import Corpus, batch, fixed
+from quacklr.lab.data import Corpus, batch, evaluation_batch
 from quacklr.lab.errors import UserError
 from quacklr.lab.methods import alter, attach
 from quacklr.lab.model import build
 from quacklr.lab.optim import factor, optimizers, set_lr
 from quacklr.lab.train.device import device_of, memory, mfu
-from quacklr.lab.train.parallel import clip_gradients, distributed, micro_batch
-from quacklr.lab.train.statistics import LogitProbe, number, weight_row
-from quacklr.lab.train.tensors import tensors_of
+from quacklr.lab.train.parallel import clip_gradients, micro_batch, parallelize
+from quacklr.lab.train.rows import Row
+from quacklr.lab.train.statistics import LogitProbe, rounded, weight_row
+from quacklr.lab.train.tensors import named_tensors
 from quacklr.lab.train.world import world
-
-Row = dict[str, Any]
 
 
 class Session:
-    """One run in memory."""
+    """One run: model, optimizers, method, data and probe."""
 
-    def __init__(self, config: Config, corpus: Corpus) -> None:
+    def __init__(self, config: Config, corpus: Corpus, device: torch.device | None = None) -> None:
         self.config = config = with_vocabulary(config, corpus)
-        self.device = device_of(config.machine)
+        self.device = device or device_of(config.machine)
         self.world = world()
         self.model = build(config.shape, config.attention, config.training.seed, self.device)
         self.model.recompute = config.machine.recompute
         alter(config.method, self.model)
-        self.trained = distributed(self.model, config.machine, self.world)
+        self.trained = parallelize(self.model, config.machine, self.world)
         self.optimizers = optimizers(config.optimizer, self.model)
         self.attached = attach(config.method, self.trained, self.optimizers)
         self.forward: Any = torch.compile(self.trained) if config.machine.compile else self.trained
         self.train_tokens = corpus.tokens("train")
-        self.val_BT = fixed(corpus.tokens("val"), config.watch.eval_sequences, config.shape.context)
+        self.val_BT = evaluation_batch(corpus.tokens("val"), config.watch.eval_sequences, config.shape.context)
         self.bytes_per_token = corpus.bytes_per_token("val")
-        probe_BT = fixed(corpus.tokens("probe"), config.watch.probe_sequences, config.shape.context)
+        probe_BT = evaluation_batch(corpus.tokens("probe"), config.watch.probe_sequences, config.shape.context)
         self.probe = LogitProbe(self.model, probe_BT[:, :-1].to(self.device))
         self.step = 0
         self.first_val_loss: float | None = None
 
     @property
     def size(self) -> int:
-        """How many parameters the model has."""
+        """Number of parameters of the model."""
         return sum(param.numel() for param in self.model.parameters())
 
     def rows(self) -> Iterator[Row]:
-        """Train from where it stands to the end; a row for the start, then one a step. Ends early if it diverges."""
+        """Train from the current step to the last, with a row for step 0 and for each step. Ends if it diverges."""
         if self.first_val_loss is None:
             yield self._start()
         while self.step < self.config.training.steps:
@@ -89,28 +88,28 @@ class Session:
             row |= self.probe.after_step() | weight_row(self.model, self.attached)
         if step % watch.eval_every == 0 or step == last:
             row |= self._validate()
-        return row | self._verdict(row)
+        return row | self._divergence(row)
 
     def _update(self) -> Row:
-        """One optimizer step over all micro-batches."""
+        """One optimizer step over all micro-batches of this rank."""
         config = self.config
-        times = factor(config.schedule, self.step, config.training.steps)
-        set_lr(self.optimizers, times)
+        lr_factor = factor(config.schedule, self.step, config.training.steps)
+        set_lr(self.optimizers, lr_factor)
         tokens_BT = batch(self.train_tokens, config.training.seed, self.step, config.sequences, config.shape.context)
-        mine_BT = self.world.share(tokens_BT).to(self.device)
-        parts = mine_BT.split(config.training.micro_batch)
+        local_BT = self.world.local_rows(tokens_BT).to(self.device)
+        parts = local_BT.split(config.training.micro_batch)
         losses = []
         for micro_BT in parts:
             with micro_batch(self.trained, last=micro_BT is parts[-1]):
-                loss = self._loss(micro_BT) / (len(mine_BT) / len(micro_BT))
+                loss = self._loss(micro_BT) / (len(local_BT) / len(micro_BT))
                 loss.backward()
             losses.append(loss.detach())
         norm = clip_gradients(self.model, config.training.grad_clip or math.inf)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        (loss_of_all,) = self.world.total(float(torch.stack(losses).sum()))
-        return {"loss": loss_of_all / self.world.size, "grad_norm": norm, "lr": config.optimizer.lr * times}
+        total_loss = self.world.all_reduce_sum(float(torch.stack(losses).sum()))
+        return {"loss": total_loss / self.world.size, "grad_norm": norm, "lr": config.optimizer.lr * lr_factor}
 
     def _loss(self, tokens_BT: Tensor) -> Tensor:
         with self._precision():
@@ -123,27 +122,28 @@ class Session:
 
     @torch.no_grad()
     def _validate(self) -> Row:
-        """Loss on the validation set, in nats a token and in bits a byte."""
+        """Loss on the validation set, in nats per token and in bits per byte."""
         self.model.eval()
         parts = self.val_BT.split(self.config.training.micro_batch)
-        mine = 0.0
-        for first in range(0, len(parts), self.world.size):  # all processes take part in every forward
-            place = first + self.world.rank
-            part_BT = parts[min(place, len(parts) - 1)]
+        local_loss = 0.0
+        for first in range(0, len(parts), self.world.size):  # a forward pass is collective, so every rank makes it
+            index = first + self.world.rank
+            part_BT = parts[min(index, len(parts) - 1)]
             loss = float(self._loss(part_BT.to(self.device)))
-            mine += loss * len(part_BT) if place < len(parts) else 0.0
+            local_loss += loss * len(part_BT) if index < len(parts) else 0.0
         self.model.train()
-        loss = self.world.total(mine)[0] / len(self.val_BT)
+        loss = self.world.all_reduce_sum(local_loss) / len(self.val_BT)
         return {"val_loss": loss, "val_bpb": loss / math.log(2) / self.bytes_per_token}
 
     def _speed(self, seconds: float) -> Row:
         rate = self.config.training.batch_tokens / seconds
-        row = {"tokens": (self.step + 1) * self.config.training.batch_tokens, "tokens_per_second": number(rate)}
-        share = mfu(self.size, self.config, rate / self.world.size, self.device)
-        return row | {"memory_gb": memory(self.device)} | ({"mfu": number(share)} if share is not None else {})
+        row: Row = {"tokens": (self.step + 1) * self.config.training.batch_tokens, "tokens_per_second": rounded(rate)}
+        utilization = mfu(self.size, self.config, rate / self.world.size, self.device)
+        row |= {"memory_gb": memory(self.device)}
+        return row | ({"mfu": rounded(utilization)} if utilization is not None else {})
 
-    def _verdict(self, row: Row) -> Row:
-        """Whether the run is lost: a loss that is no number, or a validation loss above that of the untrained model."""
+    def _divergence(self, row: Row) -> Row:
+        """The reason if the run has diverged: a loss is not finite, or the validation loss is above its first value."""
         if not math.isfinite(row["loss"]):
             return {"diverged": f"the loss is {row['loss']} at step {self.step}"}
         val, first = row.get("val_loss", 0.0), self.first_val_loss
@@ -154,11 +154,11 @@ class Session:
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Of all that decides what comes next, the tensors of model and optimizers, which may be sharded."""
-        return tensors_of(self.model, self.optimizers)
+        """The tensors of the model and the optimizers, which may be sharded."""
+        return named_tensors(self.model, self.optimizers)
 
-    def rest(self) -> dict[str, Any]:
-        """The others, which are the same on every rank."""
+    def extra_state(self) -> dict[str, Any]:
+        """The rest of the state, which is equal on every rank."""
         return {
             "step": self.step,
             "first_val_loss": self.first_val_loss,
@@ -167,17 +167,17 @@ class Session:
             "rng": torch.get_rng_state(),
         }
 
-    def load_rest(self, rest: dict[str, Any]) -> None:
-        """Go on from a `rest()`; the tensors have been filled before."""
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore an `extra_state()`, after the tensors."""
         if self.attached:
-            self.attached.load_state_dict(rest["method"])
-        self.probe.load_state_dict(rest["probe"])
-        self.step, self.first_val_loss = rest["step"], rest["first_val_loss"]
-        torch.set_rng_state(rest["rng"])
+            self.attached.load_state_dict(state["method"])
+        self.probe.load_state_dict(state["probe"])
+        self.step, self.first_val_loss = state["step"], state["first_val_loss"]
+        torch.set_rng_state(state["rng"])
 
 
 def with_vocabulary(config: Config, corpus: Corpus) -> Config:
-    """The configuration with as many embeddings as the corpus needs, if it does not say."""
+    """The configuration with the vocabulary size of the corpus, unless it has one."""
     vocab = config.shape.vocab or corpus.vocab
     if vocab < corpus.vocab:
         raise UserError(

@@ -1,7 +1,4 @@
-"""What a run measures beside its loss: the attention logits on the probe, and the weights that make them.
-
-Shapes: B block of a weight (a head, a group of heads, or all of them).
-"""
+"""Measurements besides the loss: attention logits on the probe batch, and norms and rates of query and key weights."""
 
 from __future__ import annotations
 
@@ -16,16 +13,15 @@ from quacklr.distributed.collectives import gathered
 from quacklr.integrations.writers import STATISTICS, Heads
 from quacklr.lab.methods import Attached, rates
 from quacklr.lab.model import Decoder
+from quacklr.lab.train.rows import Table
 from quacklr.util.modules import undisturbed
-
-Table = list[list[float | None]]  # layers x heads
 
 
 def logit_row(before: dict[str, LogitStats], after: dict[str, LogitStats] | None) -> dict[str, Table]:
-    """The logits around one step, layer by layer, head by head.
+    """Logit statistics around one step, as tables of layers x heads.
 
-    `change` is since the measurement before this one, `step_change` is what this step did, and the others are after
-    it. Without a step, as at the start, `step_change` is missing.
+    `step_change` is the change in this step, `change` the change since the previous measurement, and the others are
+    measured after the step. At the start of a run, `after` is None and there is no `step_change`.
     """
     now = (after or before).values()
     row = {name: table([getattr(stats, name) for stats in now]) for name in STATISTICS if name != "mean_change"}
@@ -36,14 +32,11 @@ def logit_row(before: dict[str, LogitStats], after: dict[str, LogitStats] | None
 
 
 def weight_row(model: Decoder, attached: Attached | None) -> dict[str, dict[str, Table]]:
-    """Frobenius norms of the weights that make queries and keys, and their learning rates relative to the base rate."""
+    """Frobenius norms of query and key weights by block, and their learning rates relative to the base rate."""
     norms: dict[str, list[Tensor]] = {}
     rated: dict[str, list[Tensor]] = {}
     by_name = rates(attached)
-    with (
-        undisturbed(model),
-        gathered(model),
-    ):  # a weight that is reparametrised moves on when it is read in training mode
+    with undisturbed(model), gathered(model):  # in eval mode: in training mode, reading updates Sigma-Reparam's state
         for name, attention in model.attentions().items():
             matrices = attention.matrices()
             for role in attention.logit_roles:
@@ -56,30 +49,30 @@ def weight_row(model: Decoder, attached: Attached | None) -> dict[str, dict[str,
 
 
 def table(rows: list[Tensor]) -> Table:
-    """Numbers for a file: six digits, and null for what is not a finite number."""
-    return [[number(value) for value in row.tolist()] for row in rows]
+    """Tensors as lists of numbers with six digits; None for numbers that are not finite."""
+    return [[rounded(value) for value in row.tolist()] for row in rows]
 
 
-def number(value: float) -> float | None:
-    """Six digits of a number, or None if it is not finite."""
+def rounded(value: float) -> float | None:
+    """A number with six significant digits, or None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def by_layer(row: Mapping[str, Any]) -> dict[str, dict[str, Heads]]:
-    """The logits of a row by statistic and layer, as writers and heatmaps want them; nothing if none were measured."""
+    """The logits of a row as statistic -> layer -> heads, the format of writers and heatmaps; empty if not measured."""
     return {
         name: {f"layers.{layer}": heads for layer, heads in enumerate(layers)}
         for name, layers in row.get("logits", {}).items()
     }
 
 
-def largest(logits: dict[str, Any]) -> float | None:
-    """The largest logit of all layers and heads."""
+def max_logit(logits: dict[str, Any]) -> float | None:
+    """Maximum logit over all layers and heads; None if no logit is finite."""
     return max((value for row in logits["max"] for value in row if value is not None), default=None)
 
 
 class LogitProbe:
-    """The logit statistics of a run: a monitor, and the step at which it last kept the logits."""
+    """A LogitMonitor, and the step at which it last stored the logits."""
 
     def __init__(self, model: Decoder, tokens_BT: Tensor) -> None:
         self.monitor = LogitMonitor(model, tokens_BT)
@@ -87,21 +80,21 @@ class LogitProbe:
         self._before: dict[str, LogitStats] = {}
 
     def before_step(self, step: int) -> dict[str, Table]:
-        """Measure the weights that have taken `step` steps."""
+        """Measure, and store the logits, after `step` steps."""
         self._since = step - self.kept_at
         self._before = self.monitor.measure()
         self.kept_at = step
         return logit_row(self._before, None)
 
     def after_step(self) -> dict[str, Any]:
-        """Measure again, one step later."""
+        """Measure again after the next step, without storing the logits."""
         return {"logits": logit_row(self._before, self.monitor.measure(keep=False)), "change_steps": self._since}
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """State for a checkpoint."""
         return {"monitor": self.monitor.state_dict(), "kept_at": self.kept_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore a `state_dict()`."""
         self.monitor.load_state_dict(state["monitor"])
         self.kept_at = state["kept_at"]

@@ -1,11 +1,11 @@
-"""A checkpoint's folder, written and read by torch.distributed.checkpoint: each rank has its own part of the tensors.
+"""The files of a checkpoint, written and read by torch.distributed.checkpoint: each rank writes its own shards.
 
-    .metadata  __0_0.distcp  __1_0.distcp ...       the tensors, and which part of them is where
-    rest.pt                                         all that is no tensor of the run, from rank 0
-    checksums.json                                  of all these files
+    .metadata  __0_0.distcp  __1_0.distcp ...       the tensors, and which file holds which shard
+    rest.pt                                         the extra state, from rank 0
+    checksums.json                                  size and CRC-32 of these files
 
-The folder is `.<its name>.saving` until every rank's last byte is on the disk; then rank 0 gives it its name. A rank
-adds up what it writes while it writes, and the collectives that torch needs anyway carry the sums to rank 0.
+The folder is named `.<name>.saving` until the files of every rank are on disk; then rank 0 renames it. Each rank
+computes checksums while it writes, and torch's own collectives send them to rank 0.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.futures import Future
 
 from quacklr.lab.errors import UserError
-from quacklr.lab.train.tensors import Kind
+from quacklr.lab.train.tensors import TensorSpec
 from quacklr.util.atomic_files import flush_folder, make_folder
 
 CHECKSUMS = "checksums.json"
-REST = "rest.pt"
+EXTRA_STATE = "rest.pt"
 
 
-class Summed(io.BufferedWriter):
-    """A file that adds up what is written to it, and is on the disk when it is closed."""
+class ChecksumFile(io.BufferedWriter):
+    """A file that counts its bytes, computes their CRC-32, and is flushed to disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "w"))
         self.bytes = self.crc32 = 0
 
     def write(self, data: Any, /) -> int:
-        """All of it: unlike a system call, a buffered file writes no less than it is given."""
+        """Write all data: a buffered file, unlike a system call, never writes less."""
         self.crc32 = zlib.crc32(data, self.crc32)
         written = super().write(data)
         self.bytes += written
         return written
 
     def close(self) -> None:
-        """torch's own fsync comes before the flush, so that the end of a file may not be on the disk."""
+        """Flush, then fsync. torch calls fsync before the flush, so the end of a file may not be on disk."""
         if not self.closed:
             try:
                 self.flush()
@@ -67,109 +67,111 @@ class Summed(io.BufferedWriter):
                 super().close()
 
 
-class SummedFiles(FileSystem):
-    """The files that a rank writes, with a line for each in checksums.json."""
+class ChecksumFileSystem(FileSystem):
+    """torch's file system with checksums: one entry of checksums.json per file."""
 
     def __init__(self) -> None:
-        self.lines: dict[str, dict[str, Any]] = {}
+        self.checksums: dict[str, dict[str, Any]] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """As torch wants it; it only ever writes here, in mode wb."""
+        """Called by torch to open a file, always in mode wb."""
         del mode
-        with Summed(Path(path)) as file:
+        with ChecksumFile(Path(path)) as file:
             yield file
         name = Path(path).name
-        self.lines[name] = {"file": name, "bytes": file.bytes, "crc32": f"{file.crc32:08x}"}
+        self.checksums[name] = {"file": name, "bytes": file.bytes, "crc32": f"{file.crc32:08x}"}
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """The sum goes with the file."""
+        """Rename a file and its entry."""
         super().rename(path, new_path)
         name = Path(new_path).name
-        self.lines[name] = self.lines.pop(Path(path).name) | {"file": name}
+        self.checksums[name] = self.checksums.pop(Path(path).name) | {"file": name}
 
 
-class Writer(FileSystemWriter):
-    """Writes one checkpoint, and makes it appear whole; `tidy` is what rank 0 does before that and after it."""
+class CheckpointWriter(FileSystemWriter):
+    """Writes one checkpoint atomically. Rank 0 calls `clean_up` before and after it."""
 
-    def __init__(self, folder: Path, rest: bytes, tidy: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, extra_state: bytes, clean_up: Callable[[], None]) -> None:
         super().__init__(folder.with_name(f".{folder.name}.saving"), sync_files=False)
-        self.fs: SummedFiles = SummedFiles()
-        self.folder, self.rest, self.tidy = folder, rest, tidy
+        self.fs: ChecksumFileSystem = ChecksumFileSystem()
+        self.folder, self.extra_state, self.clean_up = folder, extra_state, clean_up
 
     def storage_meta(self) -> StorageMeta | None:
-        """Not the path and the random number that torch would write: equal states give equal bytes."""
+        """None, instead of a path and a random number: equal states give equal files."""
         return None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Touch nothing yet: rank 0 has to remove what a killed save may have left in the same place."""
+        """Write nothing yet: rank 0 first removes what a killed save may have left."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, before any rank writes."""
-        self.tidy()
+        """Create the folder; called on rank 0 before any rank writes."""
+        self.clean_up()
         make_folder(Path(self.path))
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """On every rank: its part, and the checksums of that."""
+        """Write the shards of a rank; the result includes their checksums."""
         try:
             written = super().write_data(plan, planner).value()
-        except RuntimeError as error:  # torch's words for a write that failed; the system's are behind them
+        except RuntimeError as error:  # torch wraps the OSError of a failed write
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
         done: Future[Any] = Future()
-        done.set_result((written, self.fs.lines))
+        done.set_result((written, self.fs.checksums))
         return done
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """On rank 0, when all have written theirs."""
+        """Write the other files and rename the folder; called on rank 0 after all ranks have written."""
         super().finish(metadata, [written for written, _ in results])
-        with self.fs.create_stream(Path(self.path) / REST, "wb") as file:
-            file.write(self.rest)
-        lines = self.fs.lines | {name: line for _, theirs in results for name, line in theirs.items()}
-        with Summed(Path(self.path) / CHECKSUMS) as file:
-            file.write(json.dumps([lines[name] for name in sorted(lines)], indent=2).encode())
+        with self.fs.create_stream(Path(self.path) / EXTRA_STATE, "wb") as file:
+            file.write(self.extra_state)
+        entries = self.fs.checksums | {name: entry for _, theirs in results for name, entry in theirs.items()}
+        with ChecksumFile(Path(self.path) / CHECKSUMS) as file:
+            file.write(json.dumps([entries[name] for name in sorted(entries)], indent=2).encode())
         flush_folder(Path(self.path))
         if self.folder.is_dir():
-            hidden(self.folder)
+            set_aside(self.folder)
         Path(self.path).rename(self.folder)
         flush_folder(self.folder.parent)
-        self.tidy()
+        self.clean_up()
 
 
-def hidden(path: Path) -> Path:
-    """A checkpoint under a name that is no checkpoint's: it is gone at once, and can then be removed file by file."""
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint so that it no longer counts as one; its files can then be removed one by one."""
     return path.rename(path.with_name(f".{path.name}.removed"))
 
 
-def write(tensors: Mapping[str, Tensor], writer: Writer, group: ProcessGroup | None) -> None:
-    """Write a checkpoint; all ranks together. UserError on every rank if any could not."""
-    with one_process_allowed(), broadcast_from_rank0(writer):
+def write(tensors: Mapping[str, Tensor], writer: CheckpointWriter, group: ProcessGroup | None) -> None:
+    """Write a checkpoint; collective. UserError on every rank if any rank fails."""
+    with no_single_process_warning(), first_failure(writer):
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
-def write_later(tensors: Mapping[str, Tensor], writer: Writer, group: ProcessGroup | None) -> Callable[[], None]:
-    """Copy the tensors, and write the copies in a thread; what is returned waits for that, and has its UserError.
+def write_later(
+    tensors: Mapping[str, Tensor], writer: CheckpointWriter, group: ProcessGroup | None
+) -> Callable[[], None]:
+    """Copy the tensors and write the copies in a thread; the returned function waits for it and raises its UserError.
 
-    The thread's collectives must not meet those of the training, so `group` is to be used for nothing else.
+    `group` must be used for nothing else, because the thread's collectives run during training.
     """
     with ExitStack() as stack:
-        stack.enter_context(one_process_allowed())
+        stack.enter_context(no_single_process_warning())
         future: Any = async_save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
         until_written = stack.pop_all()
 
     def wait() -> None:
-        with until_written, broadcast_from_rank0(writer):
+        with until_written, first_failure(writer):
             future.result()
 
     return wait
 
 
 @contextmanager
-def broadcast_from_rank0(writer: Writer) -> Iterator[None]:
-    """What went wrong on some rank, as itself or in a sentence; by then no rank writes any more."""
+def first_failure(writer: CheckpointWriter) -> Iterator[None]:
+    """Raise the first error of any rank, an OSError as a UserError, instead of torch's CheckpointException."""
     try:
         yield
     except CheckpointException as failed:
@@ -181,34 +183,34 @@ def broadcast_from_rank0(writer: Writer) -> Iterator[None]:
         raise error from failed
 
 
-def contents(path: Path) -> dict[str, Kind]:
-    """Every tensor in a checkpoint, without its numbers."""
-    found = Reader(path).read_metadata().state_dict_metadata
+def saved_tensors(path: Path) -> dict[str, TensorSpec]:
+    """Shape and dtype of every tensor in a checkpoint."""
+    found = CheckpointReader(path).read_metadata().state_dict_metadata
     tensors = {name: each for name, each in found.items() if isinstance(each, TensorStorageMetadata)}
     return {name: (each.size, each.properties.dtype) for name, each in tensors.items()}
 
 
-def fill(tensors: Mapping[str, Tensor], path: Path, group: ProcessGroup | None) -> None:
-    """Read the numbers of these tensors, each rank those of its own shards, from however many ranks wrote them."""
-    with one_process_allowed():
-        load(dict(tensors), storage_reader=Reader(path), process_group=group, no_dist=group is None)
+def load_tensors(tensors: Mapping[str, Tensor], path: Path, group: ProcessGroup | None) -> None:
+    """Read a checkpoint into these tensors; each rank reads its own shards, however many ranks wrote the checkpoint."""
+    with no_single_process_warning():
+        load(dict(tensors), storage_reader=CheckpointReader(path), process_group=group, no_dist=group is None)
 
 
-class Reader(FileSystemReader):
-    """torch's, but a stranger's checkpoint runs no code: of the pickle in `.metadata` only known types are made."""
+class CheckpointReader(FileSystemReader):
+    """torch's reader with a safe unpickler: an untrusted checkpoint cannot run code."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Which tensors there are, and where."""
+        """Shapes, dtypes and files of the tensors."""
         with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata: Metadata = Known(file).load()
+            metadata: Metadata = MetadataUnpickler(file).load()
         return metadata
 
 
-class Known(pickle.Unpickler):
-    """Makes what torch writes into `.metadata`, and nothing else."""
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickles only the types that torch writes to `.metadata`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """torch's records of tensors, their shapes, types and layouts."""
+        """Allow torch's metadata classes, shapes, dtypes and layouts; UnpicklingError for everything else."""
         if (module, name) in {("torch", "Size"), ("torch.serialization", "_get_layout")}:
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -221,13 +223,13 @@ class Known(pickle.Unpickler):
 
 
 @contextmanager
-def one_process_allowed() -> Iterator[None]:
-    """Ignore torch's warning that there are no ranks. Filters of warnings hold for all threads, torch's own too."""
+def no_single_process_warning() -> Iterator[None]:
+    """Ignore torch's warning that there is one process only. The filter applies to all threads, also to torch's."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
     filters: Any = warnings.filters
     added = filters[0]
     try:
         yield
     finally:
-        with suppress(ValueError):  # somebody else has removed it
+        with suppress(ValueError):  # already removed by other code
             filters.remove(added)

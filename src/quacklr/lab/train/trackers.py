@@ -1,7 +1,4 @@
-"""Where rows go besides the run's folder: TensorBoard when it is installed, Weights & Biases when asked for.
-
-Both get the same scalars, made from the rows of `metrics.jsonl`.
-"""
+"""Experiment trackers: TensorBoard if it is installed, Weights & Biases if requested. Both log the same scalars."""
 
 from __future__ import annotations
 
@@ -13,22 +10,22 @@ from typing import Any, Protocol
 from quacklr.integrations import writers
 from quacklr.lab.config import Config, to_json
 from quacklr.lab.errors import UserError
-from quacklr.lab.train.session import Row
+from quacklr.lab.train.rows import Row
 from quacklr.lab.train.statistics import by_layer
 
 
 class Tracker(Protocol):
-    """Something that shows rows."""
+    """Logs the rows of a run."""
 
     def write(self, row: Row) -> None:
-        """Show one row."""
+        """Log one row."""
 
     def close(self) -> None:
-        """Show what is left."""
+        """Flush and close."""
 
 
 def trackers(folder: Path, config: Config, first_step: int, project: str | None) -> list[Tracker]:
-    """Those that are wanted and installed."""
+    """The trackers that are installed and requested."""
     found: list[Tracker] = []
     if find_spec("tensorboard"):
         found.append(TensorBoard(folder / "tensorboard", first_step))
@@ -38,7 +35,7 @@ def trackers(folder: Path, config: Config, first_step: int, project: str | None)
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
-    """The numbers of a row under names that group well; of the logits what `quacklr.integrations.writers` writes."""
+    """The scalars of a row, named `train/...` and `validation/...`; logits as in `quacklr.integrations.writers`."""
     for key, value in row.items():
         if isinstance(value, float) and key not in ("val_loss", "val_bpb"):
             yield f"train/{key}", value
@@ -49,14 +46,14 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
 
 
 class TensorBoard:
-    """Event files in the run's folder. A resumed run takes back what the killed one had shown after its checkpoint."""
+    """Event files in the folder of the run. A resumed run purges the events after its checkpoint."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self.folder, self.first_step = folder, first_step
         self._writer: Any = None
 
     def write(self, row: Row) -> None:
-        """All scalars of a row."""
+        """Log the scalars of a row."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -66,13 +63,13 @@ class TensorBoard:
             self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Flush what is left."""
+        """Flush and close the event file."""
         if self._writer is not None:
             self._writer.close()
 
 
 class WandB:
-    """A run in a project of Weights & Biases; WANDB_MODE=offline keeps it on the disk."""
+    """A run in a project of Weights & Biases; WANDB_MODE=offline writes to disk only."""
 
     def __init__(self, folder: Path, config: Config, project: str) -> None:
         if not find_spec("wandb"):
@@ -90,7 +87,7 @@ class WandB:
             ) from error
 
     def write(self, row: Row) -> None:
-        """All scalars of a row."""
+        """Log the scalars of a row."""
         self._run.log(dict(scalars(row)), step=row["step"])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the callbacks share: QuacK comes when training begins, takes up the state it left, and goes at the end."""
+"""The common part of the callbacks: attach QuacK when training begins, restore its state, detach it at the end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NO_STATE = (
 )
 
 
-class Attaching:
-    """Settings of a QuacK that is yet to be attached, and the QuacK once it is.
+class CallbackBase:
+    """The settings of a QuacK that is attached later, and the QuacK once it is attached.
 
-    `paths` says what to control, given the model, where that is not the model as QuacK finds it by itself:
-    `lambda model: logit_paths(model, batch)` measures it. `quack` is the one that trains, or that trained last: its
-    hooks are off then, and its rates can still be read.
+    `paths` is a function of the model that returns the paths to control; the default is to let QuacK find them.
+    `lambda model: logit_paths(model, batch)` measures them. `quack` is the attached QuacK. After training its hooks
+    are removed, and its rates can still be read.
     """
 
     quack: QuacK | None = None
@@ -51,7 +51,7 @@ class Attaching:
         state: Mapping[str, Any] | None,
         resumed: bool,
     ) -> QuacK:
-        self._detach()  # from a training that raised, and so never ended
+        self._detach()  # after a training that raised, and so never ended
         if resumed and state is None:
             warnings.warn(NO_STATE, stacklevel=3)
         quack = QuacK(self._paths(model) if self._paths else model, optimizer, **self._settings)

@@ -1,7 +1,7 @@
-"""The ledger of a study: one line for each run that has ended, with all that figures, claims and the report need.
+"""The ledger of a study: one line of JSON for each run that has ended, with the data of all figures and claims.
 
-Lines are only ever added. A run is known by the fingerprint of its configuration, computed when the line is read, so a
-ledger stays valid when configurations get new fields. Of two lines for the same run the later one counts.
+Lines are only appended. The key of a run is the fingerprint of its configuration, computed when the line is read, so a
+ledger stays valid when configurations get new fields. Of two lines with the same key, the later one is used.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from statistics import median
 from typing import IO, Any, Literal, TypedDict
 
 from quacklr.lab.config import Config, fingerprint, from_json, to_json
-from quacklr.lab.errors import UserError
+from quacklr.lab.errors import UserError, os_errors
 from quacklr.lab.files import parse_json
-from quacklr.lab.train.folder import Folder, Measured
-from quacklr.lab.train.session import Row
-from quacklr.lab.train.statistics import Table
+from quacklr.lab.train.folder import Folder
+from quacklr.lab.train.rows import MeasuredRow, Row, Table
 from quacklr.lab.typed import fits
 from quacklr.util.atomic_files import flush_folder, make_folder
 
 DIGITS = 4
-MEASURED = ("step", "val_loss", "logits", "change_steps", "norm", "rate")  # what is kept of a row that measured
+MEASURED = ("step", "val_loss", "logits", "change_steps", "norm", "rate")  # keys of a row that a ledger keeps
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,11 @@ class Entry:
     result: Row = field(default_factory=dict)
     """The content of its result.json."""
     history: list[Row] = field(default_factory=list)
-    """The rows at which something was measured, to four digits."""
+    """The rows with measurements, rounded to four digits."""
     losses: list[float | None] = field(default_factory=list)
     """The training loss of every step."""
     step_seconds: float | None = None
-    """Median time of a step, on whatever else the machine was doing."""
+    """Median time of a step; depends on the load of the machine."""
     environment: Row = field(default_factory=dict)
     """Versions, hardware, and the fingerprint of the corpus."""
 
@@ -57,7 +56,7 @@ class Entry:
         return fingerprint(self.config)
 
     def curve(self, *names: str) -> Iterator[tuple[int, Any]]:
-        """(step, value) wherever it was measured, such as curve("val_loss") or curve("logits", "max")."""
+        """(step, value) of every measurement, such as curve("val_loss") or curve("logits", "max")."""
         for row in self.history:
             value: Any = row
             for name in names:
@@ -66,7 +65,7 @@ class Entry:
                 yield row["step"], value
 
     def tables(self) -> Iterator[Table]:
-        """Every table of layers and heads in the history."""
+        """Every logit table (layers x heads) in the history."""
         return (table for row in self.history for table in row.get("logits", {}).values())
 
     def to_json(self) -> Row:
@@ -74,8 +73,8 @@ class Entry:
         return {"key": self.key} | vars(self) | {"config": to_json(self.config)}
 
 
-class Ending(TypedDict, total=False):
-    """The result of a run in a ledger, as far as it is read again."""
+class Result(TypedDict, total=False):
+    """The keys of a result that are read again."""
 
     step: int
     tokens: int
@@ -85,8 +84,8 @@ class Ending(TypedDict, total=False):
     max_logit: float | None
 
 
-class Reached(TypedDict):
-    """What a run that has finished must have reached."""
+class FinishedResult(TypedDict):
+    """The keys that the result of a finished run must have."""
 
     val_loss: float
     max_logit: float | None
@@ -98,29 +97,29 @@ class Line(TypedDict):
     config: dict[str, Any]
     status: Literal["finished", "diverged", "crashed"]
     reason: str | None
-    result: Ending
-    history: list[Measured]
+    result: Result
+    history: list[MeasuredRow]
     losses: list[float | None]
     step_seconds: float | None
     environment: dict[str, Any]
 
 
 def entry_from_json(saved: Any) -> Entry:
-    """The Entry that `to_json` wrote; ValueError or UserError if it is something else."""
+    """Inverse of `Entry.to_json`; ValueError or UserError if the JSON is not an entry."""
     if not fits(saved, Line):
         raise ValueError("something is missing, or of another type")
-    rest = {name: value for name, value in saved.items() if name not in ("key", "config")}
-    entry = Entry(config=from_json(saved["config"]), **rest)
+    others = {name: value for name, value in saved.items() if name not in ("key", "config")}
+    entry = Entry(config=from_json(saved["config"]), **others)
     size = (entry.config.shape.layers, entry.config.attention.heads)
     if any((len(table), *{len(row) for row in table}) != size for table in entry.tables()):
         raise ValueError("its logits are not those of {} layers with {} heads".format(*size))
-    if entry.status == "finished" and not fits(entry.result, Reached):
+    if entry.status == "finished" and not fits(entry.result, FinishedResult):
         raise ValueError("it has finished, but its result has no validation loss")
     return entry
 
 
 def entry_of(config: Config, path: Path) -> Entry:
-    """What the folder of a run that has ended says about it."""
+    """The entry of a run that has ended, from its folder."""
     folder = Folder(path)
     rows, result = folder.rows(), folder.result
     if result is None:
@@ -129,17 +128,17 @@ def entry_of(config: Config, path: Path) -> Entry:
 
 
 def crashed(config: Config, path: Path, reason: str) -> Entry:
-    """A run that cannot be brought to an end, with what it had measured by then."""
+    """The entry of a run that crashed, with its measurements until then."""
     folder = Folder(path)
     try:
         found = measurements(config, folder, folder.rows())
-    except UserError:  # whatever made it crash may have left no readable folder
+    except UserError:  # the folder may be damaged
         found = {}
     return Entry(config, "crashed", reason, **found)
 
 
 def measurements(config: Config, folder: Folder, rows: list[Row]) -> dict[str, Any]:
-    """The part of an entry that comes from the rows of the run."""
+    """The fields of an entry that are computed from the rows of the run."""
     speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
     return {
         "history": [
@@ -154,7 +153,7 @@ def measurements(config: Config, folder: Folder, rows: list[Row]) -> dict[str, A
 
 
 def rounded(value: Any) -> Any:
-    """The same with four significant digits in every number that is not whole; null for what is no number."""
+    """Round every float in nested lists and dicts to four significant digits; None if it is not finite."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -163,13 +162,13 @@ def rounded(value: Any) -> Any:
 
 
 class Ledger:
-    """The file, `ledger.jsonl`."""
+    """The file `ledger.jsonl`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def entries(self) -> dict[str, Entry]:
-        """All runs by fingerprint, in the order in which they first ended."""
+        """All runs by fingerprint, in the order of their first lines."""
         found: dict[str, Entry] = {}
         for number, line in enumerate(self._lines(), start=1):
             try:
@@ -183,7 +182,7 @@ class Ledger:
         return found
 
     def _lines(self) -> list[str]:
-        """All whole lines: a process that was killed may have left a part of one at the end."""
+        """All complete lines; a killed process may have left an incomplete one at the end."""
         try:
             text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         except (OSError, ValueError) as error:
@@ -191,20 +190,20 @@ class Ledger:
         *lines, last = text.split("\n")
         return [*lines, last] if is_json(last) else lines
 
-    def refuse_unless_writable(self) -> None:
-        """UserError if no line can be added: before a run is made, not after it. Creates the file."""
+    def validate_writable(self) -> None:
+        """Create the file if it is missing; UserError if it cannot be written."""
         with self._opened():
             pass
 
     def append(self, entry: Entry) -> None:
-        """Add a line; it is on the disk before this returns. What a killed process left of one is cut off first."""
+        """Append a line and flush it to disk; an incomplete last line is removed first."""
         text = json.dumps(entry.to_json(), allow_nan=False, separators=(",", ":")) + "\n"
         with self._opened() as file:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             before, newline, last = file.read().rpartition(b"\n")
-            if is_json(last):  # a whole line but for its end, as of an editor
+            if is_json(last):  # a complete line without a newline, as some editors leave it
                 text = f"\n{text}"
             else:
                 file.truncate(len(before + newline))
@@ -214,19 +213,17 @@ class Ledger:
 
     @contextmanager
     def _opened(self) -> Iterator[IO[bytes]]:
-        try:
+        with os_errors(f"cannot write {self.path}"):
             make_folder(self.path.parent)
             new = not self.path.exists()
             with self.path.open("ab+") as file:
                 if new:
                     flush_folder(self.path.parent)
                 yield file
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
 
 
 def is_json(text: str | bytes) -> bool:
-    """Whether a line is whole: no part of an object is JSON."""
+    """Whether a line is complete: a part of a JSON object is not JSON."""
     with suppress(ValueError):
         parse_json(text)
         return True

@@ -1,12 +1,12 @@
-"""Any architecture that transformers knows, made small: the same kinds of attention, smaller sizes, random weights.
+"""Configs of transformers with small sizes and the same kinds of attention.
 
-    a field of the config that is ...               becomes ...
-    a size (heads, ranks, experts, ...)             at most what SIZES says for its name
-    a list with an entry a layer, or of layers      the same for the layers kept
-    a token id                                      that id modulo the small vocabulary
-    anything else (flags, names, factors)           itself
+    a field of the config                                 becomes
+    a size (heads, ranks, experts, ...)                   at most the limit that SIZES has for its name
+    a list with an entry per layer, or of layer indices   the same list for the layers that are kept
+    a token id                                            the id modulo the small vocabulary
+    anything else (flags, names, factors)                 itself
 
-The layers kept are the first of each kind, so a hybrid stack stays hybrid. Nothing is ever downloaded.
+The first layer of each kind is kept, so that a hybrid stack stays hybrid. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import re
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from torch import nn
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -25,8 +23,8 @@ Fields = dict[str, Any]
 
 VOCAB = 256
 
-SIZES: tuple[tuple[str, int], ...] = (  # the first pattern found in a field's name says how large it may be
-    (r"theta|seed|feat_extract_layers", 2**62),  # no sizes, or bound to another field's length
+SIZES: tuple[tuple[str, int], ...] = (  # the limit of the first pattern that a field's name matches
+    (r"theta|seed|feat_extract_layers", 2**62),  # not sizes, or tied to the length of another field
     (r"vocab", VOCAB),
     (r"(layers?|blocks|depths?|per_stack|sparse_step)$", 2),
     (r"nope_head_dim", 12),
@@ -35,7 +33,7 @@ SIZES: tuple[tuple[str, int], ...] = (  # the first pattern found in a field's n
     (r"q_lora", 24),
     (r"kv_lora", 20),
     (r"rank", 16),
-    (r"mamba_(d_head|headdim)", 32),  # 4 heads, twice the hidden size
+    (r"mamba_(d_head|headdim)", 32),  # 4 heads make twice the hidden size
     (r"head_?dim|dim_head|d_head|head_size|d_kv|kv_channels|pre_attn_scalar", 16),
     (r"(kv|key|key_value)(_n)?_heads|query_groups", 2),
     (r"heads?$", 4),
@@ -52,33 +50,36 @@ SIZES: tuple[tuple[str, int], ...] = (  # the first pattern found in a field's n
     (r"frames", 4),
     (r"", 64),
 )
-PREFIXES = {"first_k_dense_replace", "num_dense_layers"}  # how many layers at the bottom are dense
-SUFFIXES = {"num_kv_shared_layers"}  # how many layers at the top read the keys of a lower one
+PREFIXES = {"first_k_dense_replace", "num_dense_layers"}  # the number of first layers that are dense
+SUFFIXES = {"num_kv_shared_layers"}  # the number of last layers that read the keys of an earlier one
 
-_ZAMBA: Fields = {  # attention reads [x, x_0], and all its layers share weights: two of them, to show it
+_ZAMBA: Fields = {  # attention reads [x, x_0]; two layers, because all layers share weights
     "num_hidden_layers": 4,
     "layers_block_type": ["linear_attention", "hybrid"] * 2,
     "attention_hidden_size": 128,
     "attention_head_dim": 32,
 }
 _SWIN: Fields = {"image_size": 64, "embed_dim": 16, "num_heads": (1, 2, 4, 8), "hidden_size": 128, "window_size": 2}
-SMALL: dict[str, Fields] = {  # by the type of a config or sub-config: sizes that depend on one another
-    "big_bird": {"block_size": 2, "num_random_blocks": 1},  # else 16 tokens are too few for sparse attention
+SMALL: dict[str, Fields] = {  # by type of config or sub-config: sizes that depend on each other
+    "big_bird": {"block_size": 2, "num_random_blocks": 1},  # otherwise 16 tokens are too few for sparse attention
     "bigbird_pegasus": {"block_size": 2, "num_random_blocks": 1},
-    "blt_global_transformer": {"hidden_size": 128, "head_dim": 32},  # a patch is two vectors side by side
+    "blt_global_transformer": {"hidden_size": 128, "head_dim": 32},  # a patch is two concatenated vectors
     "blt_local_decoder": {"hidden_size_global": 128},
     "blt_local_encoder": {"hidden_size_global": 128},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
-    "falcon_h1": {"mamba_d_head": 16},  # 4 heads, the hidden size
+    "falcon_h1": {"mamba_d_head": 16},  # 4 heads make the hidden size
     "funnel": {"block_sizes": (1, 1), "block_repeats": [1, 1]},
-    "gemma3": {"mm_tokens_per_image": 4},  # of 16 patches
-    "hrm_text": {"num_hidden_layers": 16},  # calls of its two stacks: 2 layers, 2 * (3 + 1) cycles
+    "gemma3": {"mm_tokens_per_image": 4},  # from 16 patches
+    "hrm_text": {"num_hidden_layers": 16},  # calls of its two stacks: 2 layers in 2 * (3 + 1) cycles
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 2},  # mamba, its experts, attention
-    "mamba2": {"head_dim": 32},  # 4 heads, twice the hidden size
+    "mamba2": {"head_dim": 32},  # 4 heads make twice the hidden size
     "mimo_v2_flash": {"head_dim": 24},  # wider than the 16 of a value
     "recurrent_gemma": {"num_hidden_layers": 3},  # recurrent, recurrent, attention
-    "reformer": {"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 48)},  # 16 tokens, the hidden size
-    "segformer": {"num_encoder_blocks": 4},  # its lists have an entry a block
+    "reformer": {
+        "axial_pos_shape": (4, 4),
+        "axial_pos_embds_dim": (16, 48),
+    },  # products: 16 tokens; sums: the hidden size
+    "segformer": {"num_encoder_blocks": 4},  # its lists have an entry per block
     "swin": _SWIN,
     "swinv2": _SWIN,
     "xlstm": {"hidden_size": 128, "embedding_dim": 128},  # its cache rounds widths up to 64
@@ -86,8 +87,8 @@ SMALL: dict[str, Fields] = {  # by the type of a config or sub-config: sizes tha
     "zamba2": _ZAMBA | {"hybrid_layer_ids": [1, 3], "mamba_headdim": 32},
 }
 
-NEEDED = {"vocab_size": VOCAB, "head_dim": 16, "num_key_value_heads": 2, "num_experts_per_tok": 2}  # even if None
-_QWEN4 = {  # its sparse attention; 256 is what its rope takes
+NEEDED = {"vocab_size": VOCAB, "head_dim": 16, "num_key_value_heads": 2, "num_experts_per_tok": 2}  # set even if None
+_QWEN4 = {  # its sparse attention; its rope needs 256
     "indexer_n_heads": 16,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 256,
@@ -96,7 +97,7 @@ _QWEN4 = {  # its sparse attention; 256 is what its rope takes
 }
 _NO_PLE = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 _RESNET: Fields = {"use_timm_backbone": False, "backbone_config": {"model_type": "resnet", "out_features": ["stage4"]}}
-DEFAULTS: dict[str, Fields] = {  # where the default config fails, asks for timm, or has no attention
+DEFAULTS: dict[str, Fields] = {  # fields to set where the default config fails, needs timm, or has no attention
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "blt": {"use_cache": False},
     "cohere_compass_text": {
@@ -116,49 +117,15 @@ DEFAULTS: dict[str, Fields] = {  # where the default config fails, asks for timm
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
 }
-LANGUAGE_MODEL = {"gemma3n": "Gemma3nForCausalLM"}  # the whole sees with a model of timm's that has no small size
-
-
-def tiny_model(model_type: str) -> nn.Module:
-    """The type's causal language model if it has one, else its base model. At most a million weights."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-    if model_type not in CAUSAL:
-        return tiny_base_model(model_type)
-    config = tiny_config(model_type)
-    model_class: Any = getattr(transformers, LANGUAGE_MODEL.get(model_type, CAUSAL[model_type]))
-    if not isinstance(config, model_class.config_class):  # the language model is a part: musicgen's decoder
-        config = next(part for part in vars(config).values() if isinstance(part, model_class.config_class))
-    return model_class(config)
-
-
-def tiny_base_model(model_type: str) -> nn.Module:
-    """The type's AutoModel: no head, and an encoder-decoder whole where tiny_model has the decoder alone."""
-    import transformers
-
-    auto: Any = transformers.AutoModel
-    return auto.from_config(tiny_config(model_type))
-
-
-def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
-    """The default config of a model type, shrunk; overrides are fields set afterwards.
-
-    For a variant with other layers, shrink that: `shrink(AutoConfig.for_model(model_type, num_kv_shared_layers=20))`.
-    """
-    config = shrink(default_config(model_type))
-    for name, value in overrides.items():
-        setattr(config, name, value)
-    return config
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of a config, and of the configs in it, with the same features and small sizes."""
+    """A copy of a config and of its sub-configs, with the same features and small sizes."""
     small = copy.deepcopy(config)
     small.per_layer_config = None
     kept, layers = _kept_layers(config), _layers(config)
     fields = {name: _shrunk(name, value, kept, layers) for name, value in _fields(config).items()}
-    if "kv_lora_rank" in fields:  # MLA: every head has its own key, and head_dim means the rope's
+    if "kv_lora_rank" in fields:  # MLA: every head has its own key, and head_dim is that of the rope part
         fields |= {name: size for name, size in {"num_key_value_heads": 4, "head_dim": 8}.items() if name in fields}
     for name, value in (fields | SMALL.get(config.model_type, {})).items():
         setattr(small, name, value)
@@ -171,13 +138,13 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def default_config(model_type: str) -> PretrainedConfig:
-    """transformers' own, with what it needs to be built at all."""
+    """The default config of a model type, with the fields of DEFAULTS."""
     from transformers import AutoConfig
 
     fields = DEFAULTS.get(model_type, {})
     try:
         return AutoConfig.for_model(model_type, **fields)
-    except ModuleNotFoundError:  # timm without torchvision: transformers finds it, counts on it and fails
+    except ModuleNotFoundError:  # timm is installed without torchvision, which transformers does not expect
         with patch("transformers.utils.is_timm_available", return_value=False):
             return AutoConfig.for_model(model_type, **fields)
 
@@ -206,7 +173,7 @@ def _shrunk(name: str, value: Any, kept: list[int], layers: int) -> Any:
 
 
 def _kept_layers(config: PretrainedConfig) -> list[int]:
-    """The first layer of each kind; the first two if there is one kind."""
+    """The indices of the first layer of each kind, or of the first two layers if all are of one kind."""
     layers = _layers(config)
     first: dict[str, int] = {}
     for i in range(layers):
@@ -215,7 +182,7 @@ def _kept_layers(config: PretrainedConfig) -> list[int]:
 
 
 def _kind(config: PretrainedConfig, i: int, layers: int) -> str:
-    """All that the config says of layer i alone."""
+    """Everything in the config that is specific to layer i."""
     kind: list[Any] = [_overrides(config).get(i)]
     for name, value in _fields(config).items():
         if isinstance(value, list | tuple):
@@ -228,7 +195,7 @@ def _kind(config: PretrainedConfig, i: int, layers: int) -> str:
 
 
 def _lists_layers(name: str, value: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether the list is of the numbers of some layers: [3, 7], not the flags [0, 0, 0, 1] of every layer."""
+    """Whether a list has the indices of some layers, as [3, 7], and not a flag for each layer, as [0, 0, 0, 1]."""
     ascending = all(type(i) is int for i in value) and list(value) == sorted(set(value))
     return ascending and re.search(r"layers|layer_ids|idxs|indices|indexes", name) is not None
 
@@ -243,5 +210,5 @@ def _fields(config: PretrainedConfig) -> Fields:
 
 
 def _overrides(config: PretrainedConfig) -> dict[int, Fields]:
-    """Fields that differ in some layers, the way transformers keeps them."""
+    """Fields that differ in some layers, in the form that transformers stores."""
     return config._heterogeneity_spec.per_layer_overrides if config.is_heterogeneous else {}

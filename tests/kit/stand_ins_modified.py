@@ -1,4 +1,4 @@
-"""Stand-ins where something odd lies between the weights and the logits: gates, caps, sinks, norms, biases."""
+"""Stand-ins with an operation between the weights and the logits: gates, caps, sinks, norms, biases."""
 
 from __future__ import annotations
 

@@ -1,0 +1,92 @@
+"""What quacklr.util relies on in torch beyond its documentation. Tried with torch 2.13.0.
+
+If a test here fails after an update of torch, torch has changed one of its internals; the message has the code of
+quacklr that must follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from quacklr.util.modules import compiled_modules, unwrapped
+from quacklr.util.torch_functions import LAYOUT, MATRIX_T, MULTIHEAD, SDPA, SOFTMAX, copied, multihead_opened
+
+TRIED = "2.13.0"
+
+
+def changed(what: str) -> str:
+    return f"torch {torch.__version__} differs from torch {TRIED}: {what}"
+
+
+class Called(TorchFunctionMode):
+    """Records the functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(func)
+        if func is MULTIHEAD:
+            with self:
+                return multihead_opened(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def test_multi_head_attention_forward_begins_with_a_check_that_can_be_replaced() -> None:
+    """quacklr.util.torch_functions.multihead_opened rebuilds it with another `has_torch_function`."""
+    assert "has_torch_function" in MULTIHEAD.__code__.co_names, changed("it does not call has_torch_function by name")
+    assert "has_torch_function" in MULTIHEAD.__globals__, changed("has_torch_function is not a global of its file")
+    assert MULTIHEAD.__closure__ is None, changed("multi_head_attention_forward is a closure")
+
+
+def test_a_function_mode_sees_the_attention_inside_of_multihead_attention() -> None:
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 3, 8)
+    expected = {weights: attention(x, x, x, need_weights=weights) for weights in (False, True)}
+    for weights, kernel in ((False, {SDPA}), (True, SOFTMAX)):
+        with Called() as called:
+            output = attention(x, x, x, need_weights=weights)
+        assert MULTIHEAD in called.functions, changed("nn.MultiheadAttention does not call it")
+        assert kernel & set(called.functions), changed("the attention inside of multi_head_attention_forward is hidden")
+        torch.testing.assert_close(output, expected[weights], rtol=0, atol=0)
+
+
+def test_a_function_mode_sees_each_softmax_and_transposition_as_a_function_of_the_tables() -> None:
+    x = torch.randn(2, 3)
+    with Called() as called:
+        softmaxes = [x.softmax(-1), torch.softmax(x, -1), F.softmax(x, -1), torch.special.softmax(x, -1)]
+    assert len(softmaxes) == 4
+    assert set(called.functions) <= SOFTMAX, changed("a softmax is another function")
+    with Called() as called:
+        transposed = x.mT
+    assert transposed.shape == (3, 2)
+    assert called.functions == [MATRIX_T], changed("x.mT is another function; quacklr.util.torch_functions.MATRIX_T")
+    assert MATRIX_T in LAYOUT
+
+
+def test_compiled_modules_have_the_original_one_as_orig_mod() -> None:
+    """quacklr.util.modules.is_compiled"""
+    module = nn.Linear(2, 2)
+    compiled: Any = torch.compile(module)
+    assert list(compiled._modules) == ["_orig_mod"], changed("torch.compile keeps the module under another name")
+    assert unwrapped(compiled) is module
+    assert [each for _, each in compiled_modules(compiled)] == [compiled]
+
+
+def test_views_of_one_tensor_have_one_storage_identity() -> None:
+    """quacklr.util.torch_functions.copied"""
+    x = torch.arange(6.0)
+    view, other = x[2:], x.clone()
+    same: list[Tensor] = [x, view, other]
+    ids = [tensor.untyped_storage()._cdata for tensor in same]
+    assert ids[0] == ids[1] != ids[2], changed("untyped_storage()._cdata does not identify a storage")
+    copy, copy_of_view = copied((x, view))
+    copy_of_view.fill_(0)
+    assert copy.tolist() == [0, 1, 0, 0, 0, 0]
+    assert x.tolist() == [0, 1, 2, 3, 4, 5]
