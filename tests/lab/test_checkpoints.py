@@ -114,5 +114,5 @@ def full_on_rank_1(rank: int, folder: Path) -> str:
 
 
 def test_when_one_rank_cannot_write_all_are_told(two: Crew, tmp_path: Path) -> None:
-    assert two(full_on_rank_1, tmp_path) == [f"cannot write {tmp_path / 'step-0000002'}: Path too large"] * 2
+    assert two(full_on_rank_1, tmp_path) == [f"cannot write {tmp_path / 'step-0000002'}: File too large"] * 2
     assert steps_in(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, whatever is killed or full, and no damage or stranger goes unnoticed."""
+"""Checkpoints are atomic under kills and full disks; damaged and foreign checkpoints are rejected."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_full_disk_is_told_and_what_was_whole_stays(saved: Path, later: bool, 
     saves, before = Checkpoints(saved, NAME, keep=2), steps_in(saved)
     with small_files_only(), pytest.raises(UserError) as told:
         save_now(saves, 3, later, {f"model.{name}": torch.ones(size) for name in range(50)})
-    assert str(told.value) == f"cannot write {saved / 'step-0000003'}: Path too large"
+    assert str(told.value) == f"cannot write {saved / 'step-0000003'}: File too large"
     assert steps_in(saved) == before
     save_now(saves, 3, later)
     load_untrained(0, saved)

@@ -40,7 +40,7 @@ WORK = {  # where the work of each command begins
 
 
 class Reached(BaseException):
-    """The options are right, and the work would begin."""
+    """Raised where the work would begin: the options are valid."""
 
 
 def reached(*_: object, **__: object) -> NoReturn:
@@ -167,7 +167,7 @@ def test_the_help_lists_what_the_fuzz_is_to_try(base: dict[str, list[str]], caps
 def test_the_arguments_that_the_fuzz_starts_from_are_right(
     base: dict[str, list[str]], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would try nothing."""
+    """Otherwise the tests above would try no option."""
     monkeypatch.chdir(tmp_path)
     if command == "report":
         entry = made(small(Path("nowhere"), Default(), ATTENTIONS["mha"]), 3.0)

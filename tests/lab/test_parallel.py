@@ -30,7 +30,7 @@ Rows = list[dict[str, Any]]
 
 
 def asked(corpus: Path, method: str, attention: str, **machine: Any) -> Config:
-    """Two forwards a step in two processes, and four in one; but for sigma-Reparam, which moves on with each, one."""
+    """Two forward passes per step in two processes, four in one; one for Sigma-Reparam, which each pass changes."""
     micro_batch = 2 if method != "sigma-reparam" else 4 if "parallel" in machine else 8
     config = small(corpus, METHODS[method], ATTENTIONS[attention], steps=STEPS, micro_batch=micro_batch)
     watch = replace(config.watch, probe_every=3, eval_every=3, eval_sequences=5)  # two processes, three parts
@@ -126,7 +126,7 @@ def test_gradients_are_sent_once_a_step_after_its_last_micro_batch(kind: str, co
 
 
 def precisions(_: int, config: Config) -> tuple[set[tuple[bool, torch.dtype, torch.dtype]], torch.dtype]:
-    """Of parameters whether they are shards, their dtype, and that of their gradients; and what blocks compute in."""
+    """Whether parameters are sharded, the dtypes of parameters and gradients, and the compute dtype of the blocks."""
     session = Session(config, open_corpus(config.training.corpus))
     inside: list[torch.dtype] = []
     session.model.blocks[0].register_forward_hook(lambda *args: inside.append(args[2].dtype))

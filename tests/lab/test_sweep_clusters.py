@@ -35,7 +35,7 @@ NEVER = 10**6  # as checkpoint_every: what is saved was saved because of a signa
 
 @pytest.fixture(autouse=True)
 def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at the runs often, so that they are met in the middle, and believe at once that they are gone."""
+    """Poll the jobs often, and do not wait for shared file systems."""
     places = ((place, "pause") for place in (Local, Ray, Slurm))
     for owner, wait in (*places, (on_slurm, "POLL_INTERVAL"), (on_slurm, "FILE_SYSTEM_DELAY")):
         monkeypatch.setattr(owner, wait, 0.02)
@@ -43,7 +43,7 @@ def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What `run` alone makes of it."""
+    """The entry of the same run without a sweep."""
     config, path = configuration(corpus), tmp_path_factory.mktemp("alone") / "run"
     run(config, path)
     return {fingerprint(config): comparable(entry_of(config, path))}
@@ -77,7 +77,7 @@ def configuration(corpus: Path, checkpoint_every: int = 6) -> Config:
 
 
 def comparable(entry: Entry) -> dict[str, Any]:
-    """All but what differs from one run of the same thing to the next."""
+    """An entry without times and other fields that differ between equal runs."""
     saved = {name: value for name, value in entry.to_json().items() if name != "step_seconds"}
     saved["config"] = saved["config"] | {"watch": {**saved["config"]["watch"], "checkpoint_every": None}}
     return saved | {"environment": {**saved["environment"], "threads": None}}
@@ -97,7 +97,7 @@ def process_in(path: Path) -> int:
 
 
 def in_the_middle(run: Path, act: Callable[[], None]) -> tuple[list[Task], Callable[[State], None]]:
-    """A display for a sweep of one run that waits in its middle: there something is done to it, once."""
+    """A display for a sweep of one run that pauses in the middle; there it calls a function once."""
     pause(run, MIDDLE)
     done: list[Task] = []
 
@@ -110,7 +110,7 @@ def in_the_middle(run: Path, act: Callable[[], None]) -> tuple[list[Task], Calla
 
 
 def send(run: Path, signum: signal.Signals) -> None:
-    """Send a signal to the process of a run that waits, and let those that follow it not wait."""
+    """Send a signal to the process of a paused run; later attempts do not pause."""
     os.kill(process_in(run), signum)
     decode_step(run)
 
@@ -214,7 +214,7 @@ def test_an_error_of_the_program_is_a_crashed_line_with_its_reason(
 def test_a_run_that_waits_for_room_is_stopped_too_and_so_is_one_that_does_not_listen(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one has all the CPUs, and does not go on to its first step; it is given no time."""
+    """The first run has all CPUs and never reaches its first step; the stop timeout is 0."""
     monkeypatch.setattr(on_ray, "STOP_TIMEOUT", 0.0)
     config = small(corpus, METHODS["quack"], ATTENTIONS["mha"])
     pause(tmp_path / "first", 0, deaf=True)

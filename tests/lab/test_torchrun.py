@@ -43,7 +43,7 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 
 def torchrun(options: str, out: Path, *more: str | Path) -> subprocess.Popen[str]:
-    """`quacklr train` in two processes, the words of which come out together; it waits in the middle."""
+    """`quacklr train` in two processes with one output stream; it pauses in the middle."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options.split(), "-m"]
     command += ["quacklr", "train", "--out", str(out), *map(str, more)]
     pause(out, KILL_AFTER)
@@ -53,7 +53,7 @@ def torchrun(options: str, out: Path, *more: str | Path) -> subprocess.Popen[str
 
 
 def words_of(job: subprocess.Popen[str]) -> str:
-    """All that a job said, when it has ended; one that does not end is killed with all its processes."""
+    """The output of a job after it has ended; after a timeout the job is killed with all its processes."""
     try:
         return job.communicate(timeout=60 * MINUTES)[0]
     except subprocess.TimeoutExpired:

@@ -54,13 +54,14 @@ def inputs() -> list[Tensor]:
 @pytest.fixture
 def call() -> Any:
     mask = flex.create_block_mask(causal, None, None, 5, 5, device="cpu")
+    attend: Any = flex.flex_attention
     with (
         pytest.warns(UserWarning, match="without torch.compile"),
         run_uncompiled(),
         torch.no_grad(),
         Operator() as mode,
     ):
-        flex.flex_attention(*inputs(), score_mod=half, block_mask=mask, scale=0.5)
+        attend(*inputs(), score_mod=half, block_mask=mask, scale=0.5)
     assert len(mode.calls) == 1, changed("flex_attention is no higher-order operator of that name; is_flex")
     return mode.calls[0]
 
@@ -82,9 +83,9 @@ def test_the_operator_returns_the_output_and_logarithms_to_base_2(call: Any) -> 
     wanted = (logits.softmax(-1) @ v, logits.logsumexp(-1) / math.log(2), logits.amax(-1) / math.log(2))
     assert len(call[1]) == 3, changed("the operator does not return output, logsumexp and maxima")
     for name, ours, theirs, expected in zip(("output", "lse", "max"), run_flex(*call[0]), call[1], wanted, strict=True):
-        torch.testing.assert_close(ours, expected, msg=lambda text, name=name: f"run_flex, {name}: {text}")
+        torch.testing.assert_close(ours, expected, msg=f"run_flex, {name}")
         if name != "max":  # which torch computes only if it is asked for
-            torch.testing.assert_close(theirs, expected, msg=lambda text, name=name: changed(f"{name}: {text}"))
+            torch.testing.assert_close(theirs, expected, msg=changed(name))
 
 
 def test_a_compiled_function_has_the_original_one() -> None:

@@ -76,7 +76,7 @@ def _sizes(layer: AttentionLayer) -> str:
 def _norms(layers: Sequence[AttentionLayer], role: str) -> str:
     """The range of the norms of all blocks of a weight, over some layers."""
     weights = [weight for layer in layers for weight in layer.weights if weight.name == role]
-    norms = [frobenius(piece.copy())[0].cpu() for piece in Blocks(weights).pieces]
+    norms = [frobenius(piece.copy())[0].cpu() for piece in Blocks(weights).local]
     return f"|{role}| {value_range(torch.cat(norms))}"
 
 

@@ -69,6 +69,11 @@ def _format(value: float) -> str:
     return f"a number of {len(str(value))} digits" if isinstance(value, int) and abs(value) > 1e300 else f"{value:g}"
 
 
+def one_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def exit_code(command: str, call: Callable[[], int]) -> int:
     """Run a command and return its exit code: 2, with the message on stderr, for a UserError and for any OSError.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,16 +20,8 @@ from quacklr.lab.model.sigma import reparametrise
 from quacklr.lab.optim import Muon
 
 NORMS = {"frobenius": frobenius, "spectral": spectral}
-
-
-class Attached(Protocol):
-    """A method with state between steps."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore a `state_dict()`."""
+Attached = QuacK | QKClip
+"""A method with state between steps: `state_dict()` belongs in the checkpoint."""
 
 
 @dataclass(frozen=True)

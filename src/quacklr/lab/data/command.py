@@ -141,17 +141,11 @@ def _numbers(files: str | None) -> tuple[int, ...]:
     """The numbers in `0-3` or `0,5`, in the order given."""
     if files is None:
         raise UserError(f"say which files of {COSMOPEDIA}: --files 0-3 takes the first four of {Cosmopedia.COUNT}")
-    numbers: list[int] = []
-    for part in files.split(","):
-        first, _, last = part.partition("-")
-        ends = (first, last or first)
-        if not all(end.isdecimal() for end in ends):
-            raise UserError(f"--files {files} is not numbers and ranges such as 0-3 or 0,5")
-        if all(len(end) < 9 and int(end) < Cosmopedia.COUNT for end in ends):
-            numbers += range(int(ends[0]), int(ends[1]) + 1)
-        else:
-            numbers = []
-            break
+    ranges = [(first, last or first) for first, _, last in (part.partition("-") for part in files.split(","))]
+    if not all(end.isdecimal() for ends in ranges for end in ends):
+        raise UserError(f"--files {files} is not numbers and ranges such as 0-3 or 0,5")
+    known = all(len(end) < 9 and int(end) < Cosmopedia.COUNT for ends in ranges for end in ends)
+    numbers = [number for first, last in ranges for number in range(int(first), int(last) + 1)] if known else []
     if not numbers or len(set(numbers)) < len(numbers):
         raise UserError(f"--files {files}: each file once, from 0 to {Cosmopedia.COUNT - 1}")
     return tuple(numbers)

@@ -1,9 +1,9 @@
-"""Tokenizers: bytes, which need no file, or any `tokenizer.json`."""
+"""Tokenizers: bytes, which need no file, or any `tokenizer.json`. `vocab` is the number of ids, `end` the last of a document."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,31 +18,6 @@ if TYPE_CHECKING:
 
 MAX_VOCAB = np.iinfo(DTYPE).max + 1
 END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
-
-
-class Tokenizer(Protocol):
-    """Encodes and decodes the text of a corpus."""
-
-    @property
-    def vocab(self) -> int:
-        """Number of token ids."""
-
-    @property
-    def end(self) -> int:
-        """The id that ends a document."""
-
-    @property
-    def end_token(self) -> str:
-        """The text of the id that ends a document."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without an end."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; an incomplete character becomes U+FFFD."""
-
-    def encode_documents(self, documents: Sequence[bytes]) -> list[NDArray[np.uint16]]:
-        """The ids of many UTF-8 texts, each with an end."""
 
 
 @final
@@ -102,6 +77,9 @@ class JsonTokenizer:
         texts = [document.decode() for document in documents]
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array([*encoding.ids, self.end], dtype=DTYPE) for encoding in encoded]
+
+
+Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def vocabulary(tokenizer: Tokenizer, name: str, sha256: str | None) -> Vocabulary:

@@ -22,6 +22,7 @@ from quacklr.lab.studies.scale import Size, scale_of, seeded
 from quacklr.lab.sweep.display import display, listing
 from quacklr.lab.sweep.executor import Executor
 from quacklr.lab.sweep.interleaved import Interleaved
+from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import State, missing, sweep
 from quacklr.util import terminal
 
@@ -86,8 +87,6 @@ def executor_of(given: Sweep, jobs: int) -> Executor:
             return Slurm(given.runs / "slurm", given.jobs or 16, given.threads or 1, options=given.slurm)
     except ModuleNotFoundError as missing_package:
         raise UserError(f"--on {given.on} needs {missing_package.name}: pip install 'quacklr[{given.on}]'") from None
-    from quacklr.lab.sweep.local import Local
-
     return Local(given.jobs, given.threads)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quacklr.lab.config import Config, from_json
+from quacklr.lab.errors import one_line
 from quacklr.lab.files import locked
 from quacklr.lab.ledger import Entry, entry_from_json, entry_of
 from quacklr.lab.train.runner import Stopped, run
@@ -70,21 +71,16 @@ class Executor(Protocol):
         """Release resources; called after all jobs have ended."""
 
 
-def work(saved: dict[str, Any], path: str) -> dict[str, Any]:
-    """Start or resume the run in this folder, and return its entry for the ledger as JSON."""
-    config = from_json(saved)
-    with locked(Path(path), wait=True):  # a run of a killed sweep may still be saving its last checkpoint
-        pass
-    run(config, Path(path), resume=True)
-    return entry_of(config, Path(path)).to_json()
-
-
 @terminal.tolerant()
 def execute(saved: dict[str, Any], path: str) -> EndReport:
-    """In the process of the run: execute it with its output in log.txt, and return how it ended."""
+    """In the process of the run: start or resume it, with its output in log.txt, and return how it ended."""
     try:
         redirect_output(Path(path))
-        return "entry", work(saved, path)
+        config = from_json(saved)
+        with locked(Path(path), wait=True):  # a run of a killed sweep may still be saving its last checkpoint
+            pass
+        run(config, Path(path), resume=True)
+        return "entry", entry_of(config, Path(path)).to_json()
     except (Stopped, KeyboardInterrupt):
         return "halted", None
     except Exception as error:  # any error becomes an entry of the ledger
@@ -98,11 +94,6 @@ def outcome_of(report: EndReport) -> Outcome:
     if kind == "entry":
         return entry_from_json(content)
     return Crashed(content) if kind == "crashed" else Halted()
-
-
-def one_line(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def redirect_output(folder: Path) -> None:

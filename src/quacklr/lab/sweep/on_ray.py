@@ -17,8 +17,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
 from quacklr.lab.config import Config, to_json
-from quacklr.lab.errors import UserError
-from quacklr.lab.sweep.executor import Crashed, EndReport, Halted, Lost, Outcome, execute, one_line, outcome_of
+from quacklr.lab.errors import UserError, one_line
+from quacklr.lab.sweep.executor import Crashed, EndReport, Halted, Lost, Outcome, execute, outcome_of
 
 RETRIES = 2
 """Number of retries by Ray of a run whose worker died, before it counts as lost."""

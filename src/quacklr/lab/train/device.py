@@ -7,7 +7,7 @@ import platform
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -91,10 +91,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware, for `environment.json`; no names of machines or people."""
     packages = {}
     for name in ("torch", "numpy", "tyro", "rich", "tokenizers", "pyarrow"):
-        try:
+        with suppress(PackageNotFoundError):
             packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return {
         "quacklr": quacklr.__version__,
         "python": platform.python_version(),

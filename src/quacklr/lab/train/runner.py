@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quacklr.lab.config import KINDS, Config, Machine, Watch, differences, fingerprint, kind_of, values_of
+from quacklr.lab.config import KINDS, Config, differences, kind_of, values_of
 from quacklr.lab.data import Corpus, open_corpus
-from quacklr.lab.errors import UserError
+from quacklr.lab.errors import UserError, one_line
 from quacklr.lab.files import locked
-from quacklr.lab.optim import Constant
 from quacklr.lab.progress import ProgressDisplay, progress
 from quacklr.lab.signals import stop_signals
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, step_of, user_errors_for, validate_format
 from quacklr.lab.train.device import device_of, environment, threads_restored
 from quacklr.lab.train.folder import Folder
+from quacklr.lab.train.identity import resume_key, run_identity
 from quacklr.lab.train.integrity import verify_corpus
 from quacklr.lab.train.rows import Row
 from quacklr.lab.train.session import Session
@@ -137,8 +137,7 @@ def _dropped_on_error(tracker: Tracker, active: list[Tracker]) -> Iterator[None]
         yield
     except Exception as error:  # any error of a package or its network
         active.remove(tracker)
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"{type(tracker).__name__} fails ({reason}), so the run goes on without it", file=sys.stderr)
+        print(f"{type(tracker).__name__} fails ({one_line(error)}), so the run goes on without it", file=sys.stderr)
 
 
 def _ignore(_: Any) -> None:
@@ -188,21 +187,6 @@ def _validate_same_run(config: Config, folder: Folder) -> None:
         one, other = resume_key(saved), resume_key(replace(config, shape=shape))
         if one != other:
             raise UserError(f"{folder.path} holds another run: it differs in {', '.join(differences(one, other))}")
-
-
-def resume_key(config: Config) -> Config:
-    """The options that a resumed run cannot change: all but measurements, machine and number of steps.
-
-    With a schedule that ends, the number of steps is included. The corpus is not: its fingerprint is compared instead.
-    """
-    steps = 10**9 if isinstance(config.schedule, Constant) else config.training.steps
-    training = replace(config.training, steps=steps, corpus="")
-    return replace(config, training=training, watch=Watch(), machine=Machine())
-
-
-def run_identity(config: Config, corpus: str) -> str:
-    """The identity of a run in its checkpoints: fingerprints of the configuration and of the corpus."""
-    return f"{fingerprint(resume_key(config))}-{corpus}"
 
 
 def is_checkpoint_due(session: Session) -> bool:

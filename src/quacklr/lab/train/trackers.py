@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from quacklr.integrations import writers
 from quacklr.lab.config import Config, to_json
 from quacklr.lab.errors import UserError
 from quacklr.lab.train.rows import Row
 from quacklr.lab.train.statistics import by_layer
-
-
-class Tracker(Protocol):
-    """Logs the rows of a run."""
-
-    def write(self, row: Row) -> None:
-        """Log one row."""
-
-    def close(self) -> None:
-        """Flush and close."""
 
 
 def trackers(folder: Path, config: Config, first_step: int, project: str | None) -> list[Tracker]:
@@ -93,3 +83,6 @@ class WandB:
     def close(self) -> None:
         """Finish the upload."""
         self._run.finish()
+
+
+Tracker = TensorBoard | WandB

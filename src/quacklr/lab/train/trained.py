@@ -19,7 +19,7 @@ from quacklr.lab.model import Decoder, build_empty
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, step_of
 from quacklr.lab.train.device import device_of
 from quacklr.lab.train.folder import Folder
-from quacklr.lab.train.runner import run_identity
+from quacklr.lab.train.identity import run_identity
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def _last_step(folder: Folder, config: Config, steps: list[int]) -> int:
     """The last step of a finished run; UserError if it has not ended, or has diverged."""
     result = folder.result
     if result is None:
-        begun = folder.rows()
-        reached = begun[-1].get("step") if begun else 0
+        rows = folder.rows()
+        reached = rows[-1].get("step") if rows else 0
         raise UserError(
             f"the run in {folder.path} has not finished: it is at step {reached} of {config.training.steps}; wait "
             f"for it, or if it has stopped, go on with `quacklr train --resume {folder.path}`{_step_hint(steps)}"
