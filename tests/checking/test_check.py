@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from check_runs import X_BTD, checked, halves, of_each, stack
+from check_runs import X_BTD, checked, of_each, q_and_k, stack
 from models import Separate, assert_equal
 from quacklr import LogitPath, QuacK, check, logit_paths, mha, packed
 from quacklr.checking.command import OPTIMIZERS as BY_NAME
@@ -67,7 +67,7 @@ def test_grown_weights_move_logits_no_further_with_quack_and_several_times_furth
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_precisions_are_tested_too(dtype: torch.dtype) -> None:
     model = stack(Separate).to(dtype)
-    wrong = of_each(model, lambda one: halves(one, torch.arange(16) % 4))
+    wrong = of_each(model, lambda one: q_and_k(one, torch.arange(16) % 4))
     for paths, ok in ((None, True), (wrong, False)):
         assert check(model, AdamW(model.parameters(), lr=1e-2), X_BTD.to(dtype), paths=paths).ok == ok
 
@@ -82,7 +82,7 @@ def test_under_autocast_too_whose_cache_does_not_notice_that_weights_change() ->
 def test_weights_that_start_at_zero_hide_nothing() -> None:
     model = stack(Separate)
     nn.init.zeros_(model.get_parameter("0.q.weight"))
-    wrong = of_each(model, lambda one: halves(one, torch.arange(16) % 4))
+    wrong = of_each(model, lambda one: q_and_k(one, torch.arange(16) % 4))
     before = copy.deepcopy(model.state_dict())
     assert checked(model, floor=0.1).ok
     assert_equal(model.state_dict(), before)
@@ -300,7 +300,7 @@ class Flat(Separate):
 
 def test_heads_in_one_dimension_with_the_batch_are_separated() -> None:
     model = stack(Flat)
-    wrong = of_each(model, lambda one: halves(one, torch.arange(16) % 4))
+    wrong = of_each(model, lambda one: q_and_k(one, torch.arange(16) % 4))
     assert checked(model, steps=1).ok
     assert not checked(model, wrong, steps=1).ok
 
@@ -336,7 +336,7 @@ def test_what_cannot_be_checked_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="is in none of the optimizers given"):
         check(model, SGD(model[0].parameters(), lr=0.1), X_BTD)
     with pytest.raises(ValueError, match="'nowhere' is no module of the model; name a weight after the module"):
-        checked(model, mha(*(replace(w, name=f"nowhere.{w.name}") for w in halves(model[0], torch.arange(16) // 4))))
+        checked(model, mha(*(replace(w, name=f"nowhere.{w.name}") for w in q_and_k(model[0], torch.arange(16) // 4))))
     with pytest.raises(ValueError, match="gives nothing with a gradient; pass loss="):
         checked(stack(lambda: Mute()))
     vars(model[0])["handle"] = (None for _ in ())  # a generator cannot be copied

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from check_runs import checked, halves, named, of_each, stack
+from check_runs import checked, named, of_each, q_and_k, stack
 from models import PerHead, Separate
 from quacklr import LogitPath, Weight, packed
 
@@ -26,7 +26,7 @@ def test_queries_keys_values_a_head_declared_as_all_queries_all_keys_all_values_
 
 def test_interleaved_rows_are_wrong() -> None:
     model = stack(Separate)
-    text = str(checked(model, of_each(model, lambda one: halves(one, torch.arange(16) % 4))))
+    text = str(checked(model, of_each(model, lambda one: q_and_k(one, torch.arange(16) % 4))))
     assert "{0-1}: heads 0-3 are moved by rows of q claimed for others: head 0 by q[1-3]" in text
     assert "{0-1}: some rows of k[0-3] move no logit of its heads" in text
 
@@ -89,7 +89,7 @@ def gated(one: Gated, *segments: Any) -> list[Weight]:
 
 def test_the_key_of_another_layer_is_wrong() -> None:
     model = stack(Separate)
-    (q0, k0), (q1, k1) = (named(number, *halves(one, torch.arange(16) // 4)) for number, one in enumerate(model))
+    (q0, k0), (q1, k1) = (named(number, *q_and_k(one, torch.arange(16) // 4)) for number, one in enumerate(model))
     text = str(checked(model, [LogitPath((q0, k1), 4), LogitPath((q1, k0), 4)]))
     assert "0: heads 0-3 are moved by rows claimed for 1" in text
     assert "1: heads 0-3 are moved by rows claimed for 0" in text
@@ -97,14 +97,14 @@ def test_the_key_of_another_layer_is_wrong() -> None:
 
 def test_two_heads_swapped_in_q_only_are_wrong_and_no_others() -> None:
     model = stack(Separate)
-    pairs = [named(number, *halves(one, torch.arange(16) // 4)) for number, one in enumerate(model)]
+    pairs = [named(number, *q_and_k(one, torch.arange(16) // 4)) for number, one in enumerate(model)]
     report = checked(model, [LogitPath(pairs[0], 4), LogitPath(pairs[1], 4, (torch.tensor([0, 2, 1, 3]), None))])
     assert [layer.wrong.tolist() for layer in report.layers] == [[False] * 4, [False, True, True, False]]
 
 
 def test_more_heads_than_the_model_attends_with_are_wrong() -> None:
     model = stack(lambda: Separate(heads=2, groups=2))
-    text = str(checked(model, of_each(model, lambda one: halves(one, torch.arange(16) // 4))))
+    text = str(checked(model, of_each(model, lambda one: q_and_k(one, torch.arange(16) // 4))))
     assert "{0-1}: attends with 2 heads, but its paths say 4" in text
 
 

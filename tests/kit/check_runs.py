@@ -1,4 +1,4 @@
-"""Small stacks of attention to be checked, and paths of them, right or wrong."""
+"""Small stacks of attention layers for `check`, and right or wrong paths for them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def named(number: int, *weights: Weight) -> tuple[Weight, ...]:
 def of_each(
     model: nn.Sequential, weights: Callable[[Any], list[Weight]], read: Tensor | None = None
 ) -> list[LogitPath]:
-    """A path a layer, of weights q and k; heads read blocks of k in equal runs, or as said."""
+    """One path per layer, of weights q and k; `read` (heads,) is the block of k that each head reads."""
     pairs = [named(number, *weights(layer)) for number, layer in enumerate(model)]
     return [LogitPath(pair, 4, None if read is None else (None, read)) for pair in pairs]
 
 
-def halves(layer: Any, block_of_row: Tensor) -> list[Weight]:
+def q_and_k(layer: Any, block_of_row: Tensor) -> list[Weight]:
     return [Weight("q", layer.q.weight, block_of_row), Weight("k", layer.k.weight, block_of_row)]
