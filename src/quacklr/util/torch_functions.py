@@ -81,7 +81,7 @@ def copied(given: Any, recorded: Any = None, deep: bool = False) -> Any:
 
     Tensors in tuples, lists and dicts are copied too. A tensor that occurs twice is copied once, and views of one
     tensor become views of one copy. Everything else is shared; with `deep`, other objects (caches of keys and values)
-    are copied too, if they can be.
+    are copied too, and those that cannot be copied are left out (None).
     """
     return _Copies(given if recorded is None else recorded, deep).of(given, given if recorded is None else recorded)
 
@@ -117,8 +117,9 @@ class _Copies:
             values = {name: self.of(value, recorded[name]) for name, value in given.items()}
             return given if all(value is given[name] for name, value in values.items()) else values
         if self.deep and not isinstance(given, nn.Module):
-            with suppress(Exception), _Cloning():  # an object that cannot be copied is shared
+            with suppress(Exception), _Cloning():
                 return copy.deepcopy(given)
+            return None
         return given
 
     def _tensor(self, tensor: Tensor) -> Tensor:
