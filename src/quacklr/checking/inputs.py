@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from quacklr.core.weight import Weight
+from quacklr.find.measure.einsum import einsum_labels
 
 PRODUCTS = {"matmul": 0, "__matmul__": 0, "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # index of the first factor
 
@@ -66,17 +67,10 @@ def _factors(name: str, operands: tuple[Any, ...]) -> Iterator[tuple[Tensor, Any
     elif name == "einsum":
         tensors = operands[1:] if isinstance(operands[1], Tensor) else operands[1]
         if len(tensors) == 2:
-            yield from _einsum_factors(operands[0], *tensors)
-
-
-def _einsum_factors(equation: str, one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Any]]:
-    """Norms are taken over the letters that both factors have and the result does not."""
-    sides, _, result = equation.replace(" ", "").replace("...", ".").partition("->")
-    first, second = sides.split(",")
-    for weight, x, letters in ((one, other, second), (other, one, first)):
-        summed = [i - len(letters) for i, letter in enumerate(letters) if letter in first and letter in second]
-        dims = [i for i in summed if letters[i] not in result]
-        yield weight, lambda x=x, dims=dims: _norms(x, dims)
+            left, right = tensors
+            summed = einsum_labels(operands[0], left.ndim, right.ndim).summed_axes()
+            yield right, lambda: _norms(left, [axis for axis, _ in summed])
+            yield left, lambda: _norms(right, [axis for _, axis in summed])
 
 
 def _norms(x: Tensor, dims: int | list[int]) -> Tensor:
