@@ -4,7 +4,7 @@
     GQA   q[h] . k[g(h)]                            one path, a key block serves a group of heads
     MLA   dq uq[h] . uk[h] dkv  +  dq qr[h] . kr    two paths; dq, dkv, kr serve all heads
 
-QuacK needs nothing but the paths of an attention: no other code depends on the kind of attention.
+QuacK uses only the paths of an attention: the rest of its code does not depend on the kind of attention.
 """
 
 from __future__ import annotations

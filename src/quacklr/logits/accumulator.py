@@ -60,7 +60,7 @@ class StatsAccumulator:
         kept_BHIJ[..., :width] = logit_BHIJ.clamp(min=MASKED)
         if before_BHIJ is not None:
             change_BHIJ = (kept_BHIJ - before_BHIJ[sequences, :, start:stop]).abs_()
-            if change_BHIJ.numel() and change_BHIJ.amax() > -MASKED / 2:  # the mask has changed: compare neither
+            if change_BHIJ.numel() and change_BHIJ.amax() > -MASKED / 2:  # masked before or now: not compared
                 masked_BHIJ = change_BHIJ > -MASKED / 2
                 change_BHIJ.masked_fill_(masked_BHIJ, 0)
                 self.compared_H -= (masked_BHIJ & (kept_BHIJ > MASKED)).sum((0, 2, 3))

@@ -76,7 +76,7 @@ class ProvenanceTracker:
     def __init__(self) -> None:
         self._origins: Any = WeakTensorKeyDictionary()
         self._weights: Any = WeakTensorKeyDictionary()  # functions of parameters alone, such as casts
-        self._shapes: set[tuple[int, ...]] = set()  # of all products, sorted
+        self._shapes: set[tuple[int, ...]] = set()  # shapes of all products, with sorted sizes
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """The origin of a softmax's input; None if it was not computed from q . k.

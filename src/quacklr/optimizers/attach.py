@@ -165,7 +165,7 @@ def is_idle(optimizer: Optimizer) -> bool:
 
 
 def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Any:
-    """Register a post-step hook that runs before those registered already."""
+    """Register a post-step hook that runs before the hooks that are registered already."""
     handle = optimizer.register_step_post_hook(hook)
     vars(optimizer)["_optimizer_step_post_hooks"].move_to_end(handle.id, last=False)
     return handle

@@ -85,7 +85,7 @@ class StepCheck:
         """Warn of parameters that are no longer in the param groups.
 
         DeepSpeed replaces the list of groups for a part of a step, so a parameter may step later in the iteration. If
-        the list was replaced, the second iteration decides.
+        the list was replaced, the check is made in the second iteration.
         """
         lists = zip(self._optimizers, self._groups, strict=True)
         if not last_iteration and any(optimizer.param_groups is not groups for optimizer, groups in lists):

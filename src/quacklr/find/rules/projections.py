@@ -52,7 +52,7 @@ class ProjectionWeight:
         return {weight.name: (*self._of_parameter(weight), *before) for weight in weights}
 
     def _of_parameter(self, weight: Weight) -> Chain:
-        """The weight as rows of the parameter it is computed from; empty if it does not depend on that one's scale."""
+        """The weight as rows of the parameter it is computed from; empty if that one's scale does not matter."""
         if self.originals is not None:
             masks = [(weight.block_of_row == block).view(-1, 1) for block in range(weight.blocks)]
             found = weight_of(self.weight, masks, self.originals)
