@@ -170,7 +170,7 @@ class QuacK:
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self._running.drop_failed(optimizer)
-        if optimizer in self._running or is_idle(optimizer):  # nested step, or no step
+        if optimizer in self._running or is_idle(optimizer):  # nested step, or every lr is 0
             return
         if self._resumed_alone:
             self._resumed_alone = False

@@ -39,7 +39,7 @@ class Inputs(TorchFunctionMode):
         for weight, norms in _factors(getattr(func, "__name__", ""), (*args, *kwargs.values())):
             if (storage := _storage(weight)) in self._largest:
                 norm = float(norms().max())
-                if norm == norm:  # NaN is put in on purpose where the order of heads is measured
+                if norm == norm:  # inputs are NaN while the order of heads is measured
                     self._largest[storage] = max(norm, self._largest[storage])  # max(x, NaN) is x
         return func(*args, **kwargs)
 
@@ -56,7 +56,7 @@ def _factors(name: str, operands: tuple[Any, ...]) -> Iterator[tuple[Tensor, Any
         left, right = operands[PRODUCTS[name] :][:2]
         yield right, lambda: _norms(left, -1)
         yield left, lambda: _norms(right, -2 if right.ndim > 1 else -1)
-    elif name in ("conv1d", "conv2d"):  # bound on a patch's norm: the largest norm of its positions, at each of them
+    elif name in ("conv1d", "conv2d"):  # bound on a patch's norm, as if all positions had the largest
         x, weight = operands[:2]
         yield weight, lambda: _norms(x, 1) * sqrt(prod(weight.shape[2:]))
     elif name in ("add", "__add__", "__radd__", "add_", "__iadd__"):

@@ -84,7 +84,7 @@ def rerun(
     where: Tensor | None = None,
     output: tuple[int, int] = (-1, 0),
 ) -> Rerun | None:
-    """Run a module again up to its attention, without side effects; None if it fails before that.
+    """Run a module again up to its attention, without side effects; None if that is not reached.
 
     NaN is written into one argument, or into the input of one projection, where `where` is True; or into one output of
     one projection.

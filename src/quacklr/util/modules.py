@@ -59,7 +59,7 @@ def _plain_name(name: str) -> str:
 
 @contextmanager
 def _attribute_set(objects: Sequence[Any], name: str, value: bool) -> Iterator[None]:
-    """Set a boolean attribute of objects that have the other value; afterwards they have that again."""
+    """Set a boolean attribute of the objects that have the other value; afterwards, restore it."""
     try:
         for each in objects:
             setattr(each, name, value)
@@ -147,7 +147,7 @@ def own_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def own_attributes(module: nn.Module) -> Iterator[None]:
-    """Afterwards every attribute and submodule of the module, and of the modules in it, is restored."""
+    """On exit, restore every attribute and submodule of the module and of the modules in it."""
     kept = [(each, dict(vars(each)), dict(each._modules)) for each in module.modules()]
     try:
         yield

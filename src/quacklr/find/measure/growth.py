@@ -74,8 +74,8 @@ class Slope:
         """How the slope changes from a forward pass to the one at the larger scale.
 
         The slope of a capped logit, or of a gated projection, may become small: it counts as STAYS. Other slopes that
-        vanish in all rows count as VANISHES, and so do those that fall faster than a norm's in most rows: the function
-        saturates, and misses a few rows by chance. Slopes that vanish in some rows only have no path: GROWS.
+        vanish in all rows count as VANISHES. So do slopes that fall faster than a norm's in most rows: the function
+        saturates, but not in a few rows, by chance. Slopes that vanish only in some rows have no path: GROWS.
         """
         if before.shape != after.shape or not after.isfinite().all() or (after > THRESHOLD * before).any():
             return Change.GROWS

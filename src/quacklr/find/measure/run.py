@@ -1,8 +1,8 @@
 """Measures the attention of a model: runs a batch, and differentiates its logits with respect to projections.
 
-It uses no names and no source code. For each attention that a Tape records, it finds the rows of each projection that
-make the query and the key of each head, which of them are multiplied with each other (in MLA only some are), the
-earlier projections behind them in the same module (MLA's latents), and where a norm removes the dependence on scale.
+The only requirement is that the model runs. For each attention that a Tape records, these are found: the rows of each
+projection that make the query and the key of each head; which of them are multiplied with each other (in MLA only some
+are); the earlier projections behind them in the same module (MLA's latents); and where a norm removes their scale.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MeasuredAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurement:
-    """Every attention of one forward pass, in the order they ran, and the ids of weights that no token used."""
+    """Every attention of one forward pass, in the order they ran, and the ids of parameters that no token used."""
 
     attentions: list[MeasuredAttention] = field(default_factory=list)
     idle: set[int] = field(default_factory=set)
