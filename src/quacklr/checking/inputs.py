@@ -19,7 +19,7 @@ PRODUCTS = {"matmul": 0, "__matmul__": 0, "mm": 0, "bmm": 0, "addmm": 1, "baddbm
 class Inputs(TorchFunctionMode):
     """While entered, keeps the largest norm of the inputs of each weight.
 
-    A weight that is not multiplied as it is stored (parametrised, cast, scaled) is not seen.
+    A weight that is parametrised, cast or scaled before the product is not recorded.
     """
 
     def __init__(self, weights: Iterable[Weight]) -> None:
@@ -27,7 +27,7 @@ class Inputs(TorchFunctionMode):
         self._largest: dict[int, float] = {_storage(weight.param): float("nan") for weight in weights}
 
     def of(self, weight: Weight) -> float:
-        """The largest norm, including the 1 that a bias multiplies; 1 for a single column; NaN if none was seen."""
+        """The largest norm, including the 1 that a bias multiplies; 1 for a single column; NaN if none was recorded."""
         if weight.param.numel() == len(weight.block_of_row):
             return 1.0
         norm = self._largest[_storage(weight.param)]

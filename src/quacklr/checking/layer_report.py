@@ -19,7 +19,7 @@ NOT_COMPARABLE = "its logits are not finite, or not comparable, after a step"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with some heads of a layer."""
+    """A fault of some heads of a layer."""
 
     heads: tuple[int, ...]
     text: str

@@ -1,4 +1,4 @@
-"""Validation when QuacK is attached: each error names the weight and what to do about it."""
+"""Validation when QuacK is attached: each error names the weight and how to fix it."""
 
 from __future__ import annotations
 

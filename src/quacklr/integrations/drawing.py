@@ -32,7 +32,7 @@ COLD, WARM = mpl.colormaps["GnBu_r"], mpl.colormaps["YlOrRd_r"]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a statistic is shown. Large values have bright colours; values above a threshold have warm colours."""
+    """How a statistic is shown. Bright colours mark values to check; values above a threshold have warm colours."""
 
     title: str
     colours: str = "viridis"

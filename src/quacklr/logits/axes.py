@@ -25,7 +25,7 @@ class HeadOrder:
 
     `heads`: the number of heads, None if unknown. `heads_first`: all leading axes, flattened, are (heads * sequences).
     `index_BH`: for any other order that was measured, the index of each sequence and head in the flattened axes.
-    Without either, the convention decides: see `arrange`.
+    Without either, the convention is used: see `arrange`.
     """
 
     heads: int | None = None

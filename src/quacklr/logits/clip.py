@@ -3,11 +3,11 @@
     gamma[h] = min(1, threshold / largest logit of head h since the last step)
 
     MHA   q[h] and k[h] by sqrt(gamma[h])
-    MLA   uq[h] and uk[h] by sqrt(gamma[h]), qr[h] by gamma[h]; what serves all heads (dq, dkv, kr) is left alone
+    MLA   uq[h] and uk[h] by sqrt(gamma[h]), qr[h] by gamma[h]; weights that all heads read (dq, dkv, kr) do not change
 
 In terms of logit paths: the product of each path is scaled by gamma[h], in equal parts by the weights that belong to
 head h alone. A key block that a group of heads shares is scaled by the square root of the group's largest gamma, and
-each query by the rest, so that no head shrinks by more than its own gamma.
+each query by the remaining factor, so that no head shrinks by more than its own gamma.
 """
 
 from __future__ import annotations

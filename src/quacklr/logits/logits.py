@@ -212,7 +212,7 @@ class EagerLogits(Logits):
 
 
 def additive(mask: Tensor) -> Tensor:
-    """A mask as a term of the logit: 0 or -inf of a boolean mask; a bias as it is, -inf where it is a mask."""
+    """A mask as a term of the logit: 0 or -inf for a boolean mask; a bias unchanged, but -inf below MASKING."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
     return mask.float().masked_fill(mask <= MASKING, -torch.inf)
@@ -225,7 +225,7 @@ def slice_mask(mask_BHIJ: Tensor, sequences: slice, queries: slice, columns: int
 
 
 def mask_future_(logit_BHIJ: Tensor, last: int) -> None:
-    """Mask later keys in place: the first of these queries sees the keys up to `last`, each next query one more."""
+    """Mask later keys in place: keys up to `last` are visible to the first query, and one more to each next query."""
     first = max(0, last + 1)
     corner_BHIJ = logit_BHIJ[..., first:]
     if corner_BHIJ.numel():

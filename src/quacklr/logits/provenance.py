@@ -26,7 +26,7 @@ END: set[Any] = {ops.SDPA, F.linear, F.layer_norm, F.rms_norm, *ops.SOFTMAX, *op
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """What is known of a tensor that was computed from q . k.
+    """The recorded origin of a tensor that was computed from q . k.
 
     Its columns from `first_key` on are `keys` keys. `masked`: boolean, broadcasts to the tensor. `factors`: what q . k
     was multiplied by. `subtracted`: numbers that were subtracted since, one for each row.

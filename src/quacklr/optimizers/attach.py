@@ -1,7 +1,7 @@
 """Which optimizers QuacK accepts: those whose step is linear in lr, since then a scaled step is a scaled lr.
 
 The hooks must be on the object whose `step` moves the weights, so the optimizers inside a wrapper are looked up.
-`linearity.probe` measures whether a step is linear in lr; only torch's own optimizers are known by name.
+`linearity.probe` measures whether a step is linear in lr; torch's own optimizers are not measured, but listed.
 """
 
 from __future__ import annotations

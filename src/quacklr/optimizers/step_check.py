@@ -1,7 +1,7 @@
 """Checks that the optimizers step the weights on the paths.
 
 DeepSpeed puts flat copies of the parameters into the param groups; `fully_shard` and `load_state_dict(assign=True)` put
-new parameters into the model. A QuacK that was attached before would do nothing.
+new parameters into the model. A QuacK that was attached before that would do nothing.
 """
 
 from __future__ import annotations

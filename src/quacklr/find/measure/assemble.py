@@ -134,7 +134,7 @@ def _paths(terms: Sequence[Term], module: str) -> list[LogitPath]:
 
 
 def _roles(terms: Sequence[Term]) -> dict[Weight, str] | None:
-    """The roles q and k, or those of MLA, dq uq . uk dkv + dq qr . kr, where kr serves all heads; None for others."""
+    """The roles q and k, or those of MLA, dq uq . uk dkv + dq qr . kr, where all heads read kr; None for others."""
     if len(terms) == 1 and len(terms[0].q) <= 1 and len(terms[0].k) <= 1:
         (term,) = terms
         return {reads[0][0]: role for reads, role in ((term.q, "q"), (term.k, "k")) if reads}

@@ -46,13 +46,7 @@ from quacklr.util.torch_functions import (
 
 CLAMP: set[Any] = {torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip, Tensor.clip_}
 BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias")
-LIKE: set[Any] = {
-    Tensor.to,
-    Tensor.type_as,
-    Tensor.view_as,
-    Tensor.expand_as,
-    Tensor.reshape_as,
-}  # of a weight: a weight
+LIKE: set[Any] = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as}  # of a weight
 
 
 class Tape(TorchFunctionMode):

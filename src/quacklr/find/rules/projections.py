@@ -97,7 +97,7 @@ def _plain(module: Any) -> list[ProjectionWeight]:
         return []
     if is_parametrized(module, "weight") and weight.ndim == 2:
         with torch.enable_grad():
-            weight = module.weight  # as it is computed now
+            weight = module.weight  # the computed weight, not its original parameter
         originals = {id(p): name for name, p in module.parametrizations.weight.named_parameters()}
         return [ProjectionWeight(weight, bias, originals=originals)]
     pointwise = isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}

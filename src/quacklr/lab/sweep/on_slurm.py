@@ -159,5 +159,5 @@ class SlurmTask:
         return report
 
     def checkpoint(self, saved: dict[str, Any], path: str) -> submitit.helpers.DelayedSubmission:
-        """What submitit requeues: the same call."""
+        """The call that submitit requeues: the same one."""
         return submitit.helpers.DelayedSubmission(self, saved, path)
