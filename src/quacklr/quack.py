@@ -76,8 +76,8 @@ class QuacK:
         adapt: if False, all rates stay at tau (the constant-tau ablation of the paper).
         floor: a lower bound on all norms, for weights that are all zeros when QuacK is attached.
         verify: measure attention that was found by rule, on a few tokens of the first batch. If the rule was wrong, the
-            first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; this
-            triggers a warning if quacklr does not know the class of its attention.
+            first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; there is
+            then a warning if the class of its attention is not one that quacklr has tested.
 
     Rates are computed from the weights before a step. With several optimizers, all that step in one iteration use the
     same rates; an iteration ends when a parameter steps again. Sharded parameters (FSDP2, HSDP, tensor parallelism) are
@@ -163,14 +163,14 @@ class QuacK:
     def _measure_start(self) -> tuple[Tensor, Memory]:
         """The sensitivities at the start, to which all later rates are relative, and the norm's memory."""
         _, _, memory = self._measure(self._rule.blocks.empty_memory())
-        _, norms, _ = self._measure(memory)  # as the first step does, so that its rates are exactly tau
+        _, norms, _ = self._measure(memory)  # the first step uses this memory too, so its rates are exactly tau
         start = self._rule.sensitivity(norms)
         validate_norms(self._rule, torch.cat(norms), start, self.adapt)
         return start, memory
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self._running.drop_failed(optimizer)
-        if optimizer in self._running or is_idle(optimizer):  # the former if its step calls that of its parent class
+        if optimizer in self._running or is_idle(optimizer):  # nested step, or every lr is 0
             return
         if self._resumed_alone:
             self._resumed_alone = False
@@ -227,8 +227,8 @@ class QuacK:
     def rate_of(self, param: Tensor) -> Tensor | None:
         """The multipliers of lr for one weight or bias parameter, broadcastable to it; 1 for rows on no path.
 
-        None if the parameter is frozen, or if none of its rows is on a path. For a sharded parameter it is a plain
-        tensor for the whole parameter, and a collective call.
+        None if the parameter is frozen, or if none of its rows is on a path. For a sharded parameter this is a
+        collective call, and the result is a plain tensor for the whole parameter.
         """
         rated = [weight for weight in self._rule.weights if weight.rated]
         parts = [(weight, part) for weight in rated for part in weight.parts if part.param is param]
@@ -254,7 +254,7 @@ class QuacK:
         return Saved(self._start, rates, self._stepped, self._memory)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict()`. Raises a ValueError that lists the differences if it is of another model or norm."""
+        """Load a `state_dict()`. If the state is of another model or norm, a ValueError lists the differences."""
         saved = read_state(self._rule, self.norm, state_dict, self._saved(), self.adapt)
         self._start, self._memory, self._stepped = saved.start, saved.memory, saved.stepped
         self._largest = _largest(self._start)
@@ -287,7 +287,7 @@ class QuacK:
     def __repr__(self) -> str:
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         settings = f"tau={self.tau:g}, norm={norm_name(self.norm)}, adapt={self.adapt}, floor={self.floor:g}"
-        sharded = isinstance(self._rule.blocks, ShardedBlocks)  # no communication: one process may print it alone
+        sharded = isinstance(self._rule.blocks, ShardedBlocks)  # if so, print the last rates: `rates()` is collective
         when = "last rates" if sharded else "rates now"
         notes = self._verification.notes if self._verification is not None else {}
         table = describe(self._rule, when, self.rates(last=sharded), self.left_alone, self._origin, notes)

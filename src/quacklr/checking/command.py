@@ -22,16 +22,16 @@ from quacklr.util.arguments import Parser
 from quacklr.util.terminal import answer, sentence
 
 ABOUT = """\
-Is QuacK wired right into a model? A copy of it takes a few real steps, and rows
-of its weights are perturbed: every head must move with its own rows, with no others,
-and by no more than the steps of those rows allow.
+Does QuacK scale the right rows of a model? A copy of the model takes a few real steps,
+and rows of its weights are perturbed. The logits of every head must change with its own
+rows, with no others, and by no more than the steps of those rows allow.
 
 TARGET is one of
-  llama                      a model type of transformers, a small one of the kind
+  llama                      a model type of transformers, with small sizes
   path/to/config.json        a config of transformers, or a folder with one
   vit_tiny_patch16_224       a model of timm
   package.module:factory     a function of yours that returns (model, batch), where
-  path/to/file.py:factory    batch is what it is called with, or (model, optimizer, batch)
+  path/to/file.py:factory    batch is the model's input, or (model, optimizer, batch)
 """
 EXAMPLES = """\
 examples:
@@ -39,8 +39,8 @@ examples:
   quacklr check train.py:make --out check.png   yours, with a picture of every head
   quacklr check gpt2 --optimizer muon --lr 0.02
 
-exit code: 0 if it is wired right; 1 if it is not, if that cannot be shown, or if QuacK refuses the model; 2 if
-there is no such model, or an option is wrong
+exit code: 0 if QuacK scales the right rows; 1 if it does not, if that cannot be shown, or if QuacK cannot be
+attached; 2 if there is no such model, or an option is wrong
 """
 
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         answer(str(report))
         if options.out is not None:
             report.save(options.out)
-    except BrokenPipeError:  # the reader wanted the first lines only
+    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
         return 1
     except (ValueError, OSError, BadTargetError, ModuleNotFoundError) as error:
         print(f"quacklr check: {sentence(error) if isinstance(error, OSError) else error}", file=sys.stderr)

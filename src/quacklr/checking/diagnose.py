@@ -1,4 +1,4 @@
-"""Find the faults of every layer: heads that wrong rows move, rows that move no head, rows that are missing."""
+"""Find the faults of every layer: heads whose logits wrong rows change, rows that change none, missing rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from quacklr.util.modules import named_parameters
 ROUTED = "attends with several heads for each of these: every token has experts of its own"
 LOST = "not comparable when its rows change"
 WHOLE, SOME_ROWS = "{} moves no logit of its heads", "some rows of {} move no logit of its heads"
-SCALE_FREE = 1e-3  # of a head's largest logit: a change that the epsilon of a norm explains
+SCALE_FREE = 1e-3  # relative to a head's largest logit: the epsilon of a norm can cause a smaller change
 
 
 class Diagnosis:
-    """Tests every layer of a sandbox. `unobserved` has for each layer why it cannot be tested, or ""."""
+    """Tests every layer of a sandbox. `unobserved` has for each layer the reason why it cannot be tested, or ""."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.expected = sandbox.expected_rows()
@@ -41,7 +41,7 @@ class Diagnosis:
         return "" if (change <= logits.rounding).all() else "not the same twice"
 
     def faults(self) -> list[list[Fault]]:
-        """For each layer what is wrong with it."""
+        """The faults of each layer."""
         found: list[list[Fault]] = [[] for _ in self.layers]
         for number, fault in self._wrong_head_counts():
             found[number].append(fault)
@@ -67,7 +67,7 @@ class Diagnosis:
         return bool(counts) and layer.module in self.measured and not any(count % layer.heads for count in counts)
 
     def _stray_heads(self, numbers: Numbers) -> Iterator[tuple[int, list[Tensor]]]:
-        """For each number, the heads of each layer that its rows move and that do not read them.
+        """For each number, the heads of each layer that move with its rows, but do not read them.
 
         Rows are perturbed one number at a time only if some half of them moves a head that it should not.
         """
@@ -76,14 +76,14 @@ class Diagnosis:
             yield from enumerate(single.strays(self.layers) for single in self.perturbations.singles(numbers))
 
     def _other_layers(self) -> Iterator[tuple[int, Fault]]:
-        """Heads that rows of another layer move."""
+        """Heads whose logits change with rows of another layer."""
         layer_of_row = self.perturbations.numbers(lambda rows: torch.full_like(rows.block, rows.layer))
         for other, strays in self._stray_heads(layer_of_row):
             text = f"moved by rows claimed for {self.layers[other].module or 'the model'}"
             yield from ((number, fault_of(heads, text)) for number, heads in enumerate(strays) if heads.any())
 
     def _other_blocks(self) -> Iterator[tuple[int, Fault]]:
-        """Heads that blocks move which they do not read."""
+        """Heads whose logits change with blocks that they do not read."""
         for role in self.roles:
             strays = [of for _, of in self._stray_heads(self.perturbations.numbers(lambda rows: rows.block, role))]
             for number, layer in enumerate(self.layers if strays else []):
@@ -115,7 +115,7 @@ class Diagnosis:
         return Fault(indices(layer.heads_reading(dead)), text.format(f"{layer.role(weight)}[{blocks}]"))
 
     def _rows_on_no_path(self) -> Iterator[tuple[int, Fault]]:
-        """Heads that rows on no path move."""
+        """Heads whose logits change with rows on no path."""
         free = {id(part.param) for part, _ in self.expected.rows_on_no_path()}
         changes = self.perturbations.double_rows_on_no_path() if free else []
         for number, change in enumerate(changes):

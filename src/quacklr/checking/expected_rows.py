@@ -77,7 +77,7 @@ class ExpectedRows:
     """The layers of a model and the rows of its parameters, as some paths describe them."""
 
     def __init__(self, paths: Iterable[LogitPath], model: nn.Module) -> None:
-        paths = paths if isinstance(paths, list) else list(paths)  # a LogitPaths keeps its modules
+        paths = paths if isinstance(paths, list) else list(paths)  # a LogitPaths also has the modules of its paths
         self.rule = Rule(paths)
         self.flat_index = self.rule.blocks.flat_index
         self.layers = [self._layer(*group) for group in _by_module_and_heads(paths, model)]

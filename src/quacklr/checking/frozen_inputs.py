@@ -24,15 +24,15 @@ from quacklr.logits.logits import Logits
 from quacklr.util.modules import named_modules, own_buffers, run, undisturbed
 from quacklr.util.torch_functions import copied
 
-ROUNDING = 1e-5  # of a head's largest logit: a change that is only rounding
+ROUNDING = 1e-5  # relative to a head's largest logit: a smaller change is only rounding
 KEPT = 2**20  # logits kept for each attention; of a long context, those of the last queries
 
 
 class LayerLogits:
     """The logits of one layer in the first forward pass: `calls` are (B, H, I, J) each.
 
-    `scale`: the largest factor between q.k and the logit. `other_head_counts`: numbers of heads with which the module
-    attends and which are not the layer's. `unreadable`: why the logits cannot be compared, or "".
+    `scale`: the largest factor between q.k and the logit. `other_head_counts`: numbers of heads of attentions in the
+    module that are not the layer's number. `unreadable`: the reason why the logits cannot be compared, or "".
     """
 
     def __init__(self, layer: ExpectedLayer) -> None:
@@ -47,7 +47,7 @@ class LayerLogits:
             return
         rows = max(1, KEPT // logits.rows(slice(0, 1)).numel())
         rows_BHIJ = logits.rows(slice(max(0, logits.queries - rows), None))
-        if not calls or len(rows_BHIJ) == len(calls[0]):  # otherwise B is not the batch: big_bird
+        if not calls or len(rows_BHIJ) == len(calls[0]):  # otherwise B is not the batch, as in big_bird
             calls.append(rows_BHIJ)
             self.scale = max(self.scale, abs(logits.scale))
 
@@ -86,7 +86,7 @@ class LayerLogits:
 class FrozenInputs:
     """Runs a first forward pass of the batch; `change` runs it again and compares the logits.
 
-    `logits` has those of the first pass for each layer, `lengths` the norms of the inputs of the weights.
+    `logits` has the logits of the first pass for each layer, `lengths` the norms of the inputs of the weights.
     """
 
     def __init__(self, sandbox: Sandbox, layers: Sequence[ExpectedLayer]) -> None:
@@ -125,7 +125,7 @@ class FrozenInputs:
             run(model, self.sandbox.batch)
 
     def _layers_of(self, name: str) -> list[int]:
-        """The layers of the innermost module with paths that an attention ran in."""
+        """The layers of the innermost module that has paths and contains this attention."""
         modules = [of.layer.module for of in self.logits]
         outer = [module for module in modules if f"{name}.".startswith(f"{module}." * bool(module))]
         inner = max(outer, key=len, default=None)

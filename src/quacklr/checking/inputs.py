@@ -19,7 +19,7 @@ PRODUCTS = {"matmul": 0, "__matmul__": 0, "mm": 0, "bmm": 0, "addmm": 1, "baddbm
 class Inputs(TorchFunctionMode):
     """While entered, keeps the largest norm of the inputs of each weight.
 
-    A weight that is not multiplied as it is stored (parametrised, cast, scaled) is not seen.
+    A weight that is parametrised, cast or scaled before the product is not recorded.
     """
 
     def __init__(self, weights: Iterable[Weight]) -> None:
@@ -27,7 +27,7 @@ class Inputs(TorchFunctionMode):
         self._largest: dict[int, float] = {_storage(weight.param): float("nan") for weight in weights}
 
     def of(self, weight: Weight) -> float:
-        """The largest norm, including the 1 that a bias multiplies; 1 for a single column; NaN if none was seen."""
+        """The largest norm, including the 1 that a bias multiplies; 1 for a single column; NaN if none was recorded."""
         if weight.param.numel() == len(weight.block_of_row):
             return 1.0
         norm = self._largest[_storage(weight.param)]
@@ -39,7 +39,7 @@ class Inputs(TorchFunctionMode):
         for weight, norms in _factors(getattr(func, "__name__", ""), (*args, *kwargs.values())):
             if (storage := _storage(weight)) in self._largest:
                 norm = float(norms().max())
-                if norm == norm:  # NaN is put in on purpose where the order of heads is measured
+                if norm == norm:  # inputs are NaN while the order of heads is measured
                     self._largest[storage] = max(norm, self._largest[storage])  # max(x, NaN) is x
         return func(*args, **kwargs)
 
@@ -56,7 +56,7 @@ def _factors(name: str, operands: tuple[Any, ...]) -> Iterator[tuple[Tensor, Any
         left, right = operands[PRODUCTS[name] :][:2]
         yield right, lambda: _norms(left, -1)
         yield left, lambda: _norms(right, -2 if right.ndim > 1 else -1)
-    elif name in ("conv1d", "conv2d"):  # bound on a patch's norm: the largest norm of its positions, at each of them
+    elif name in ("conv1d", "conv2d"):  # bound on a patch's norm, as if all positions had the largest
         x, weight = operands[:2]
         yield weight, lambda: _norms(x, 1) * sqrt(prod(weight.shape[2:]))
     elif name in ("add", "__add__", "__radd__", "add_", "__iadd__"):

@@ -19,7 +19,7 @@ NOT_COMPARABLE = "its logits are not finite, or not comparable, after a step"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with some heads of a layer."""
+    """A fault of some heads of a layer."""
 
     heads: tuple[int, ...]
     text: str
@@ -45,7 +45,7 @@ def fault_of(heads: Tensor, text: str) -> Fault:
 class LayerReport:
     """The changes of one attention's logits in real steps, and its faults.
 
-    `start` are steps from the weights as they are; `plain` and `quack` from grown weights, without QuacK and with it.
+    `start`: steps from the weights as they are. `plain` and `quack`: steps from grown weights, without and with QuacK.
     `unobserved`: why its logits cannot be compared, or "". `row_faults`: faults found by perturbing rows. `trains`:
     whether any of its rows are trained.
     """

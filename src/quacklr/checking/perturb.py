@@ -27,9 +27,10 @@ Numbers = Mapping[WeightRows, Tensor]  # for each row a number: its layer, its b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Perturbation:
-    """The effect of one: `blocks` is a flat mask; `moved` and `still` are (H,) masks of heads for each layer.
+    """The effect of one perturbation: `blocks` is the flat mask of perturbed blocks.
 
-    A head whose logits cannot be compared is neither moved nor still.
+    `moved` and `still` are (H,) masks for each layer: heads whose logits changed, and heads whose logits did not. A
+    head whose logits cannot be compared is in neither.
     """
 
     blocks: Tensor
@@ -59,7 +60,7 @@ class Perturbations:
         self.expected = expected
         generator = torch.Generator().manual_seed(0)
         self.noise = {param: _noise(param, generator) for param in expected.params}
-        with torch.no_grad():  # the partner of a row of zeros would move nothing
+        with torch.no_grad():  # perturbing the partner of a row of zeros would change no logit
             for rows in expected.rows:
                 self._add(rows, rows.on_path & ~rows.part.rows_first().reshape(len(rows.block), -1).any(1).cpu())
         self.frozen = FrozenInputs(sandbox, expected.layers)
@@ -80,8 +81,8 @@ class Perturbations:
     def double_rows_on_no_path(self) -> list[Tensor]:
         """For each layer (H,): the |change| when rows on no path of parameters that are on paths are doubled.
 
-        They are doubled, not perturbed: rows before a norm (DeepSeek's latents) do make the logit, and are rightly on
-        no path, because the logit does not depend on their scale.
+        They are doubled, not perturbed, because rows before a norm (DeepSeek's latents) are rightly on no path: the
+        logit depends on them, but not on their scale.
         """
         with restored(self.expected.params):
             for part, mask in self.expected.rows_on_no_path():

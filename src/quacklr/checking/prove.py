@@ -39,10 +39,10 @@ def check(
 
         print(check(model, optimizer, batch))
 
-    A copy takes a few real steps on the batch (a tensor, a tuple, or a dict). For every head the largest |change| of a
-    logit that the step of its own rows causes is compared with the bound of docs/theory.md: with the weights as they
-    are, and with all rows on paths grown `growth`-fold after QuacK was attached, as in long training, with QuacK and
-    without. Then rows are perturbed, to test that a head depends on its own rows and on no others.
+    A copy takes a few real steps on the batch (a tensor, a tuple, or a dict). For every head, the largest |change| of a
+    logit in the step of its own rows is compared with the bound of docs/theory.md. The steps start from the weights as
+    they are; and, with QuacK and without, from weights grown `growth`-fold after QuacK was attached, as in long
+    training. Then rows are perturbed, to test that a head depends on its own rows and on no others.
 
     `tau`, `norm` and `floor` are those of QuacK. `paths` defaults to `logit_paths(model, batch)`, or to the paths of
     the rules if the batch cannot be measured, which the report states. `loss(model, batch)` defaults to the model's

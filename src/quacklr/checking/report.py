@@ -9,7 +9,7 @@ from pathlib import Path
 from quacklr.checking.layer_report import NO_BOUND, LayerReport
 from quacklr.util.text_table import columns, grouped
 
-MANY = 40  # layers, above which only the first ones, the last ones and those with faults are printed
+MANY = 40  # with more layers, only the first, the last and those with faults are printed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +87,7 @@ class CheckReport:
         )
 
     def _not_covered(self) -> str:
-        """What the check does not prove."""
+        """The end of the verdict: what the check does not prove."""
         no_bound = sum(layer.unproved == NO_BOUND for layer in self.layers)
         unknown = sum(layer.unproved not in ("", NO_BOUND) and not layer.faults for layer in self.layers)
         bound = f"; the bound of {_layers(no_bound)} is not known, since a weight's input is not seen"

@@ -26,8 +26,8 @@ Loss = Callable[[nn.Module, Any], Tensor]
 class Sandbox:
     """A copied model, its optimizers without hooks or schedulers, its paths, a batch and a loss.
 
-    The paths are those of the rules if the batch could not be measured (`unmeasured` is why), or if the measurement
-    differs from the rules (`contradiction` is how).
+    The paths are those of the rules if the batch could not be measured (`unmeasured` is the reason), or if the
+    measurement differs from the rules (`contradiction` is the difference).
     """
 
     model: nn.Module
@@ -120,7 +120,7 @@ def restored(params: Iterable[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
     """The loss that the model returns; for other outputs the mean squared distance to fixed random numbers.
 
-    Any gradient will do. A mean square alone would have none if the last module is a norm.
+    Any gradient can be used. A mean square alone would have none if the last module is a norm.
     """
     returned = run(model, batch)
     loss = getattr(returned, "loss", None)

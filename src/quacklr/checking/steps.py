@@ -25,8 +25,8 @@ from quacklr.checking.sandbox import Sandbox, restored
 from quacklr.optimizers.attach import first_after_step
 from quacklr.quack import QuacK
 
-BOUND_TOLERANCE = 1e-4  # of a bound
-RATE_TOLERANCE = 1e-3  # of a step
+BOUND_TOLERANCE = 1e-4  # relative to a bound
+RATE_TOLERANCE = 1e-3  # relative to a step
 
 
 @dataclass(frozen=True, slots=True, eq=False)

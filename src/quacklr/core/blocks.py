@@ -207,7 +207,7 @@ class Blocks:
     def measure(self, norm: Norm, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
         """Copies of all rows, the norms of all blocks, and the norm's memory of each group.
 
-        The norm of each copy is computed as soon as it is made, while it is in the cache.
+        The norm of each copy is computed as soon as the copy is made, while it is in the CPU's cache.
         """
         copies: Copies = []
         norms: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The local shard of a DTensor parameter. Of the core, only this module knows DTensor.
+"""The local shard of a DTensor parameter. No other module of the core uses DTensor.
 
 Under FSDP2, HSDP or tensor parallelism a parameter is a DTensor, and each process holds a shard of it. Global indices,
 one vector for each dimension, identify the entries of the shard. It may therefore end in the middle of a head, hold no
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor. Without torch's module for it, which is slow to import, there are none."""
+    """Whether a tensor is a DTensor. Does not import torch's module for DTensor, because that is slow."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -46,7 +46,7 @@ def _is_shard(placement: Any, dim: int | None = None) -> bool:
 
 
 def _of_vector(placement: Any) -> Any:
-    """The placement of a vector that is sharded as a dimension of a tensor is."""
+    """The placement of a vector that is sharded like a dimension of a tensor."""
     strided = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
     return type(placement)(0, **strided)  # under TP and FSDP2 together it is torch's own _StridedShard
 

@@ -28,12 +28,12 @@ def spectral(blocks_BRC: Tensor, memory: Tensor | None = None) -> tuple[Tensor, 
     """Largest singular value, by power iteration from the last step's singular vectors; the tight bound.
 
     One iteration for each step stays within 1 % of an exact SVD, from below. It iterates on eight vectors: singular
-    values cross during training, and a single vector would stay with the one that was largest. Without memory it starts
+    values cross during training, and a single vector would follow the one that was largest. Without memory it starts
     from fixed random vectors and runs 30 iterations. Costs two passes over the weights, a memory of 8 C numbers for
     each block (fewer if it has fewer rows), and an fp32 copy of blocks of lower precision.
     """
     blocks_BRC = blocks_BRC.to(precision(blocks_BRC))
-    basis_BCV = memory if memory is None else memory.to(blocks_BRC.dtype)  # a model may have become double
+    basis_BCV = memory if memory is None else memory.to(blocks_BRC.dtype)  # the model may have been cast to double
     if basis_BCV is None:
         basis_BCV = random_basis(*blocks_BRC.shape).to(blocks_BRC)
         for _ in range(FIRST_ITERATIONS):
@@ -48,9 +48,9 @@ def precision(blocks_BRC: Tensor) -> torch.dtype:
 
 
 def orthonormal(vectors_BCV: Tensor) -> Tensor:
-    """An orthonormal basis of the span of the vectors; for zeros any basis, so that iteration can continue from it.
+    """An orthonormal basis of the span of the vectors. For zero vectors it is any basis; iteration can continue.
 
-    It is contiguous, as it is when loaded from a checkpoint: products with another layout round differently.
+    It is contiguous, like a basis loaded from a checkpoint: products with another layout round differently.
     """
     return torch.linalg.qr(vectors_BCV).Q.contiguous()
 
@@ -67,7 +67,7 @@ def largest_singular_value(gram_BVV: Tensor) -> Tensor:
 
 
 def random_basis(count: int, rows: int, columns: int) -> Tensor:
-    """A fixed random basis. It has no more vectors than rows: those would consist of rounding errors."""
+    """A fixed random basis. It has at most `rows` vectors: any more would consist of rounding errors."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = count, columns, min(VECTORS, rows, columns)
     return orthonormal(torch.randn(size, generator=generator, device="cpu", dtype=torch.float32))

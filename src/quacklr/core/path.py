@@ -1,10 +1,10 @@
 """An attention logit as a sum of paths, each a product of weights.
 
     MHA   q[h] . k[h]                               one path
-    GQA   q[h] . k[g(h)]                            one path, a key block serves a group of heads
-    MLA   dq uq[h] . uk[h] dkv  +  dq qr[h] . kr    two paths; dq, dkv, kr serve all heads
+    GQA   q[h] . k[g(h)]                            one path, a group of heads reads one key block
+    MLA   dq uq[h] . uk[h] dkv  +  dq qr[h] . kr    two paths; all heads read dq, dkv, kr
 
-QuacK needs nothing but the paths of an attention: no other code depends on the kind of attention.
+QuacK uses only the paths of an attention: the rest of its code does not depend on the kind of attention.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def write_state(rule: Rule, norm: Norm, saved: Saved) -> dict[str, Any]:
 def read_state(rule: Rule, norm: Norm, state: Any, expected: Saved, adapt: bool) -> Saved:
     """The contents of a state dict; ValueError if it is of another model or norm, or holds invalid numbers.
 
-    `expected` has values of the right shapes.
+    `expected` has the shapes that the state must have.
     """
     _validate_same_weights(rule, norm, state)
     start = _flat(rule, state, "sensitivity")

@@ -1,4 +1,4 @@
-"""Validation when QuacK is attached: each error names the weight and what to do about it."""
+"""Validation when QuacK is attached: each error names the weight and how to fix it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def validate_norms(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) 
 def _raise_not_finite(weight: Weight, is_nan: bool) -> None:
     """Raise the error for a norm that is not finite, because entries are not finite or because they are too large.
 
-    For a sharded weight the norm alone decides: all processes know it, and all must raise the same error.
+    For a sharded weight only the norm is used: it is equal in all processes, and all must raise the same error.
     """
     entries = [local_tensor(part.param) for part in weight.parts]
     sharded = any(is_sharded(part.param) for part in weight.parts)

@@ -36,9 +36,9 @@ class Weight:
         block_of_row: (rows,) long; -1 for rows that are not part of the weight.
         dim: the dimension of `param` along which the rows are; the other dimensions are flattened to columns. (0, 1)
             for the rows of matrices that are stacked in one parameter.
-        bias: counts in the norms of its rows' blocks and gets their rates, as one more column, [W b] [x; 1]. A tensor
-            with an entry for each row of `param`; or, if its layout is different, a Weight with as many rows in each
-            block.
+        bias: one more column of the weight, as in [W b] [x; 1]: it is part of the blocks' norms and gets their rates.
+            A tensor with an entry for each row of `param`; or, if its layout is different, a Weight with as many rows
+            in each block.
         rated: False for a weight that has no rate itself, but counts in its partners' rates.
     """
 
@@ -166,7 +166,7 @@ class Weight:
 
     @property
     def trains(self) -> bool:
-        """Whether it has a rate: it is `rated`, and not frozen."""
+        """Whether the weight has a rate: it is `rated`, and not frozen."""
         return self.rated and any(part.param.requires_grad for part in self.parts)
 
 

@@ -87,7 +87,7 @@ def fully_sharded(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the unsharded parameters of FSDP2: the model's parameters are then those of its optimizer."""
+    """Free the unsharded parameters of FSDP2, so that the model has the sharded ones that its optimizer has."""
     for module in fully_sharded(model):
         module.reshard()
 

@@ -64,7 +64,7 @@ class ShardedBlocks(Blocks):
         self._not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
 
     def _local_blocks(self) -> list[LocalBlocks]:
-        """One for each shard of a block group and number of local rows; and their placements."""
+        """LocalBlocks for each shard of a block group and number of local rows. Also sets their placements."""
         shards = [shard for number, group in enumerate(self.groups) for shard in shards_of(number, group)]
         process_groups = [union(s.process_groups for s in shards if s.group == i) for i in range(len(self.groups))]
         self._placements = Placements(self.groups, process_groups, [column_groups(g.weight) for g in self.groups])
@@ -109,7 +109,7 @@ class ShardedBlocks(Blocks):
 
 
 def shards_of(number: int, group: BlockGroup) -> Iterator[GroupShard]:
-    """One for the weight and its bias if both are sharded in the same way, otherwise one for each of the two."""
+    """One shard for the weight and its bias if both are sharded in the same way, otherwise one for each of the two."""
     parts = group.weight.parts
     starts = [sum(part.columns for part in parts[:i]) for i in range(len(parts))]
     columns = [start + part.local_columns() for start, part in zip(starts, parts, strict=True)]

@@ -27,7 +27,7 @@ class Placement(NamedTuple):
     blocks_B: Tensor
     rows_BR: Tensor
     columns_C: Tensor
-    is_counted: bool  # of replicated entries, only one process adds its own to an all-reduced sum
+    is_counted: bool  # whether it is part of all-reduced sums: only one of several replicas is
 
 
 class Placements(list[Placement]):

@@ -14,7 +14,7 @@ NamedRows = tuple[str, object, tuple[int, ...]]  # parameter, dimension, rows
 
 
 def differences(ruled: Sequence[LogitPath], measured: Sequence[LogitPath], model: nn.Module) -> str:
-    """What a rule and a measurement found, if it differs; otherwise empty."""
+    """Text with the paths of a rule and of a measurement, if they differ; otherwise empty."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     one, other = (chains(paths, names) for paths in (ruled, measured))
     if one == other:

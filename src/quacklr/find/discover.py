@@ -1,7 +1,7 @@
 """Collects the paths of every attention of a model, with weights named after its module.
 
 Paths come from the module's own declaration, or else from a rule. With a batch, rules are compared with a measurement,
-and attention that no rule knows is measured.
+and attention that no rule applies to is measured.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def by_module(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
 def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> LogitPaths:
     """The paths of every attention of the model, with weights named `<module>.<role>`.
 
-    Where a module has a method `logit_paths()`, its result is used, and the module is not searched further. Rules read
-    the other modules. With a `sample`, a batch that the model takes (a tensor, a tuple, or a dict), attention is also
-    measured, in a forward pass that does not change the model. This finds attention that no rule knows. Raises
-    ValueError if the measurement contradicts a rule, or if the model has no path. With `rules=False`, the measurement
-    is used and rules are not.
+    If a module has a method `logit_paths()`, its result is used, and the module is not searched further. Rules are
+    applied to the other modules. With a `sample`, a batch that the model takes (a tensor, a tuple, or a dict),
+    attention is also measured, in a forward pass that does not change the model. This finds attention that no rule
+    applies to. Raises ValueError if the measurement contradicts a rule, or if the model has no path. With
+    `rules=False`, only the measurement is used.
     """
     if not rules and sample is None:
         raise ValueError(
@@ -104,7 +104,7 @@ def _no_paths(found: Mapping[str, Finding], rules_only: bool) -> str:
 def found_by_rule(model: nn.Module) -> dict[str, Finding]:
     """The finding by declaration or rule for each attention, by module name, in the model's order."""
     found: dict[str, Finding] = {}
-    with evaluating(model):  # some parametrised weights change when they are read in training mode
+    with evaluating(model):  # reading a parametrised weight in training mode may change it
         for name, module in named_modules(model):
             if not any(is_inside(name, outer) for outer in found):
                 finding = _declared(module, name) or by_rule(module)

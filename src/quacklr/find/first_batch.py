@@ -1,8 +1,8 @@
-"""Keeps a small slice of the first batch that a model runs, to verify rules with.
+"""Keeps a small slice of the first batch that a model runs. It is used to verify rules.
 
-A forward pre-hook keeps the first examples of the model's inputs. A trainer may call a part of the model that it was
-given (a LightningModule's `self.model`), so all modules around an attention have the hook. The outermost module that is
-called keeps its inputs, and the hooks of all modules inside it are removed.
+A forward pre-hook keeps the first examples of the model's inputs. A trainer may call only a submodule of the model (a
+LightningModule's `self.model`), so all modules that contain an attention have the hook. The inputs of the outermost
+module that is called are kept, and the hooks of all modules inside it are removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quacklr.find.finding import is_inside
 from quacklr.util.modules import Arguments, compiled_modules, named_modules
 
 EXAMPLES, TOKENS = 2, 8
-LONGEST = 512  # tokens of an example that may be run whole, where a model does not run on a few of them
+LONGEST = 512  # tokens of the longest example that is run whole, if the model fails on its first tokens
 
 
 class FirstBatch:
@@ -49,7 +49,7 @@ class FirstBatch:
 
 
 class Hook:
-    """The forward pre-hook. In a model that is copied or saved it does nothing."""
+    """The forward pre-hook. In a copied or loaded model it does nothing."""
 
     def __init__(self, batch: FirstBatch | None, name: str) -> None:
         self.batch, self.name = batch, name

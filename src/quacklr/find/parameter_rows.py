@@ -17,7 +17,7 @@ from quacklr.util.autograd import gradients, leaves_of
 
 
 class NotRowsError(ValueError):
-    """What a head reads is not whole rows of a parameter. The message is the reason."""
+    """A head does not read whole rows of a parameter. The message is the reason."""
 
 
 def mask_key(mask: Tensor) -> bytes:

@@ -58,7 +58,7 @@ class Verification:
             self._warn_unverified()
 
     def before_step(self) -> None:
-        """Verify, if there was a batch. In a step with a closure, as Lightning's, the batch comes during the step."""
+        """Verify, if there was a batch. In a step with a closure, as in Lightning, the model runs during the step."""
         if self._batch is not None and self._batch.calls:
             self.finish()
 
@@ -102,7 +102,7 @@ class Verification:
             try:
                 seen = measured_paths(module, part)
                 break
-            except ValueError as error:  # it does not run on a slice
+            except ValueError as error:  # the model does not run on this slice
                 why = str(error)
         else:
             return {name: f"not verified: {why}" for name in self.notes if is_inside(name, outer)}

@@ -19,7 +19,7 @@ Names = dict[int, str]  # of parameters, by id
 
 
 def as_json(report: ModelReport, target: str) -> Json:
-    """The content of the text, with rows of parameters and every layer; `small` if another model was measured."""
+    """The content of the text report, every layer, and its rows; `small` has the layers of a measured small model."""
     count, total = report.numbers
     return {
         "target": target,

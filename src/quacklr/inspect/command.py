@@ -20,7 +20,7 @@ from quacklr.util.terminal import answer, sentence
 
 ABOUT = """\
 The attention of a model: how queries and keys are stored, what their learning
-rates will follow, what QuacK leaves alone and why. Nothing is downloaded.
+rates depend on, what QuacK leaves alone and why. Nothing is downloaded.
 
 TARGET is one of
   llama                      a model type of transformers: its default config
@@ -28,18 +28,18 @@ TARGET is one of
   org/name                   a model of the hub whose config is in the local cache
   vit_tiny_patch16_224       a model of timm
   package.module:factory     a function of yours that returns a model, or
-  path/to/file.py:factory    (model, batch), where batch is what it is called with
+  path/to/file.py:factory    (model, batch), where batch is the model's input
 """
 EXAMPLES = """\
 examples:
-  quacklr inspect deepseek_v3             seconds: of 671 billion parameters only the shapes
-  quacklr inspect llama --measure         run a small one, and compare it with the rules
-  quacklr inspect train.py:make_model     yours
+  quacklr inspect deepseek_v3             takes seconds: only shapes, no weights
+  quacklr inspect llama --measure         run a small llama, and compare it with the rules
+  quacklr inspect train.py:make_model     your own model
   quacklr inspect gpt2 --json | jq '.layers[0].paths'
 
-exit code: 0 if QuacK attaches to all, or the rest is explained (QK norm); 1 if something is not
-recognised or cannot be measured, if rule and measurement differ, or if QuacK would raise otherwise; 2 if
-there is no such model
+exit code: 0 if QuacK attaches to all layers, or has a reason to leave the others alone (QK norm); 1 if a layer
+is not recognised or cannot be measured, if rule and measurement differ, or if QuacK would raise another error;
+2 if there is no such model
 """
 
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             found = report(resolve(options.target), options.measure)
             text = json.dumps(as_json(found, options.target)) if options.json else show(found, options.target)
         answer(text)
-    except BrokenPipeError:  # the reader wanted the first lines only
+    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
         return 1
     except (BadTargetError, OSError) as error:
         print(f"quacklr inspect: {sentence(error) if isinstance(error, OSError) else error}", file=sys.stderr)
@@ -66,7 +66,7 @@ def parser() -> Parser:
     options.add_argument(
         "--measure",
         action="store_true",
-        help="also run a batch and compare what it shows; of transformers, a small model of the same kind",
+        help="also run a batch and compare the measured paths; for transformers, on a small model of the same kind",
     )
     options.add_argument("--json", action="store_true", help="one JSON object with every row of every layer")
     return options
@@ -87,7 +87,7 @@ def target_parser(command: str, options: str, about: str, examples: str) -> Pars
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """While entered, suppress warnings and logs, and print to stderr, so that stdout has the answer only."""
+    """While entered, suppress warnings and logs, and print to stderr, so that stdout has the result only."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

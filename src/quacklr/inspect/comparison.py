@@ -30,7 +30,7 @@ UNMEASURED = Comparison(None, "")
 AGREES = Comparison(True, "agrees")
 NOT_SEEN = Comparison(None, "not seen")  # the layer did not run on the batch, or did not attend
 UNREADABLE = Comparison(None, "not readable")
-ONLY_MEASURED = Comparison(None, "only measured")  # no rule knows the layer
+ONLY_MEASURED = Comparison(None, "only measured")  # no rule applies to the layer
 NOT_COMPARED = Comparison(None, "not compared")  # declared with tensors that are not parameters of the model
 
 

@@ -17,7 +17,7 @@ from quacklr.inspect.target import BadTargetError, Target, one_line
 
 
 def target(name: str) -> Target:
-    """What the factory returns: model, (model, batch), or (model, optimizer or several, batch)."""
+    """The target that the factory returns: model, (model, batch), or (model, optimizer or several, batch)."""
     module_name, _, attribute = name.rpartition(":")
     try:
         factory = attrgetter(attribute)(_imported(module_name))

@@ -30,7 +30,7 @@ class AttentionLayer:
 
     @property
     def paths(self) -> list[LogitPath]:
-        """Its paths, those with most keys first."""
+        """Its paths, first those with the most key blocks."""
         return sorted(self.finding.paths, key=lambda path: -query_and_key(path)[1].blocks)
 
     @property
@@ -105,7 +105,7 @@ def _shared(paths: Sequence[LogitPath], name: str, first: Mapping[int, str]) -> 
 
 
 def _follows(weight: Weight, paths: Sequence[LogitPath]) -> str:
-    """1/|k|; 1/max|k| if a block is multiplied with several; 1/max(|k|, |b|) if it is on several paths."""
+    """1/|k|; 1/max|k| if a block is multiplied by several blocks of k; 1/max(|k|, |b|) if it is on several paths."""
     through = [path for path in paths if weight in path.weights]
     norms = ["".join(f"|{other.name}|" for other in path.weights if other is not weight) or "1" for path in through]
     if len(through) > 1:

@@ -25,7 +25,7 @@ DIFFERS = "but a rule differs from what was measured, so do not trust it: give t
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """The layers of a model; those of a small model that was measured instead; and what QuacK would raise.
+    """The layers of a model; the layers of a small model that was measured instead; the error that QuacK would raise.
 
     `running` is the model that was measured, `measured_on` describes it, `failure` is why nothing was measured.
     """
@@ -72,7 +72,7 @@ class ModelReport:
 
     @property
     def exit_code(self) -> int:
-        """1 if a layer is not recognised, differs or could not be measured, or QuacK raises without good reason."""
+        """1 if a layer is not recognised, differs or could not be measured, or if QuacK raises an unexplained error."""
         raises = bool(self.refusal) and (not self.layers or any(layer.finding.paths for layer in self.layers))
         return int(bool(self.unrecognised or self.different or self.failure or raises))
 
@@ -87,7 +87,7 @@ class ModelReport:
         return f"{call} attaches to {share} ({100 * count / total:.3g} % of all){notes}"
 
     def _nothing_to_control(self) -> str:
-        """A shorter sentence than QuacK's, if the report lists the reasons of all layers."""
+        """A shorter message than QuacK's error, if the report lists the reasons of all layers."""
         if not self.layers or self.unrecognised or any(layer.finding.paths for layer in self.layers):
             return ""
         return f"it has nothing to control, since all of its {len(self.layers)} attention layers are left alone"
@@ -139,7 +139,7 @@ def _compared_with(layer: AttentionLayer, small: Sequence[AttentionLayer]) -> At
 
 
 def _same_to_rules(layer: AttentionLayer, other: AttentionLayer) -> bool:
-    """Whether two layers have the same class and position, and rules know both or neither."""
+    """Whether two layers have the same class and position, and rules apply to both or to neither."""
     unknown = [one.finding.unknown or one.comparison == ONLY_MEASURED for one in (layer, other)]
     return shape(layer.module) == shape(other.module) and layer.kind == other.kind and unknown[0] == unknown[1]
 

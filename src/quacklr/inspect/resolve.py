@@ -1,4 +1,4 @@
-"""From TARGET, as it is typed on the command line, to a model. The first kind that fits is used:
+"""Finds the model that TARGET on the command line names. The first kind that fits is used:
 
 package.module:factory, file.py:factory     Python; contains a colon
 config.json, or a folder with one           transformers

@@ -81,7 +81,7 @@ def _norms(layers: Sequence[AttentionLayer], role: str) -> str:
 
 
 def _measured(report: ModelReport) -> list[str]:
-    """The model that was measured, and its layers that no rule knows."""
+    """The model that was measured, and its layers that no rule applies to."""
     if report.failure:
         return [f"not measured: {report.failure}"]
     if not report.measured_on:

@@ -70,7 +70,7 @@ SMALL: dict[str, Fields] = {  # by type of config or sub-config: sizes that depe
     "falcon_h1": {"mamba_d_head": 16},  # 4 heads make the hidden size
     "funnel": {"block_sizes": (1, 1), "block_repeats": [1, 1]},
     "gemma3": {"mm_tokens_per_image": 4},  # from 16 patches
-    "hrm_text": {"num_hidden_layers": 16},  # calls of its two stacks: 2 layers in 2 * (3 + 1) cycles
+    "hrm_text": {"num_hidden_layers": 16},  # layer calls: 2 layers in 2 * (3 + 1) cycles of its two stacks
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 2},  # mamba, its experts, attention
     "mamba2": {"head_dim": 32},  # 4 heads make twice the hidden size
     "mimo_v2_flash": {"head_dim": 24},  # wider than the 16 of a value
@@ -78,7 +78,7 @@ SMALL: dict[str, Fields] = {  # by type of config or sub-config: sizes that depe
     "reformer": {
         "axial_pos_shape": (4, 4),
         "axial_pos_embds_dim": (16, 48),
-    },  # products: 16 tokens; sums: the hidden size
+    },  # the product of the first is 16 tokens, the sum of the second is the hidden size
     "segformer": {"num_encoder_blocks": 4},  # its lists have an entry per block
     "swin": _SWIN,
     "swinv2": _SWIN,
@@ -88,7 +88,7 @@ SMALL: dict[str, Fields] = {  # by type of config or sub-config: sizes that depe
 }
 
 NEEDED = {"vocab_size": VOCAB, "head_dim": 16, "num_key_value_heads": 2, "num_experts_per_tok": 2}  # set even if None
-_QWEN4 = {  # its sparse attention; its rope needs 256
+_QWEN4 = {  # sizes of its sparse attention; its rope needs 256
     "indexer_n_heads": 16,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 256,

@@ -1,4 +1,4 @@
-"""A model to look at, and the errors of a name that gives none."""
+"""A model to inspect or check, and the errors for a name that gives no model."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ SMALL = "a small model of the same kind"
 
 
 class BadTargetError(Exception):
-    """A sentence that names what is wrong with a target and the way out."""
+    """The message states what is wrong with a target and how to fix it."""
 
 
 class NoMeasurementError(ValueError):
-    """A batch on which the model does not run, or which shows no attention."""
+    """The model does not run on the batch, or the batch runs no attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """A model, perhaps on the meta device; and a function that returns a model that runs, and a batch for it.
 
-    `measured_on` describes the model that runs, if it is another one. `optimizers` are those of the target, if any.
+    `measured_on` describes the model that runs, if it is another model. `optimizers`: those of the target, if any.
     """
 
     model: nn.Module

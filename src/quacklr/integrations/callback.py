@@ -51,7 +51,7 @@ class CallbackBase:
         state: Mapping[str, Any] | None,
         resumed: bool,
     ) -> QuacK:
-        self._detach()  # after a training that raised, and so never ended
+        self._detach()  # if an earlier training raised an exception, its QuacK is still attached
         if resumed and state is None:
             warnings.warn(NO_STATE, stacklevel=3)
         quack = QuacK(self._paths(model) if self._paths else model, optimizer, **self._settings)

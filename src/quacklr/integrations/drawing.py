@@ -25,20 +25,20 @@ from quacklr.util.layer_names import described, short
 
 CLIP = 100.0  # QK clip's threshold in Kimi K2
 COLUMNS = 400  # about the number of pixels of a panel
-DECADES = 3  # of a logarithmic scale, at most; smaller values have the colour of its lower end
+DECADES = 3  # most decades of a logarithmic scale; smaller values have the colour of its lower end
 NO_NUMBER = "#c8c8c8"
 COLD, WARM = mpl.colormaps["GnBu_r"], mpl.colormaps["YlOrRd_r"]
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a statistic is shown. Bright colours need attention; values above a threshold have warm colours."""
+    """How a statistic is shown. Bright colours mark values to check; values above a threshold have warm colours."""
 
     title: str
     colours: str = "viridis"
     log: bool = False
     threshold: float | None = None
-    top: float | None = None  # of the scale, if it is fixed
+    top: float | None = None  # largest number of the scale, if it is fixed
 
 
 SINCE = Look("mean |change| of a logit since the last measurement", log=True)

@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, type]] = {
 }
 
 MAX_THREADS = 1024
-"""Upper limit of thread counts; the system cannot start a hundred times as many."""
+"""Upper limit of thread counts. A process cannot start a hundred times as many threads."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def values_of(part: Any) -> dict[str, Any]:
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """Nested dictionaries of plain values; a union's part has the key `kind`."""
+    """Nested dictionaries of plain values; a part that has several kinds has the key `kind`."""
     return {
         name: ({"kind": kind_of(name, part)} if name in KINDS else {}) | values_of(part)
         for name, part in values_of(config).items()

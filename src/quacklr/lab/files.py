@@ -22,7 +22,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def locked(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Create a folder and hold its lock: UserError, or with `wait` a pause, while another process holds it.
+    """Create a folder and hold its lock. If another process holds it, raise UserError, or with `wait` block.
 
     The system releases the lock when the process dies. On a file system without locks there is no protection.
     """

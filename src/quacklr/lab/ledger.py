@@ -74,7 +74,7 @@ class Entry:
 
 
 class Result(TypedDict, total=False):
-    """The keys of a result that are read again."""
+    """The keys of a result that are read from a ledger."""
 
     step: int
     tokens: int

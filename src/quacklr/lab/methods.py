@@ -1,6 +1,6 @@
 """Methods that control attention logits: QuacK, its alternatives, and none. One dataclass each.
 
-A method changes the model (`alter`), the optimizer steps (`attach`), or both. The training loop does not know the
+A method changes the model (`alter`), the optimizer steps (`attach`), or both. The training loop is the same for all
 methods: it builds the model, calls `alter`, builds the optimizers, calls `attach`, and saves the state of its result.
 """
 

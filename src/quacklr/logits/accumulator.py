@@ -60,7 +60,7 @@ class StatsAccumulator:
         kept_BHIJ[..., :width] = logit_BHIJ.clamp(min=MASKED)
         if before_BHIJ is not None:
             change_BHIJ = (kept_BHIJ - before_BHIJ[sequences, :, start:stop]).abs_()
-            if change_BHIJ.numel() and change_BHIJ.amax() > -MASKED / 2:  # the mask has changed: compare neither
+            if change_BHIJ.numel() and change_BHIJ.amax() > -MASKED / 2:  # masked before or now: not compared
                 masked_BHIJ = change_BHIJ > -MASKED / 2
                 change_BHIJ.masked_fill_(masked_BHIJ, 0)
                 self.compared_H -= (masked_BHIJ & (kept_BHIJ > MASKED)).sum((0, 2, 3))
@@ -89,9 +89,9 @@ class StatsAccumulator:
         self.learned_H += learned_BHI.where(choosing_BHI, 0).sum((0, 2))
 
     def _first_visible(self, sequences: slice, visible_BHIJ: Tensor) -> Tensor:
-        """The first key of each sequence that any query so far can see.
+        """The first key of each sequence that is visible to any query so far.
 
-        If an earlier key becomes visible, the queries before could not see it, so their share of it is 0.
+        If an earlier key becomes visible, it was masked for the queries before, so their share of it is 0.
         """
         any_BHJ = visible_BHIJ.any(2)
         first_BH = any_BHJ.int().argmax(-1).where(any_BHJ.any(-1), self.keys)

@@ -25,7 +25,7 @@ class HeadOrder:
 
     `heads`: the number of heads, None if unknown. `heads_first`: all leading axes, flattened, are (heads * sequences).
     `index_BH`: for any other order that was measured, the index of each sequence and head in the flattened axes.
-    Without either, the convention decides: see `arrange`.
+    Without either, the convention is used: see `arrange`.
     """
 
     heads: int | None = None
@@ -77,9 +77,9 @@ class HeadOrder:
 
 
 def is_ambiguous(lead: Sequence[int], heads: int | None, queries: int) -> bool:
-    """Whether the shape of logits leaves open which of their leading axes are the heads.
+    """Whether the shape of logits does not determine which of their leading axes are the heads.
 
-    It does not if the last axes, and no others, have as many entries as there are heads; nor in (B, I, H, J).
+    It does if the last axes, and no others, have as many entries as there are heads; and in (B, I, H, J).
     """
     count = math.prod(lead)
     if count == 1 or heads is None:

@@ -3,11 +3,11 @@
     gamma[h] = min(1, threshold / largest logit of head h since the last step)
 
     MHA   q[h] and k[h] by sqrt(gamma[h])
-    MLA   uq[h] and uk[h] by sqrt(gamma[h]), qr[h] by gamma[h]; what serves all heads (dq, dkv, kr) is left alone
+    MLA   uq[h] and uk[h] by sqrt(gamma[h]), qr[h] by gamma[h]; weights that all heads read (dq, dkv, kr) do not change
 
 In terms of logit paths: the product of each path is scaled by gamma[h], in equal parts by the weights that belong to
 head h alone. A key block that a group of heads shares is scaled by the square root of the group's largest gamma, and
-each query by the rest, so that no head shrinks by more than its own gamma.
+each query by the remaining factor, so that no head shrinks by more than its own gamma.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class QKClip:
         clip = QKClip(model, optimizer, threshold=100.0)     # once; the training loop stays as it was
 
     The largest logit of each head is taken over all training forwards since the last step: all micro-batches, all ranks
-    of DistributedDataParallel or FSDP2. To know it, all logits are computed a second time, except for flex attention on
+    of DistributedDataParallel or FSDP2. For this, all logits are computed a second time, except for flex attention on
     CUDA, whose kernel returns the maxima. Heads whose largest logit is not above the threshold, negative ones included,
     stay bitwise as they are. Forwards in eval mode or without gradients do not count. The attention modules of a
     compiled model run uncompiled. Frozen weights are not scaled. There is no device synchronisation, unless a model
@@ -106,7 +106,7 @@ class QKClip:
             warnings.warn(STUCK.format(", ".join(name or "the model" for name in stuck)), stacklevel=2)
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepping: set[Optimizer] = set()
-        self._stepped: set[Optimizer] = set()  # and had no forward since
+        self._stepped: set[Optimizer] = set()  # optimizers without a forward since their last step
         self._warned = False
         known: Mapping[str, Finding] = getattr(found, "found", {}) if paths is None else {}
         self._verification = Verification(model, known, verify)
@@ -220,7 +220,7 @@ def factors(paths: list[LogitPath], gamma_H: Tensor) -> dict[Weight, Tensor]:
         rest = []
         for weight, read in scalable(path):
             read_H = read.to(gamma_H.device)
-            if weight in found:  # it is on another path too, as with LoRA; no weight may grow to make up for that
+            if weight in found:  # scaled for another path already, as with LoRA; no other weight may grow to compensate
                 left_H = (left_H / found[weight][read_H]).clamp(max=1)
             else:
                 rest.append((weight, read_H))
@@ -235,8 +235,8 @@ def factors(paths: list[LogitPath], gamma_H: Tensor) -> dict[Weight, Tensor]:
 def scalable(path: LogitPath) -> list[tuple[Weight, Tensor]]:
     """The trained weights of a path that belong to one head, or to a group of heads, and the block each head reads.
 
-    Weights of a group come first. If there is only one head, they are the weights next to the product q . k: the ends
-    of a longer chain make values too.
+    Weights of a group come first. If there is only one head, a chain of more than two weights is scaled without its
+    first and last weight, because these make values too.
     """
     inner = path.weights[1:-1] or path.weights
     single_head = inner if path.heads == 1 else ()

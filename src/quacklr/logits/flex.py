@@ -1,6 +1,6 @@
 """Flex attention: its logits, computed again in chunks; and, on CUDA, the largest ones from its own kernel.
 
-Compiled, flex attention is invisible to a function mode. Uncompiled it is an operator; the first half of this file
+A function mode cannot intercept compiled flex attention. Uncompiled, it is an operator; the first half of this file
 computes the logits of a call of that operator. The second half replaces flex attention where a model's code refers to
 it, to get the maxima from the kernel.
 
@@ -62,7 +62,7 @@ def flex_logits(
 
 
 def run_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The outputs of the operator, without gradients, in chunks: torch's own has all logits in memory."""
+    """The outputs of the operator, without gradients, in chunks: torch's own code holds all logits in memory."""
     logits = flex_logits(query, key, value, *args, **kwargs)
     v_BHJD = value.float().expand(query.shape[0], *value.shape[1:])
     v_BHJD = v_BHJD.repeat_interleave(logits.heads // value.shape[1], dim=1)
@@ -125,7 +125,7 @@ def report_maxima(references: list[Reference], on_max: Callable[[Tensor], None],
 
 
 def with_maxima(function: Callable[..., Any], on_max: Callable[[Tensor], None], pause: Pause) -> Callable[..., Any]:
-    """Flex attention that also requests the largest logits; in `pause()` it may be compiled."""
+    """Flex attention that also requests the largest logits; the call in `pause()` may be compiled."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     def attend(

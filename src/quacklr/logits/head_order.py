@@ -2,8 +2,8 @@
 
 The attention module runs again, up to its softmax, with some examples set to NaN (and some tokens, for a module that
 cuts sequences into windows): see nan_propagation.py. Then either all heads of a sequence become NaN or none of them.
-Where that does not separate the sequences, one output of a projection is set to NaN: it belongs to one head of all of
-them.
+If that does not separate the sequences, one output of a projection is set to NaN: it belongs to one head, in all
+sequences.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HeadOrders:
     def find(
         self, calls: Sequence[ModuleCall], tensors: Sequence[Tensor], given: int | None, heads: int | None
     ) -> HeadOrder:
-        """The order of heads in the logits of an attention, which counts as one more attention of the running calls.
+        """The order of heads in the logits of an attention. Also adds 1 to `attentions` of each running call.
 
         `calls`: the modules that are running, outermost first. `tensors`: the queries and keys, or the logits. `given`:
         the number of heads that the attention function has as an argument. `heads`: that of the module, if known.
@@ -129,7 +129,7 @@ def measure(
 
 
 def by_examples(sources: Sequence[Source], count: int, heads: int | None) -> Found | None:
-    """All heads of a sequence become NaN together.
+    """The order found by setting examples to NaN: all heads of a sequence become NaN together.
 
     If the number of sequences is known, an axis of that size is looked for first; otherwise all axes are used
     together. A tensor with more than three axes may have heads among them, so its result must agree with `heads`.
@@ -152,7 +152,7 @@ def by_examples(sources: Sequence[Source], count: int, heads: int | None) -> Fou
 
 
 def by_outputs(call: ModuleCall, outputs: Sequence[int], count: int, heads: int | None) -> Found | None:
-    """All sequences of a head become NaN together, if an output of a projection belongs to that head alone.
+    """The order found by setting single outputs of projections to NaN: all sequences of a head become NaN together.
 
     Outputs that several heads read, as those of a shared key, are ignored.
     """

@@ -81,7 +81,7 @@ class AttentionInterceptor(TorchFunctionMode):
         if not logits.numel():
             return None
         masked, subtracted = origin.masked, origin.subtracted
-        if origin.first_key:  # move columns before the keys behind them
+        if origin.first_key:  # move the columns that precede the keys to the end
             masked = None if masked is None else masked.expand_as(logits).roll(-origin.first_key, -1)
             logits = logits.roll(-origin.first_key, -1)
         order = self._order(logits)

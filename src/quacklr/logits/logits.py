@@ -130,7 +130,7 @@ class QKLogits(Logits):
         return self.k_BGJD.float()
 
     def chunk(self, sequences: slice, queries: slice) -> Tensor:
-        """Computed at each call."""
+        """The logits of a chunk, computed at each call."""
         width = self.keys if self.offset is None else min(self.keys, max(1, queries.stop + self.offset))
         q_BHID = self.source[sequences, :, queries].float() * self.factor
         k_BGJD = self._float_keys[sequences, :, :width]
@@ -179,10 +179,10 @@ class EagerLogits(Logits):
 
     @cached_property
     def _masked(self) -> tuple[Tensor | None, bool]:
-        """All masked logits (None if there are none), and whether their values alone show it: below MASKED.
+        """The mask of the logits (None if none is masked), and whether all masked values are below MASKED.
 
-        A value near the lowest one of the dtype is a mask too. To save time only the first head is compared with the
-        known mask; all heads are, if that mask is not complete in the first.
+        A value near the lowest one of the dtype is masked too. To save time, only the first head is compared with the
+        known mask; if the known mask is incomplete there, all heads are.
         """
         lowest, known = torch.finfo(self.source.dtype).min / 2, self.masked_BHIJ
         if known is None and not self.source.amin() <= lowest:
@@ -194,7 +194,7 @@ class EagerLogits(Logits):
         return (low_BHIJ, lowest < MASKED) if known is None else (low_BHIJ | known, False)
 
     def chunk(self, sequences: slice, queries: slice) -> Tensor:
-        """The model's values; a mask that they do not show is added."""
+        """The model's values; the mask is added if the values alone do not show it."""
         logit_BHIJ = self.source[sequences, :, queries].float()
         if self.subtracted_BHIJ is not None:
             logit_BHIJ = logit_BHIJ + slice_mask(self.subtracted_BHIJ, sequences, queries)
@@ -212,7 +212,7 @@ class EagerLogits(Logits):
 
 
 def additive(mask: Tensor) -> Tensor:
-    """A mask as a term of the logit: 0 or -inf of a boolean mask; a bias as it is, -inf where it is a mask."""
+    """A mask as a term of the logit: 0 or -inf for a boolean mask; a bias unchanged, but -inf below MASKING."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
     return mask.float().masked_fill(mask <= MASKING, -torch.inf)
@@ -225,7 +225,7 @@ def slice_mask(mask_BHIJ: Tensor, sequences: slice, queries: slice, columns: int
 
 
 def mask_future_(logit_BHIJ: Tensor, last: int) -> None:
-    """Mask later keys in place: the first of these queries sees the keys up to `last`, each next query one more."""
+    """Mask later keys in place: keys up to `last` are visible to the first query, and one more to each next query."""
     first = max(0, last + 1)
     corner_BHIJ = logit_BHIJ[..., first:]
     if corner_BHIJ.numel():

@@ -84,7 +84,7 @@ def rerun(
     where: Tensor | None = None,
     output: tuple[int, int] = (-1, 0),
 ) -> Rerun | None:
-    """Run a module again up to its attention, without side effects; None if it does not get there.
+    """Run a module again up to its attention, without side effects; None if that is not reached.
 
     NaN is written into one argument, or into the input of one projection, where `where` is True; or into one output of
     one projection.
@@ -96,7 +96,7 @@ def rerun(
         given = given.map(lambda tensor: with_nan(tensor, where) if tensor is source else tensor)
     run = Rerun(call.attentions, projection, where, output)
     with (
-        suppress(Exception),  # whatever it is, it did not happen in the model's own forward pass
+        suppress(Exception),  # the model's own forward pass did not raise this error
         undisturbed(call.module),
         own_buffers(call.module),
         own_attributes(call.module),
@@ -114,8 +114,8 @@ class ReachedError(Exception):
 class Rerun(AttentionInterceptor):
     """While entered, writes NaN into an input or output of a projection, and raises ReachedError at an attention.
 
-    `attention`: number of attentions that come before it. `inputs`: the first inputs of projections, each once.
-    `outputs`: the numbers of outputs of projections. `projected`: whether a projection had an input with NaN. `lead`
+    `attention`: number of attentions before the one to stop at. `inputs`: the first inputs of projections, each once.
+    `outputs`: the number of outputs of each projection. `projected`: whether a projection's input had a NaN. `lead`
     and `is_nan`: the leading axes of the logits, and which entries of them, flattened, have a NaN.
     """
 

@@ -26,7 +26,7 @@ END: set[Any] = {ops.SDPA, F.linear, F.layer_norm, F.rms_norm, *ops.SOFTMAX, *op
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """What is known of a tensor that was computed from q . k.
+    """The recorded origin of a tensor that was computed from q . k.
 
     Its columns from `first_key` on are `keys` keys. `masked`: boolean, broadcasts to the tensor. `factors`: what q . k
     was multiplied by. `subtracted`: numbers that were subtracted since, one for each row.
@@ -76,7 +76,7 @@ class ProvenanceTracker:
     def __init__(self) -> None:
         self._origins: Any = WeakTensorKeyDictionary()
         self._weights: Any = WeakTensorKeyDictionary()  # functions of parameters alone, such as casts
-        self._shapes: set[tuple[int, ...]] = set()  # of all products, sorted
+        self._shapes: set[tuple[int, ...]] = set()  # shapes of all products, with sorted sizes
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """The origin of a softmax's input; None if it was not computed from q . k.

@@ -31,7 +31,7 @@ eager: Any = torch.compiler.disable
 class MaxLogitRecorder:
     """Calls `on_max(name, max_H)` for attention modules, in every forward in training mode with gradients.
 
-    `heads`: the number of heads of each module. An attention inside of one with another number is ignored.
+    `heads`: the number of heads of each module. An attention in it that has another number of heads is ignored.
     """
 
     def __init__(self, model: nn.Module, heads: Mapping[str, int], on_max: Callable[[str, Tensor], None]) -> None:
@@ -103,7 +103,7 @@ class RecordedForward:
     def remove(self) -> None:
         """Restore the module's own forward."""
         if vars(self.module).get("forward") is not self:
-            self.recorder = None  # something else has wrapped this forward, which stays, but records no more
+            self.recorder = None  # another wrapper calls this forward, so it stays, without recording
         elif self.before is None:
             del self.module.forward
         else:

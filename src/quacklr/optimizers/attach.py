@@ -1,7 +1,7 @@
 """Which optimizers QuacK accepts: those whose step is linear in lr, since then a scaled step is a scaled lr.
 
 The hooks must be on the object whose `step` moves the weights, so the optimizers inside a wrapper are looked up.
-`linearity.probe` measures whether a step is linear in lr; only torch's own optimizers are known by name.
+`linearity.probe` measures whether a step is linear in lr; torch's own optimizers are not measured, but listed.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def is_idle(optimizer: Optimizer) -> bool:
 
 
 def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Any:
-    """Register a post-step hook that runs before those registered already."""
+    """Register a post-step hook that runs before the hooks that are registered already."""
     handle = optimizer.register_step_post_hook(hook)
     vars(optimizer)["_optimizer_step_post_hooks"].move_to_end(handle.id, last=False)
     return handle

@@ -71,7 +71,7 @@ def probe(given: Any, only: Iterable[Tensor] | None = None, inside: bool = False
 
 
 def _probe(given: Any, only: set[int] | None, inside: bool) -> Linearity | str:
-    """Measure with the first way of copying and of stepping that runs; the reason, if none does."""
+    """Measure with the first way of copying and of stepping that runs. Returns a reason if none runs."""
     reasons: list[str] = []
     until = time.process_time() + MOST_SECONDS
     ways = [way for way in WAYS if way[0] == way[1] or inner_optimizers(given)]
@@ -189,9 +189,9 @@ class _Run:
         return [state for state in states if isinstance(state, dict)]
 
     def _longest_period(self, start: list[Tensor]) -> int:
-        """The largest whole number among the settings, if the state holds the weights at the start; else 0.
+        """The largest whole number among the settings, if the state holds a copy of the initial weights; else 0.
 
-        Such weights may be used only once in that many steps.
+        The optimizer may use such a copy only once in that many steps.
         """
         kept = [value for state in self._states() for value in state.values() if isinstance(value, Tensor)]
         if not any(value.shape == param.shape and torch.equal(value, param) for value in kept for param in start):
@@ -207,7 +207,7 @@ class _Run:
 
 
 def _gradients(params: list[nn.Parameter], steps: int) -> Trajectory:
-    """The same for every run, random with a constant mean: some optimizers must make progress before they adapt."""
+    """Random gradients, the same for every run. Their mean is constant: some optimizers adapt only after progress."""
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn((steps + 1, *p.shape), generator=generator, dtype=torch.float64).to(p.dtype) for p in params]
     return [[each[0] + each[1 + step] for each in drawn] for step in range(steps)]

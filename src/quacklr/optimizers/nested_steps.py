@@ -24,7 +24,7 @@ class RunningStep:
 
     copies: Copies
     tensors: set[int]
-    calls_step: bool = False  # that of its parent class, or of another optimizer
+    calls_step: bool = False  # whether it called the step of its parent class, or of another optimizer
 
 
 class RunningSteps(dict[Optimizer, RunningStep]):
@@ -38,7 +38,7 @@ class RunningSteps(dict[Optimizer, RunningStep]):
                 del self[other]
 
     def finish(self, optimizer: Optimizer) -> RunningStep | None:
-        """In a post-hook, remove and return the step that ends; None if a step that it called ends."""
+        """In a post-hook, remove and return the step that ends; None if only a nested step ends."""
         running = self.get(optimizer)
         if running is None or (running.calls_step and running_steps(optimizer) > 1):
             return None
@@ -46,7 +46,7 @@ class RunningSteps(dict[Optimizer, RunningStep]):
 
 
 def running_steps(optimizer: Optimizer) -> int:
-    """The number of calls of the optimizer's `step` on the call stack: 2 in a hook of a step that a step called."""
+    """The number of calls of the optimizer's `step` on the call stack: 2 in a hook of a nested step."""
     frame: FrameType | None = sys._getframe(1)
     count = 0
     while frame is not None:

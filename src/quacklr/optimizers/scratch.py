@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 Group = dict[str, Any]
 SHAPES = {1: (64,), 2: (64, 64), 3: (4, 32, 32), 4: (64, 16, 2, 2)}  # some optimizers treat small tensors differently
-OTHER_KERNELS = ("fused", "capturable")  # the same update on other devices
+OTHER_KERNELS = ("fused", "capturable")  # options that choose a kernel; the update is the same
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, type, Enum, BuiltinFunctionType)
 NOT_COPIED = (Tensor, nn.Module, FunctionType, dict, list, tuple, set)
 NO_SETTINGS = {"params", "param_names", "lr", "initial_lr"}
@@ -40,7 +40,7 @@ class Scratch:
     """A scratch copy of an optimizer, or of a wrapper of optimizers, made in one of `WAYS`.
 
     For every kind of param group and number of dimensions there is one tensor whose steps are scaled. With `mixed`
-    there is a second one, in a param group of its own, in place of the parameters on no path.
+    there is a second one, not scaled, in its own param group. It represents the parameters on no path.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ def key_of(given: Any, only: set[int] | None) -> str:
 
 
 def positive_lr(group: Group) -> float:
-    """The learning rate of a param group; during a warmup, the one after it."""
+    """The learning rate of a param group, or its `initial_lr` if that is larger, as in a warmup."""
     if group.get("lr") is None:
         raise ProbeError("its param groups have no lr")
     values = [group.get(name) for name in ("lr", "initial_lr")]

@@ -1,7 +1,7 @@
 """Checks that the optimizers step the weights on the paths.
 
 DeepSpeed puts flat copies of the parameters into the param groups; `fully_shard` and `load_state_dict(assign=True)` put
-new parameters into the model. A QuacK that was attached before would do nothing.
+new parameters into the model. A QuacK that was attached before that would do nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class StepCheck:
         """Warn of parameters that are no longer in the param groups.
 
         DeepSpeed replaces the list of groups for a part of a step, so a parameter may step later in the iteration. If
-        the list was replaced, the second iteration decides.
+        the list was replaced, the check is made in the second iteration.
         """
         lists = zip(self._optimizers, self._groups, strict=True)
         if not last_iteration and any(optimizer.param_groups is not groups for optimizer, groups in lists):

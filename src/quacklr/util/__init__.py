@@ -1,1 +1,1 @@
-"""Helpers without knowledge of attention: modules, torch functions, files, text, figures."""
+"""Helpers that are independent of attention: modules, torch functions, files, text, figures."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def gradients(of: Tensor, at: Sequence[Tensor], cotangent: Tensor) -> Sequence[Tensor | None]:
-    """torch.autograd.grad of one tensor, keeping the graph; None where it does not depend on a tensor."""
+    """torch.autograd.grad of one tensor, keeping the graph; None for tensors that it does not depend on."""
     return torch.autograd.grad(of, at, cotangent, retain_graph=True, allow_unused=True) if at else ()
 
 

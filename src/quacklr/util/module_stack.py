@@ -20,7 +20,7 @@ from quacklr.util.torch_functions import tensors_in
 class ModuleCall:
     """A call of a module's forward that is running: its arguments, and the autocast state at its start.
 
-    `attentions`: number of attentions that have run since it began. `number`: of the call, within a ModuleStack.
+    `attentions`: number of attentions that have run since it began. `number`: the call's number in a ModuleStack.
     """
 
     name: str

@@ -14,7 +14,7 @@ from quacklr.util.torch_functions import tensors_in
 
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and what it wraps if it is DistributedDataParallel, DataParallel or compiled; outermost first."""
+    """The model, and the modules in its DistributedDataParallel, DataParallel or compiled wrappers; outermost first."""
     yield model
     while isinstance(model, DistributedDataParallel | DataParallel) or is_compiled(model):
         model = model.get_submodule("_orig_mod" if is_compiled(model) else "module")
@@ -40,7 +40,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def compiled_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that `torch.compile` returned, around the model and in it, under the names of what they compile."""
+    """The modules that `torch.compile` returned, around the model and in it, by the name of the compiled module."""
     yield from (("", wrapper) for wrapper in wrappers(model) if is_compiled(wrapper))
     for name, module in unwrapped(model).named_modules():
         if is_compiled(module):
@@ -59,7 +59,7 @@ def _plain_name(name: str) -> str:
 
 @contextmanager
 def _attribute_set(objects: Sequence[Any], name: str, value: bool) -> Iterator[None]:
-    """Set a boolean attribute of objects that have the other value; afterwards they have that again."""
+    """Set a boolean attribute of the objects that have the other value; afterwards, restore it."""
     try:
         for each in objects:
             setattr(each, name, value)
@@ -147,7 +147,7 @@ def own_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def own_attributes(module: nn.Module) -> Iterator[None]:
-    """Afterwards every attribute and submodule of the module, and of the modules in it, is restored."""
+    """On exit, restore every attribute and submodule of the module and of the modules in it."""
     kept = [(each, dict(vars(each)), dict(each._modules)) for each in module.modules()]
     try:
         yield

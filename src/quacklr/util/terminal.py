@@ -62,8 +62,8 @@ def tolerant(*names: str) -> Iterator[None]:
 def open_missing() -> None:
     """Open the standard descriptors that a process was started without, and their streams.
 
-    Otherwise the next file to be opened would become descriptor 1 or 2, and receive what libraries print. They are
-    opened in the opposite direction, so that writing to them fails with EBADF.
+    Otherwise the next file to be opened would become descriptor 1 or 2, and receive what libraries print. Descriptors
+    for output are opened for reading, and stdin for writing, so that using them fails with EBADF.
     """
     for descriptor, flag in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDONLY)):
         try:

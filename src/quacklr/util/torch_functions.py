@@ -1,4 +1,4 @@
-"""Functions of torch, as a TorchFunctionMode sees them: sets of equivalent ones, their arguments, and copies of those.
+"""Functions of torch, as a TorchFunctionMode gets them: sets of equivalent functions, and copies of their arguments.
 
 Some names here are internal to torch: tests/util/test_torch_contract.py fails if a version of torch changes them.
 """
@@ -40,8 +40,8 @@ LAYOUT: set[Any] = {
     *(torch.squeeze, torch.swapaxes),
 }
 
-# multi_head_attention_forward without its first check, `if has_torch_function(...)`: that check passes the function as
-# a whole to a function mode, which then does not see the functions inside
+# multi_head_attention_forward without its first check, `if has_torch_function(...)`: with that check, a function mode
+# gets one call of the whole function, and not the calls inside it
 multihead_opened: Any = FunctionType(
     MULTIHEAD.__code__,
     {**MULTIHEAD.__globals__, "has_torch_function": lambda _: False},
@@ -133,7 +133,7 @@ class _Copies:
 
 
 class _Cloning(TorchFunctionMode):
-    """While entered, deepcopy clones tensors; it raises for tensors with a graph otherwise."""
+    """While entered, deepcopy clones tensors. Without this, it raises for tensors with a graph."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:

@@ -32,7 +32,7 @@ class Term:
 
     @property
     def reads(self) -> tuple[WeightRead, ...]:
-        """From the query's input to the key's."""
+        """The weights and blocks of the term, from the query's input to the key's input."""
         return (*self.q[::-1], *self.k)
 
     def path(self, named: dict[Weight, Weight]) -> LogitPath:
@@ -77,7 +77,7 @@ def _not_paths(why: str) -> Finding:
 
 
 class Assembly:
-    """Makes terms of the measured chains, with one Weight for the same rows of a parameter."""
+    """Makes terms from the measured chains, with one Weight for the same rows of a parameter."""
 
     def __init__(self, parameters: dict[int, str]) -> None:
         self.parameters = parameters
@@ -103,7 +103,7 @@ class Assembly:
         for i, rows in enumerate(zip(*chains, strict=True)):
             projection, masks = rows[0].projection, [row.mask for row in rows]
             read = self._read(projection.weight, masks)
-            if read is None:  # parametrised so that its scale does not matter, nor that of the weights behind it
+            if read is None:  # the logit does not depend on the scale of this weight, or of those behind it
                 break
             bias = None
             if projection.bias is not None:
@@ -134,7 +134,7 @@ def _paths(terms: Sequence[Term], module: str) -> list[LogitPath]:
 
 
 def _roles(terms: Sequence[Term]) -> dict[Weight, str] | None:
-    """The roles q and k, or those of MLA, dq uq . uk dkv + dq qr . kr, where kr serves all heads; None for others."""
+    """The roles q and k, or those of MLA, dq uq . uk dkv + dq qr . kr, where all heads read kr; None for others."""
     if len(terms) == 1 and len(terms[0].q) <= 1 and len(terms[0].k) <= 1:
         (term,) = terms
         return {reads[0][0]: role for reads, role in ((term.q, "q"), (term.k, "k")) if reads}

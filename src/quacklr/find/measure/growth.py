@@ -2,7 +2,7 @@
 
 The bound needs a query that is Lipschitz in its projection, and a logit that is Lipschitz in the product. Then a step
 of the weights changes the logit, up to a constant, no more than if it were linear. A second forward pass, with all
-leaves SCALE times as large, shows it: the slope of a linear function stays, that of a square is SCALE times as large.
+leaves SCALE times as large, tests this: a linear function keeps its slope, a square has a SCALE times larger slope.
 
     softplus, GELU, SiLU, ELU of a query     slopes stay      on the path
     a gate, sigmoid(g) * q                   slopes of q stay q is on the path, g is not
@@ -24,7 +24,7 @@ from quacklr.find.measure.records import Attention, Projection
 from quacklr.util.autograd import gradients
 
 SCALE = 2.0**12
-THRESHOLD = SCALE**0.5  # a slope that changes by a smaller factor stays
+THRESHOLD = SCALE**0.5  # a slope that changes by a smaller factor counts as unchanged
 MOST_ROWS = 0.75
 
 
@@ -40,8 +40,8 @@ class Change(Enum):
 class Slope:
     """A derivative, identified by the numbers of its records, because another forward pass has other tensors.
 
-    `part` "q" or "k": of the query or key of the product, with respect to projection `at`. "logits": of the logits,
-    with respect to the product. "output": of the output of projection `of`, with respect to an earlier one, `at`.
+    `part` is what is differentiated. "q" or "k": the query or key of the product, by projection `at`. "logits": the
+    logits, by the product. "output": the output of projection `of`, by an earlier projection, `at`.
     """
 
     part: str
@@ -73,9 +73,9 @@ class Slope:
     def change(self, before: Tensor, after: Tensor) -> Change:
         """How the slope changes from a forward pass to the one at the larger scale.
 
-        The slope of a capped logit, or of a gated projection, may become small. Otherwise a slope that vanishes in
-        some rows only counts as growing, because no path describes it. But where it falls faster than a norm's, the
-        function saturates, and may fail to do so in a few rows by chance.
+        The slope of a capped logit, or of a gated projection, may become small: it counts as STAYS. Other slopes that
+        vanish in all rows count as VANISHES. So do slopes that fall faster than a norm's in most rows: the function
+        saturates, but not in a few rows, by chance. Slopes that vanish only in some rows have no path: GROWS.
         """
         if before.shape != after.shape or not after.isfinite().all() or (after > THRESHOLD * before).any():
             return Change.GROWS

@@ -1,4 +1,4 @@
-"""Finds which projections a query or a key is linear in, and which a norm has made irrelevant in scale.
+"""Finds the projections that a query or a key is linear in, and those whose scale a norm removes.
 
 By Euler's theorem, the sum of y * df/dy is f where f is linear in y, and 0 where y is normed. This sum is the share of
 projection y in f. Shares are computed for the projections that make the queries and the keys, and then for the earlier
@@ -25,9 +25,9 @@ Shares = list[tuple[float, list[float]]]  # for each random direction: the total
 class Homogeneity:
     """The projections with a share in each query and key of an attention, and in each projection that has one.
 
-    `contributing` maps a query, a key or a projection to the projections with a share in it. `cut` are projections that
-    reach it, but have no share. `bounded` are those that change a logit by no more than some bound. `partial` are those
-    whose input is more than the contributing ones behind them.
+    `contributing` maps a query, a key or a projection to the projections with a share in it. `cut` are projections with
+    a gradient, but no share. `bounded` are those that change a logit by no more than some bound. `partial` are those
+    whose input has other terms besides the contributing projections behind them.
     """
 
     PASSES = 4  # random directions
@@ -49,7 +49,7 @@ class Homogeneity:
         self.finite = True
         self.unreached = False  # whether a query or a key has no gradient at any projection that it is made of
         self.disproportionate = False  # whether a query or key is neither linear nor can be described by a path
-        self.unknown: list[Slope] = []  # of projections on a path that the query or key is not linear in
+        self.unknown: list[Slope] = []  # slopes at projections on a path that the query or key is not linear in
         self.contributing: dict[Factor | Projection, list[Projection]] = {}
         self.cut: dict[Projection, None] = {}
         self.bounded: list[Projection] = []
@@ -97,9 +97,9 @@ class Homogeneity:
         return bool((added - total).norm() <= max(0.01, self.rounding) * total.norm())
 
     def _without_gates(self, output: Tensor, found: list[Projection], slope: Slope) -> list[Projection]:
-        """The projections that the output is linear in, or another function of; without gates and bounded ones.
+        """The projections that the output is a function of, linear or not, without gates and bounded projections.
 
-        Gates are projections that multiply another one. Learned tensors count as gates here, as a temperature is one.
+        Gates are projections that multiply another one. Learned tensors, such as a temperature, count as gates here.
         """
         bounded = [p for p in found if self.changes.get(replace(slope, at=p.number)) is Change.VANISHES]
         self.bounded += bounded
@@ -117,7 +117,7 @@ class Homogeneity:
         if not linear and any(
             p in nonlinear_in[other] and not _close(at[p], at[other]) for p in kept for other in kept
         ):
-            self.disproportionate = True  # one function of several projections, and not of their sum
+            self.disproportionate = True  # a function of several projections that is not a function of their sum
         curved = [p for p in kept if any(by.output is not None for by in nonlinear_in[p])]
         for each in [replace(slope, at=p.number, linear=p in linear) for p in curved]:
             self.disproportionate |= self.changes.get(each) is Change.GROWS
@@ -152,7 +152,7 @@ class Homogeneity:
     def _shares(
         self, tensor: Tensor, at: Tensor, output: Tensor, at_output: Tensor, found: list[Projection]
     ) -> tuple[float, list[float]]:
-        """The total of a tensor with cotangent `at`, and shares in it, by gradients of `output` at `at_output`."""
+        """The sum of tensor * at, and each projection's share in it, from gradients of `output` at `at_output`."""
         total = float((tensor.detach() * at).double().sum())
         shares = []
         for projection, at_leaf in zip(found, gradients(output, [p.leaf for p in found], at_output), strict=True):
@@ -163,7 +163,7 @@ class Homogeneity:
         return total, shares
 
     def _with_share(self, shares: Shares, found: list[Projection]) -> list[Projection]:
-        """The projections with a share; none if all together have none. The others that are reached become `cut`."""
+        """The projections with a share; none if all together have none. Others with a gradient become `cut`."""
         if not shares or not found:
             return []
         no_share = max(self.NO_SHARE, self.rounding) * torch.tensor([total for total, _ in shares]).norm()

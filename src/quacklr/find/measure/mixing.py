@@ -1,4 +1,4 @@
-"""Tests whether each logit belongs to one head: the head whose rows make the product that the logit is a function of.
+"""Tests whether each logit belongs to one head: whether it is a function of the products of one head's rows only.
 
 A logit may be any function of the products of its own head: scaled, capped, masked, convolved over keys. A logit that
 is a function of the products of several heads (talking heads) belongs to none. Adding one number to all logits of a

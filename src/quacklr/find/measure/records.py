@@ -31,7 +31,7 @@ class Projection:
     weight: Tensor
     bias: Tensor | None
     rows: tuple[tuple[int, int], ...]  # (axis of the output, axis of the weight) for all axes that both have
-    calls: tuple[int, ...]  # of modules that were running, outermost first
+    calls: tuple[int, ...]  # numbers of the module calls that were running, outermost first
     number: int  # position among projections and products in the order they ran; -1 for a learned tensor
 
     def gradient_per_row(self, gradient: Tensor, reduce: Callable[..., Tensor] = Tensor.amax) -> Tensor:
@@ -60,7 +60,7 @@ class Projection:
             return False
         by_row = gradient.movedim(self.rows[0][0], 0).flatten(1) != 0
         rows, tokens = by_row.any(1), by_row.any(0)
-        one_token = bool(tokens.sum() == 1 < len(tokens))  # that the other tokens have none may be chance, too
+        one_token = bool(tokens.sum() == 1 < len(tokens))  # the other tokens may have none by chance
         return one_token or not bool(by_row[rows][:, tokens].all())
 
 
@@ -115,7 +115,7 @@ class Attention:
     logits: Tensor
     products: list[Product]
     module: str  # the innermost running module in which a query or a key was projected
-    call: int  # of that module
+    call: int  # number of the call of that module
     fused: bool  # whether the logits are the product itself
 
 

@@ -1,8 +1,8 @@
 """Measures the attention of a model: runs a batch, and differentiates its logits with respect to projections.
 
-The model only needs to run. For each attention that a Tape records, it finds the rows of each projection that make the
-query and the key of each head, which of them are multiplied with each other (in MLA only some are), the earlier
-projections behind them in the same module (MLA's latents), and where a norm removes the dependence on their scale.
+The only requirement is that the model runs. For each attention that a Tape records, these are found: the rows of each
+projection that make the query and the key of each head; which of them are multiplied with each other (in MLA only some
+are); the earlier projections behind them in the same module (MLA's latents); and where a norm removes their scale.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MeasuredAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurement:
-    """Every attention of one forward pass, in the order they ran, and the ids of parameters that saw no token."""
+    """Every attention of one forward pass, in the order they ran, and the ids of parameters that no token used."""
 
     attentions: list[MeasuredAttention] = field(default_factory=list)
     idle: set[int] = field(default_factory=set)
@@ -74,7 +74,7 @@ def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
 
 
 def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
-    """One forward pass; more if there are operations on logits, nonlinear logits, or the model itself attends."""
+    """One forward pass; more for operations on logits, nonlinear logits, or a model that is itself the attention."""
     not_replaced: set[int] = set()
     options = {"random": random, "not_replaced": not_replaced, "root_attends": False}
     changes: dict[Slope, Change] = {}
@@ -95,7 +95,7 @@ def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
 def _observe(
     model: nn.Module, sample: Any, changes: dict[Slope, Change], options: dict[str, Any]
 ) -> tuple[Tape, Measurement, dict[Slope, Tensor]]:
-    """One forward pass: its tape, its attentions, and the slopes whose change at a larger scale must be known."""
+    """One forward pass: its tape, its attentions, and the slopes whose change at a larger scale must be measured."""
     measurement, unknown = Measurement(), dict[Slope, Tensor]()
 
     def on_attention(attention: Attention, tape: Tape) -> None:

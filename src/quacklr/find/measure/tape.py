@@ -46,7 +46,7 @@ from quacklr.util.torch_functions import (
 
 CLAMP: set[Any] = {torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip, Tensor.clip_}
 BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias")
-LIKE: set[Any] = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as}  # an activation
+LIKE: set[Any] = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as}  # of a weight
 
 
 class Tape(TorchFunctionMode):
@@ -76,7 +76,7 @@ class Tape(TorchFunctionMode):
         self.scale, self.not_replaced, self.root_attends = scale, not_replaced, root_attends
         self.projections: dict[int, Projection] = {}
         self.products: dict[int, Product] = {}
-        self.outputs: dict[int, tuple[Tensor, Projection]] = {}  # what was returned for a projection
+        self.outputs: dict[int, tuple[Tensor, Projection]] = {}  # the tensors returned to the model in place of outputs
         self.on_logits: set[int] = set()
         self.count = 0  # of projections and products
         self.idle: list[Tensor] = []
@@ -93,7 +93,7 @@ class Tape(TorchFunctionMode):
             return func(*args, **kwargs)
         if all(id(t) in self.weights or id(t) in self.constants for t in tensors) and func is not F.linear:
             return self._constant(func(*args, **kwargs), any(id(t) in self.weights for t in tensors))
-        # with gradients even where the model checkpoints or disables them; a saved tensor keeps no graph alive
+        # gradients are enabled even where the model disables them; detached saved tensors keep no graph alive
         with torch.enable_grad(), saved_tensors_hooks(torch.detach, lambda tensor: tensor):
             return self._run(func, args, kwargs)
 
@@ -150,7 +150,7 @@ class Tape(TorchFunctionMode):
         return self._multiply(output, left, right, None, labels) + beta * added
 
     def _einsum(self, equation: str, *factors: Tensor) -> Tensor:
-        """An einsum of more than two factors is split into pairs, at first of activations that share a summed axis."""
+        """Split an einsum of more than two factors into pairs: first activations that share a summed axis."""
         pairs = sorted(
             combinations(range(len(factors)), 2), key=lambda pair: any(self._is_weight(factors[i]) for i in pair)
         )

@@ -32,8 +32,8 @@ SPARSE = (
 class TermFinder:
     """The terms of one attention's logits, each a query chain and a key chain.
 
-    `projections` are those recorded before the attention. `changes` are the slopes that are known at a larger scale;
-    `unknown` are further slopes that are needed.
+    `projections` are those recorded before the attention. `changes` are the slopes that were measured at a larger
+    scale; `unknown` are further slopes to measure.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TermFinder:
                 alone[product] &= abs(shares[-1]) <= bounds[-1]
             together &= abs(sum(shares)) <= sum(bounds)
         if self.logits.dtype in (torch.float16, torch.bfloat16):
-            return []  # rounding would hide it
+            return []  # rounding errors exceed the bounds
         return [product for product in self.products if together or alone[product]]
 
     def _is_curved(self) -> bool:
@@ -216,7 +216,7 @@ class TermFinder:
         return list(self._continued(first, at)) if at is not None and at.any() else []
 
     def _continued(self, projection: Projection, gradient: Tensor) -> Iterator[Chain]:
-        """The chains of a projection and those behind it; also of it alone, if it reads another input too."""
+        """The chains of a projection and those behind it; and the projection alone, if it also has another input."""
         rows = projection.rows_with(gradient)
         behind = self.homogeneity.contributing.get(projection, [])
         leaves = [earlier.leaf for earlier in behind]

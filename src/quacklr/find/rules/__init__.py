@@ -1,4 +1,4 @@
-"""Rules that read the paths of an attention off its module, without running it. Each rule knows one kind of module."""
+"""Rules that derive the paths of an attention from its module, without running it, one for each kind of module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNEL = re.compile(r"scaled_dot_product_attention|multi_head_attention_forward|
 
 
 def by_rule(module: Any) -> Finding | None:
-    """The finding of the first rule that knows the module.
+    """The finding of the first rule that applies to the module.
 
     The finding is unknown if the module only looks like an attention. None if it does not look like one.
     """

@@ -149,7 +149,7 @@ def _swaps_last(source: FunctionSource, call: ast.Call, ndim: int) -> bool:
     axes = [axis for axis in order if axis is not None]
     if name_of(call.func) == "permute":
         if None in order or not order:
-            return True  # it cannot be read
+            return True  # the axes cannot be read from the source
         axes = [axis % len(axes) for axis in axes]
         return axes.index(len(axes) - 1) < axes.index(len(axes) - 2)
     return name_of(call.func) in ("transpose", "swapaxes") and {1, ndim - 1} <= {axis % ndim for axis in axes}

@@ -113,11 +113,11 @@ CLASSES: dict[str, tuple[FusedClass, ...]] = {
         for name in names
     },
 }
-OTHER_PARTS = ("v_bias", "rel_pos_h", "rel_pos_w", *Q_NORM, *K_NORM)  # of DeBERTa and SAM; norms are checked apart
+OTHER_PARTS = ("v_bias", "rel_pos_h", "rel_pos_w", *Q_NORM, *K_NORM)  # DeBERTa's, SAM's; norms are checked elsewhere
 
 
 def fused(module: nn.Module) -> Finding | None:
-    """The classes of `CLASSES`; None for others."""
+    """The finding for a class in `CLASSES`; None for other modules."""
     for cls in type(module).__mro__:
         for known in CLASSES.get(cls.__name__, ()):
             if terms := known.projection(module):
@@ -154,7 +154,7 @@ def _paths(module: nn.Module, known: FusedClass, terms: list[ProjectionWeight]) 
 
 
 def multihead(module: nn.Module) -> Finding | None:
-    """The rows [q|k|v] in one parameter, or in three where keys have another width; None for other modules."""
+    """The finding for nn.MultiheadAttention: rows [q|k|v] in one parameter, or in three; None for other modules."""
     return Finding(_multihead_paths(module)) if isinstance(module, nn.MultiheadAttention) else None
 
 

@@ -20,10 +20,10 @@ from quacklr.find.rules.projections import Chain, ProjectionWeight, chains, find
 
 
 class PartNames(NamedTuple):
-    """What a library calls the parts: q, or q down and q up; the keys' down and up; the norms on the latents.
+    """A library's names of the parts: q, or q down and q up; the keys' down and up; the norms on the latents.
 
     `gated`: rows of a head in q up are [query, gate], and q up reads the latent with its norm and without. `package`:
-    the names are those of its classes only.
+    the names apply only to classes of this package.
     """
 
     q: str
@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
 
 
 def latent(module: nn.Module) -> Finding | None:
-    """MLA with full or low-rank queries; None if the module has other names."""
+    """The finding for MLA with full or low-rank queries; None if the parts of the module have other names."""
     for names in NAMES:
         q = active_child(module, names.q_up) or active_child(module, names.q)
         parts = [q, *(active_child(module, name) for name in (names.kv_down, names.kv_up))]

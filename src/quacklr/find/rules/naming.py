@@ -41,7 +41,7 @@ HARMLESS = {
     *("indexer", "rotary_emb"),
 }
 
-# Such parts of the classes of one package: OLMo's blocks contain the MLP as well, OLMo-core's attention has gates.
+# Parts that are harmless in one package only: OLMo's blocks contain the MLP as well, OLMo-core's attention has gates.
 HARMLESS_IN_PACKAGE = {
     "olmo": ("attn_out", "ff_out", "ff_proj", "attn_norm", "ff_norm"),
     "olmo_core": ("w_g",),

@@ -52,7 +52,7 @@ class ProjectionWeight:
         return {weight.name: (*self._of_parameter(weight), *before) for weight in weights}
 
     def _of_parameter(self, weight: Weight) -> Chain:
-        """The weight as rows of the parameter it is computed from; empty if it does not depend on that one's scale."""
+        """The weight as rows of the parameter it is computed from; empty if that one's scale does not matter."""
         if self.originals is not None:
             masks = [(weight.block_of_row == block).view(-1, 1) for block in range(weight.blocks)]
             found = weight_of(self.weight, masks, self.originals)
@@ -97,7 +97,7 @@ def _plain(module: Any) -> list[ProjectionWeight]:
         return []
     if is_parametrized(module, "weight") and weight.ndim == 2:
         with torch.enable_grad():
-            weight = module.weight  # as it is computed now
+            weight = module.weight  # the computed weight, not its original parameter
         originals = {id(p): name for name, p in module.parametrizations.weight.named_parameters()}
         return [ProjectionWeight(weight, bias, originals=originals)]
     pointwise = isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}

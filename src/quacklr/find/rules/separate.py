@@ -32,7 +32,7 @@ GATED = re.compile(r"Qwen(3_?5|3Next|4Exp)\w*Attention")  # rows of a head in q_
 
 
 def separate(module: nn.Module) -> Finding | None:
-    """MHA, GQA and MQA with separate projections; None if the module has none of the usual names."""
+    """The finding for MHA, GQA and MQA with separate projections; None if the parts have none of the usual names."""
     if any(cls.__name__ in QK_NORM_CLASSES for cls in type(module).__mro__) and is_trusted(module, {"transformers"}):
         return Finding(reason=QK_NORM)
     container: Any = _container(module)
@@ -102,7 +102,7 @@ def _input_norms(module: nn.Module) -> tuple[str, ...]:
 
 
 def _query_only(module: nn.Module) -> Finding | None:
-    """A layer that has a query projection and no key projection, because it reads the keys of another layer."""
+    """The finding for a layer with a query projection and no key projection, because it reads another layer's keys."""
     for q, k in QUERY_AND_KEY:
         if (
             isinstance(getattr(module, q, None), nn.Linear)

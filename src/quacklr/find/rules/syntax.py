@@ -23,7 +23,7 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class FunctionSource(NamedTuple):
-    """The syntax tree of a function, and the module whose attributes `self` has in it."""
+    """The syntax tree of a function, and the module that is `self` in it."""
 
     owner: nn.Module
     function: Any

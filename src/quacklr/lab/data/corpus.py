@@ -154,7 +154,7 @@ def open_folder(folder: Path) -> Corpus:
 
 
 def _stdlib_folder() -> Path:
-    """The corpus of the standard library in the cache, prepared if it is missing. Each Python has its own."""
+    """The corpus of the standard library in the cache, prepared if it is missing. Each Python version has its own."""
     source = hashlib.sha256(sysconfig.get_path("stdlib").encode()).hexdigest()[:8]
     folder = _cache_folder() / f"{STDLIB}-{platform.python_version()}-{source}-{FORMAT}"
     if not (folder / MANIFEST).exists():

@@ -20,7 +20,7 @@ def requires_extra(purpose: str, name: str = "data") -> Iterator[None]:
 
 
 def fetch(repo: str, name: str, kind: str, way_out: str) -> Path:
-    """Path of a file of the hub, from its cache or downloaded; UserError, with the way out, if neither works."""
+    """Path of a file of the hub, from its cache or downloaded; UserError, with `way_out`, if neither works."""
     with requires_extra("the hub"):
         from huggingface_hub import hf_hub_download
     try:

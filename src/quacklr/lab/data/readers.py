@@ -19,7 +19,7 @@ Reader = Callable[[Path, str, int], Iterator[tuple[str, float]]]
 
 
 def text(path: Path, _column: str, skip: int, strict: bool = True) -> Iterator[tuple[str, float]]:
-    """The whole file is one document; not `strict`: an empty one if it is not UTF-8."""
+    """The whole file is one document. If it is not UTF-8: UserError, or without `strict` an empty document."""
     if skip:
         return
     with os_errors(f"cannot read {path}"):

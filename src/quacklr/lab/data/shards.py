@@ -47,7 +47,7 @@ class _ShardWriter:
         if self._file is None:
             self._file = self._files.enter_context(atomic_write(self._path))
         raw = ids.tobytes()
-        with os_errors(f"cannot write {self._path}"):  # before the context manager of another split names its own file
+        with os_errors(f"cannot write {self._path}"):  # otherwise the error would name the file of another split
             self._file.write(raw)
         self._hash.update(raw)
         self.documents += 1

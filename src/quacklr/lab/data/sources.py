@@ -45,11 +45,11 @@ class Stdlib:
     held_out: ClassVar[Fractions] = {"val": 0.04, "probe": 0.02}  # few documents: a smaller fraction may select none
 
     def describe(self) -> dict[str, Any]:
-        """The source in a manifest."""
+        """The entry of this source in a manifest."""
         return {"kind": "stdlib", "python": platform.python_version()}
 
     def files(self) -> list[SourceFile]:
-        """All .py files. Some systems install it without its tests, which are two thirds of it."""
+        """All .py files. Some systems install the library without its tests, which are two thirds of it."""
         root = Path(sysconfig.get_path("stdlib"))
         inside = sorted(path.relative_to(root) for path in root.rglob("*.py"))
         paths = [root / path for path in inside if not {"site-packages", "dist-packages"} & set(path.parts)]
@@ -67,7 +67,7 @@ class Local:
     held_out: ClassVar[Fractions] = HELD_OUT
 
     def describe(self) -> dict[str, Any]:
-        """The source in a manifest, with a hash of all names and sizes that changes when the folder changes."""
+        """The entry of this source in a manifest, with a hash of all names and sizes: it changes with the folder."""
         listed = [(name, file.size) for name, file in self._named()]
         return {
             "kind": "files",
@@ -108,7 +108,7 @@ class Cosmopedia:
     COUNT: ClassVar[int] = 104
 
     def describe(self) -> dict[str, Any]:
-        """The source in a manifest."""
+        """The entry of this source in a manifest."""
         return {"kind": "cosmopedia-v2", "files": list(self.numbers)}
 
     def files(self) -> list[SourceFile]:

@@ -83,7 +83,7 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def vocabulary(tokenizer: Tokenizer, name: str, sha256: str | None) -> Vocabulary:
-    """A tokenizer in a manifest."""
+    """The entry of a tokenizer in a manifest."""
     return Vocabulary(name, tokenizer.vocab, tokenizer.end, tokenizer.end_token, sha256)
 
 

@@ -24,7 +24,7 @@ TEXT = "Two  spaces,\ttabs\n\nand lines; it's 3.14 \u00fc\u00df\u0101 \u65e5\u67
 
 @dataclass(frozen=True)
 class Agreement:
-    """The largest difference between their logits and ours, and our largest logit."""
+    """The largest difference between transformers' logits and ours, and our largest logit."""
 
     name: str
     difference: float
@@ -32,7 +32,7 @@ class Agreement:
 
 
 def agreement(run: Trained, folder: Path) -> Agreement:
-    """Compare logits and token ids; RuntimeError, as for a bug, if they differ. Perturbs the run's weights."""
+    """Compare logits and token ids; RuntimeError if they differ: that is a bug. Perturbs the run's weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -59,7 +59,7 @@ def agreement(run: Trained, folder: Path) -> Agreement:
 def perturb(model: Decoder, generator: torch.Generator) -> None:
     """Change every weight by about half of its last bit, to measure the effect of rounding on this model.
 
-    A fixed tolerance would not do: with large attention logits, the last bits change the output by a thousandth.
+    A fixed tolerance is not enough: with large attention logits, the last bits change the output by a thousandth.
     """
     for weight in model.parameters():
         weight.mul_(torch.randn(weight.shape, generator=generator).mul_(2**-24).add_(1))

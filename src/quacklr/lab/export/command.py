@@ -111,7 +111,7 @@ def write(run: Trained, path: Path, folder: Path) -> None:
     model.generation_config.suppress_tokens = unknown or None  # ids that the tokenizer does not have
     model.save_pretrained(folder)
     tokenizer.convert(run, path).save_pretrained(folder)
-    config = folder / "tokenizer_config.json"  # transformers 4 does not know the name that 5 gives to the class
+    config = folder / "tokenizer_config.json"  # transformers 4 has no class of the name that 5 writes
     write_json(config, read_json(config) | {"tokenizer_class": "PreTrainedTokenizerFast"})
     for weights in folder.glob("*.safetensors"):  # safetensors makes them readable by the owner only
         shutil.copymode(folder / "config.json", weights)

@@ -57,7 +57,7 @@ class SamplingParams:
 
 @torch.inference_mode()
 def sample_tokens(model: Decoder, prompt: Sequence[int], count: int, choose: Callable[[Tensor], int]) -> Iterator[int]:
-    """Yield `count` tokens that follow a prompt. The prompt is one forward pass, then each token is one."""
+    """Yield `count` tokens that follow a prompt. Runs one forward pass for the prompt, then one for each token."""
     if (end := len(prompt) + count) > model.shape.context:
         raise UserError(f"a sequence of {end} tokens, but the model's context is {model.shape.context}")
     caches = model.caches(positions=end)

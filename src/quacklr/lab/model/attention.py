@@ -29,7 +29,7 @@ class Attention(nn.Module, ABC):
         super().__init__()
         self.parts, self.query_size = list(parts), sum(parts)
         self.cap: float | None = None
-        self.norms_cut = True  # whether the logit paths end at a norm on a latent, as they do in fact
+        self.norms_cut = True  # whether the logit paths end at a norm on a latent; False for Quack(literal=True)
         self.q_norm: RMSNorm | PartsNorm | None = None
         self.k_norm: RMSNorm | PartsNorm | None = None
 
@@ -110,7 +110,7 @@ def capped_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, cap: float)
 
 
 def query_key_products(q_BHD: Tensor, k_BGSD: Tensor) -> Tensor:
-    """(B, H, S): the queries of one position times all keys. K @ q', because a CPU reads K faster than K'."""
+    """(B, H, S): the queries of one position times all keys. Computed as K @ q': reading K' is slower on a CPU."""
     q_BGRD = q_BHD.unflatten(1, (k_BGSD.shape[1], -1))
     return (k_BGSD @ q_BGRD.mT).mT.flatten(1, 2)
 

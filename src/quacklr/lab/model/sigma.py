@@ -1,6 +1,6 @@
 """Sigma-Reparam (Zhai et al., 2023): a linear layer uses gain * W / sigma(W), with sigma the largest singular value.
 
-The gain is learned, from 1. Sigma is estimated by power iteration, one in each forward pass of training, and
+The gain is learned, from 1. Sigma is estimated by one power iteration in each forward pass of training, and
 differentiated as u' W v with u and v constant.
 """
 

@@ -102,7 +102,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        matrices: Counter[Any] = Counter()  # assigned to owners so far, by process group
+        matrices: Counter[Any] = Counter()  # number of matrices assigned to owners so far, by process group
         for (rows, *_, spec), jobs in self._jobs_by_shape().items():
             if spec is None:
                 size = max(1, self.max_stack_numel // max(param.numel() for param, _ in jobs))

@@ -41,7 +41,7 @@ def orthogonalise(update_BRC: Tensor, *, overwrite: bool = False) -> Tensor:
 
 
 def precision(tensor: Tensor) -> torch.dtype:
-    """The dtype for orthogonalising a tensor: float64 if it has it; else bf16 on GPUs with bf16 units, else fp32.
+    """The dtype for orthogonalising a tensor: float64 for float64; else bf16 on GPUs with bf16 units, else fp32.
 
     On a CPU it is fp32 even where bf16 would be faster, so that results do not depend on the machine.
     """

@@ -3,7 +3,7 @@
     Muon    the weight of every nn.Linear
     AdamW   embeddings, an output layer tied to one, and all vectors and scalars (norms, biases)
 
-Any other parameter is an error that names it, because a wrong optimizer would waste a run.
+Any other parameter raises an error with its name, because a wrong optimizer would waste a run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The paper's four figures and two more, each a function of the results; parts without runs are left out.
 
-Lines are means over seeds, bands their range; a method is at its best setting, selected for each seed on the others.
+Lines are means over seeds, bands their range. A method has its best setting, selected for each seed on the other seeds.
 The docstring of a figure is its title and its caption.
 """
 
@@ -52,7 +52,7 @@ def interventions(results: Results) -> Figure:
     """Figure 2. Validation loss of every method, in MHA and MLA, at each learning rate; on the right at the end.
 
     QK norm is dashed in MLA, where it usually means that keys are cached. What the paper does not test is dotted, in
-    the last column. Where logits stay below its threshold, QK clip is the default. Axes leave out what is far above.
+    the last column. If logits stay below its threshold, QK clip equals the default. Axes omit values far above.
     """
     rates = results.scale.rates
     figure, grid = panels(2, len(rates) + 1, 2.7, 2.5)
@@ -135,7 +135,7 @@ def norms(results: Results) -> Figure:
 def logits(results: Results) -> Figure:
     """Figure 4. The largest logit and the mean |change| of a logit in one step: the middle head of the middle layer.
 
-    MLA at the highest learning rate; the paper's figure is at its middle one, where its default breaks already.
+    MLA at the highest learning rate; the paper's figure is at its middle rate, where its default is unstable already.
     """
     spec, lr = results.scale.attentions["mla"], results.scale.high
     layer, head = results.scale.base.shape.layers // 2, spec.heads // 2
@@ -165,8 +165,8 @@ def sensitivity(results: Results) -> Figure:
     """Figure 5. How much does each method depend on a well chosen learning rate?
 
     Learning-rate sensitivity (Wortsman et al. 2023): how far the loss is above its minimum over learning rates, in the
-    mean over them, with each method at its best setting at each rate: one that has a knob may turn it. Lower is better;
-    a dot for every seed.
+    mean over them. A method that has a setting (tau, threshold) uses its best one at each rate. Lower is better; a dot
+    for every seed.
     """
     figure, [row] = panels(1, 2, 4.0, 2.8)
     for axes, attention in zip(row, BOTH, strict=True):

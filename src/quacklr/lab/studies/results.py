@@ -35,7 +35,7 @@ class NotRun(Exception):  # noqa: N818 - not an error: a study may be partly don
 
 @dataclass(frozen=True)
 class Comparison:
-    """A mean difference between two things measured with the same seeds, and its confidence interval."""
+    """A mean difference between two quantities measured with the same seeds, and its confidence interval."""
 
     label: str
     """Which minus which, such as `MLA, lr 0.1: QuacK (tau 1) - constant tau (tau 0.1), validation loss`."""

@@ -23,7 +23,7 @@ RATES: dict[str, tuple[float, ...]] = {
 
 @dataclass(frozen=True)
 class StudyScale:
-    """The part of a configuration that studies do not vary, and the values of what they vary."""
+    """The part of a configuration that studies do not vary, and the values of the parts that they vary."""
 
     name: str
     base: Config

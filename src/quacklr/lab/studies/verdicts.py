@@ -49,7 +49,7 @@ class ClaimResult:
 
 
 class Answer(NamedTuple):
-    """What a claim function returns."""
+    """The result of a claim function."""
 
     verdict: Verdict
     summary: str

@@ -57,7 +57,7 @@ class Ray:
         return RayJob(task.remote(to_json(config), str(path.absolute()), str(Path.cwd())))
 
     def close(self) -> None:
-        """Disconnect, which ends a cluster that was started here; not if the process was connected before."""
+        """Disconnect, unless the process was connected before. This ends a cluster that was started here."""
         if self._ours:
             ray.shutdown()
 
@@ -81,7 +81,7 @@ class RayJob:
         self._stopped: float | None = None
 
     def outcome(self) -> Outcome | None:
-        """The outcome that the task returned, or the one that its error means."""
+        """The outcome that the task returned, or the outcome for its error."""
         ready, _ = ray.wait([self.reference], timeout=0)
         if not ready:
             self._force_stop()

@@ -4,7 +4,7 @@ All folders must be on a shared file system. Slurm sends these signals to a job:
 
     SIGTERM   scancel or preemption: the run saves a checkpoint and ends; the sweep submits it again
     SIGUSR2   the time limit is near: the run saves a checkpoint and requeues itself, even if the sweep has ended
-    SIGKILL   the sweep learns of it from sacct within ten minutes, and resumes the run from its last checkpoint
+    SIGKILL   the sweep detects it by sacct within ten minutes, and resumes the run from its last checkpoint
 """
 
 from __future__ import annotations
@@ -159,5 +159,5 @@ class SlurmTask:
         return report
 
     def checkpoint(self, saved: dict[str, Any], path: str) -> submitit.helpers.DelayedSubmission:
-        """What submitit requeues: the same call."""
+        """The call that submitit requeues: the same one."""
         return submitit.helpers.DelayedSubmission(self, saved, path)

@@ -79,7 +79,7 @@ class Checkpoints:
             waiting()
 
     def _clean_up(self) -> None:
-        """Remove what killed processes have left, and all but the last `keep` checkpoints."""
+        """Remove incomplete folders of killed processes, and all but the last `keep` checkpoints."""
         from quacklr.lab.train.storage import set_aside
 
         for left in self.folder.glob(".step-*"):

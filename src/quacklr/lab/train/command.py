@@ -1,7 +1,7 @@
 """The command `quacklr train`.
 
-Options are parsed twice. First those that select kinds (--preset, --method, --attention, ...), because they determine
-the other options; then all, so that --help shows exactly the options that apply, with their defaults.
+Options are parsed twice: first those that select kinds (--preset, --method, --attention, ...), because they determine
+the other options; then all of them. So --help shows exactly the options that apply, with their defaults.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Folder:
         self._result.unlink(missing_ok=True)
 
     def append(self, row: Row) -> None:
-        """Append a row. The system has it when this returns, so a killed process loses none."""
+        """Append a row and hand it to the operating system, so that a killed process loses no row."""
         with os_errors(f"cannot write {self.metrics}"), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json_line(row))
 

@@ -16,7 +16,7 @@ class Step(TypedDict):
 
 
 class MeasuredRow(Step, total=False):
-    """The keys of a row that are read again."""
+    """The keys of a row that are read from metrics.jsonl or a ledger."""
 
     loss: float | None
     val_loss: float | None

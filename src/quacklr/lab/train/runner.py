@@ -106,7 +106,7 @@ def _train(session: Session, saves: Checkpoints, write: Callable[[Row], None], f
 def _writer(
     session: Session, corpus: Corpus, folder: Folder, about: Row, wandb: str | None
 ) -> Iterator[Callable[[Row], None]]:
-    """A function that writes a row to the folder, the trackers and the terminal. First brings the folder up to date."""
+    """A function that writes a row to the folder, the trackers and the terminal. First updates the folder's files."""
     active = trackers(folder.path, session.config, session.step, wandb)  # first, because it may raise UserError
     corpus.save_tokenizer(folder.path)
     folder.truncate_after(session.step if session.first_val_loss is not None else -1)

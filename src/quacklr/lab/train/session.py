@@ -1,4 +1,4 @@
-"""The training loop: a generator of rows, one per step. It opens no file and does not know the methods.
+"""The training loop: a generator of rows, one per step. It opens no file and is the same for all methods.
 
     for row in Session(config, corpus).rows(): ...          # {"step": 1, "loss": ..., "lr": ..., ...}
 
@@ -60,7 +60,7 @@ class Session:
         return sum(param.numel() for param in self.model.parameters())
 
     def rows(self) -> Iterator[Row]:
-        """Train from the current step to the last, with a row for step 0 and for each step. Ends if it diverges."""
+        """Train from the current step to the last, with a row for step 0 and each step. Ends if the run diverges."""
         if self.first_val_loss is None:
             yield self._start()
         while self.step < self.config.training.steps:

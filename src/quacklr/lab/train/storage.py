@@ -102,7 +102,7 @@ class CheckpointWriter(FileSystemWriter):
         return None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Write nothing yet: rank 0 first removes what a killed save may have left."""
+        """Write nothing yet: rank 0 first removes the files of a killed save."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
