@@ -49,3 +49,15 @@ def four() -> Iterator[Crew]:
     crew = Crew(4)
     yield crew
     crew.stop()
+
+
+SLOWEST = (
+    *("test_torchrun", "test_sweep_clusters", "test_resume", "test_parallel", "test_options", "test_sharded"),
+    *("test_sharded_callbacks", "test_checkpoints", "test_prepare_killed", "test_models", "test_terminal"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest files come first, so that no core waits for the last one."""
+    order = {name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
