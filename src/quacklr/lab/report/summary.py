@@ -26,7 +26,7 @@ def summary(results: Results, claims: Sequence[ClaimResult]) -> str:
     high = results.scale.high
     default, quack = (results.best("mla", method, high) for method in (Default, Quack))
     paper = Counter(each.verdict for each in claims if each.source == "paper")
-    verdicts = ", ".join(f"{paper[verdict]} {verdict}" for verdict in ("holds", "fails", "undecided") if paper[verdict])
+    verdicts = ", ".join(f"{verdict} {paper[verdict]}" for verdict in ("holds", "fails", "undecided"))
     lines = [
         f"At lr {high:g}, which is too high for MLA, the default ends at a validation loss of {_loss(default)} with "
         f"logits of {geometric_mean(default, largest_logit)}; QuacK ends at {_loss(quack)} with logits of "
