@@ -275,7 +275,7 @@ def test_layers_that_do_not_run_are_not_said_to_be_right() -> None:
     model = First(*stack(Separate))
     report = checked(model)
     assert not report.ok  # what was not shown is not proved
-    assert [layer.unobserved for layer in report.layers] == ["", "not heard"]
+    assert [layer.unobserved for layer in report.layers] == ["", "not seen"]
     assert "wired right, as far as shown: 1 layer, 4 heads;" in str(report)
     assert str(report).endswith("; of 1 more nothing is known, since the batch does not show it")
 

@@ -37,7 +37,7 @@ def report_of(*layers: dict[str, Any], **of: Any) -> CheckReport:
 
 def cases() -> Iterator[tuple[str, CheckReport]]:
     yield "no layer", report_of()
-    yield "a layer that does not run", report_of({}, {"unobserved": "not heard"})
+    yield "a layer that does not run", report_of({}, {"unobserved": "not seen"})
     yield "a fault", report_of({}, {"row_faults": [Fault((0,), "head 0 is moved by others")]})
     yield "a rule that was measured otherwise", report_of({}, contradiction="the rule is wrong here")
     for when, name, value in itertools.product(("start", "plain", "quack"), GOOD, (math.nan, math.inf)):

@@ -37,7 +37,7 @@ class Diagnosis:
 
     def _unobserved(self, logits: LayerLogits, change: Tensor) -> str:
         if logits.unreadable or not logits.calls:
-            return logits.unreadable or ROUTED * self._is_routed(logits) or "not heard"
+            return logits.unreadable or ROUTED * self._is_routed(logits) or "not seen"
         return "" if (change <= logits.rounding).all() else "not the same twice"
 
     def faults(self) -> list[list[Fault]]:
