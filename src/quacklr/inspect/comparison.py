@@ -50,7 +50,7 @@ def compared(model: nn.Module, sample: Any) -> tuple[dict[str, Finding], dict[st
 def _measured(model: nn.Module, sample: Any) -> dict[str, Finding]:
     try:
         measured = measured_paths(model, sample)
-    except Exception as error:
+    except Exception as error:  # the forward of the model can raise any error
         raise NoMeasurementError(str(error) if isinstance(error, ValueError) else one_line(error)) from error
     if not measured:
         raise NoMeasurementError(f"{type(model).__name__}: {UNSEEN}")

@@ -74,7 +74,7 @@ def _batch(name: str, model: nn.Module) -> Any:
         raise BadTargetError(f"{name}: to measure, return a batch with the model: return model, batch")
     try:
         return sample_for(model)
-    except Exception as error:
+    except Exception as error:  # code of the model, which can raise any error
         raise BadTargetError(
             f"{name}: no batch could be made ({one_line(error)}); return one: return model, batch"
         ) from error

@@ -31,6 +31,6 @@ def target(name: str) -> Target:
     """The model, and two images of the size that it takes."""
     try:
         model: Any = import_module("timm").create_model(name, pretrained=False)
-    except Exception as error:
+    except Exception as error:  # timm's constructors raise errors of any type
         raise BadTargetError(f"{name}: timm cannot make it: {one_line(error)}") from error
     return Target(model, lambda: (model, torch.randn(2, *model.default_cfg["input_size"])))

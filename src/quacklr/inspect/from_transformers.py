@@ -57,7 +57,7 @@ def from_cache(name: str) -> Target:
             f"{name}: no such file or folder, and not in the local cache of the hub (nothing is downloaded); "
             f"get it with `hf download {name} config.json`"
         ) from error
-    except Exception as error:
+    except Exception as error:  # transformers has no common error type for a bad config
         raise BadTargetError(f"{name}: its config cannot be read: {one_line(error)}") from error
     return _target(name, lambda: config)
 
@@ -82,7 +82,7 @@ def _target(name: str, read: Callable[[], Any]) -> Target:
         while isinstance(cause.__cause__, ModuleNotFoundError):
             cause = cause.__cause__
         raise BadTargetError(f"{name}: transformers needs {cause.name}: pip install {cause.name}") from missing
-    except Exception as error:
+    except Exception as error:  # the constructor of the model can raise any error
         raise BadTargetError(f"{name}: transformers cannot make it: {one_line(error)}") from error
     return Target(model, lambda: _small(config), SMALL)
 
@@ -94,7 +94,7 @@ def _small(config: Any) -> tuple[nn.Module, Any]:
             torch.manual_seed(0)
             model = _model(shrink(config))
             return model, sample_for(model)
-    except Exception as error:
+    except Exception as error:  # the constructor of the model can raise any error
         raise NoMeasurementError(f"{SMALL} cannot be made to run: {one_line(error)}") from error
 
 

@@ -62,7 +62,7 @@ def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
         with no_zeros(model) if filled else nullcontext():
             try:
                 measurement = _measure(model, sample, random)
-            except Exception as error:
+            except Exception as error:  # the forward of the model can raise any error; the last one is reported
                 failure = error
                 continue
             yield measurement
