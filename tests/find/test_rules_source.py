@@ -407,7 +407,16 @@ class Decorated(SoftmaxOfEach):
 
 
 NO_LOGITS = [SoftmaxOfEach, FeatureMap, SoftmaxLayer, Sigmoid, OverHeads, OverQueries, OfChannels, Helped]
-UNCLEAR = [Mapped, WrittenInto, Decorated]
+UNCLEAR: dict[type[nn.Module], str] = {
+    Mapped: "forward calls softplus,",
+    WrittenInto: "forward writes into a part of swapped,",
+    Decorated: "split_flipped has the decorator flips,",
+}
+
+
+@pytest.mark.parametrize("cls", UNCLEAR)
+def test_the_reason_names_what_makes_a_source_unclear(cls: type[nn.Module]) -> None:
+    assert UNCLEAR[cls] in ruled(cls()).reason
 
 
 @pytest.mark.parametrize("cls", [*NO_LOGITS, *UNCLEAR])

@@ -52,8 +52,11 @@ def validate_product(module: nn.Module) -> None:
     """
     sources = function_sources(module)
     shown = [verdict for source in sources for verdict in _softmaxes(source, sources)]
-    if not any(shown) or not all(shown) or any(map(_is_inconclusive, sources)):
+    if not any(shown) or not all(shown):
         raise UnreadableError("its source shows no softmax over a product of queries and keys")
+    for source in sources:
+        if why := _inconclusive(source):
+            raise UnreadableError(f"{source.function.__name__} {why}, so its source does not show what a logit is")
 
 
 def _softmaxes(source: FunctionSource, sources: Collection[FunctionSource]) -> Iterator[bool]:
@@ -70,17 +73,17 @@ def _softmaxes(source: FunctionSource, sources: Collection[FunctionSource]) -> I
             yield True
 
 
-def _is_inconclusive(source: FunctionSource) -> bool:
-    """Whether a function has a decorator that is not torch's, calls a nonlinear function, or writes into a tensor."""
+def _inconclusive(source: FunctionSource) -> str:
+    """Why a function can change rows or logits in a way that is not read from its source; empty if it cannot."""
     for node in ast.walk(source.tree):
-        decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
-        if not all(ast.unparse(each).startswith(HARMLESS_DECORATORS) for each in decorators):
-            return True
+        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else []:
+            if not ast.unparse(decorator).startswith(HARMLESS_DECORATORS):
+                return f"has the decorator {ast.unparse(decorator)}"
         if isinstance(node, ast.Call) and NONLINEAR.fullmatch(name_of(node.func)):
-            return True
+            return f"calls {name_of(node.func)}"
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
-            return True
-    return False
+            return f"writes into a part of {node.value.id}"
+    return ""
 
 
 def validate_rope_last(module: nn.Module, rope: int) -> None:
