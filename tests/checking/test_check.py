@@ -1,4 +1,4 @@
-"""`check` passes where heads are wired right, in every kind of model, and changes nothing."""
+"""`check` passes where heads are correct, in every kind of model, and changes nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def decoder(spec: MHA | MLA) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_wired_right_passes(name: str) -> None:
+def test_correct_rows_pass(name: str) -> None:
     model, batch = MODELS[name]()
     report = check(model, BY_NAME[OPTIMIZERS[name]](model, 1e-2), batch, steps=2)
     assert report.ok, report
@@ -52,7 +52,7 @@ def test_what_is_wired_right_passes(name: str) -> None:
         for change in (layer.start, layer.plain, layer.quack):
             assert (change.measured > 0).all()
             assert (change.measured < change.bound).all()
-    assert "wired right: 2 layers, 8 heads;" in str(report)
+    assert "correct: 2 layers, 8 heads;" in str(report)
 
 
 def test_grown_weights_move_logits_no_further_with_quack_and_several_times_further_without() -> None:
@@ -276,7 +276,7 @@ def test_layers_that_do_not_run_are_not_said_to_be_right() -> None:
     report = checked(model)
     assert not report.ok  # what was not shown is not proved
     assert [layer.unobserved for layer in report.layers] == ["", "not seen"]
-    assert "wired right, as far as shown: 1 layer, 4 heads;" in str(report)
+    assert "correct, as far as shown: 1 layer, 4 heads;" in str(report)
     assert str(report).endswith("; of 1 more nothing is known, since the batch does not show it")
 
 

@@ -104,7 +104,7 @@ def test_a_logit_that_moves_further_than_its_rows_steps_allow_is_wrong() -> None
     text = str(check(model, SGD(model.parameters(), lr=1e-3), X_BTD, loss=loss, steps=1))
     assert "at the start a logit of head 0-1 moves by" in text
     assert "in a step, and the rates of its rows allow" in text
-    assert "wired wrong: 2 heads in 1 of 1 layer;" in text
+    assert "wrong: 2 heads in 1 of 1 layer;" in text
 
 
 def test_rows_that_step_further_than_their_rates_say_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_a_parametrised_weight_has_no_bound_and_is_tested_all_the_same() -> None
     assert not report.ok  # what was not shown is not proved
     assert not any(layer.faults for layer in report.layers)
     assert report.layers[0].start.bound.isnan().all()
-    assert str(report).splitlines()[-1].startswith("wired right, as far as shown: 1 layer, 2 heads;")
+    assert str(report).splitlines()[-1].startswith("correct, as far as shown: 1 layer, 2 heads;")
     assert " -  " in str(report).splitlines()[1]
     assert str(report).endswith("; the bound of 1 layer is not known, since a weight's input is not seen")
     wrong = [LogitPath((Weight("q", q, blocks), Weight("k", k, blocks.flip(0))), HEADS)]

@@ -49,21 +49,21 @@ def test_a_type_of_transformers_is_checked_on_a_small_model(capsys: pytest.Captu
     titles = " ".join(out.splitlines()[0].split())
     assert titles == "attention heads at the start bound grown 4x, plain grown 4x, QuacK its bound"
     assert [line.split()[0] for line in out.splitlines()[1:3]] == [f"gpt_neox.layers.{i}.attention" for i in (0, 1)]
-    assert out.splitlines()[-1].startswith("wired right: 2 layers, 8 heads;")
+    assert out.splitlines()[-1].startswith("correct: 2 layers, 8 heads;")
 
 
-def test_exit_code_and_picture_of_a_model_that_is_wired_right(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+def test_exit_code_and_picture_of_a_model_with_correct_rows(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     code, out, _ = run(capsys, f"{mine}.py:with_optimizer", "--out", "check.png", "--growth", "2", "--tau", "0.5")
     assert code == 0
     assert "grown 2x, QuacK" in out
     assert imread("check.png").shape[:2] == (630, 960)
 
 
-def test_exit_code_of_a_model_that_is_wired_wrong(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+def test_exit_code_of_a_model_with_wrong_rows(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     code, out, err = run(capsys, f"{mine}:wrongly_declared", "--steps", "1")
     assert (code, err) == (1, "")
     assert "{0-2}: k[0-3] moves no logit of its heads" in out
-    assert out.splitlines()[-1].startswith("wired wrong: 12 heads in 3 of 3 layers;")
+    assert out.splitlines()[-1].startswith("wrong: 12 heads in 3 of 3 layers;")
     code, out, _ = run(capsys, f"{mine}:misread", "--steps", "1")
     assert code == 1
     assert "attends with 2 heads, but its paths say 4" in out
@@ -74,7 +74,7 @@ def test_exit_code_of_a_model_that_is_wired_wrong(capsys: pytest.CaptureFixture[
 def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     code, out, err = run(capsys, f"{mine}:unheard_of", "--steps", "1")
     assert (code, err) == (0, "")
-    assert out.splitlines()[-1].startswith("wired right: 3 layers, 6 heads;")
+    assert out.splitlines()[-1].startswith("correct: 3 layers, 6 heads;")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The wiring proof fails on every deliberate mistake, and says which heads and rows it is about."""
+"""The check fails on every deliberate mistake, and says which heads and rows it is about."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_queries_keys_values_a_head_declared_as_all_queries_all_keys_all_values_
     assert "{0-1}: heads 1-2 are moved by rows of k claimed for others: head 1 by k[0]" in text
     assert "{0-1}: q[2-3] moves no logit of its heads" in text
     assert "{0-1}: head 3 is moved by rows of qkv.weight that are on no path" in text
-    assert "wired wrong: 8 heads in 2 of 2 layers; give the module a method logit_paths()" in text
+    assert "wrong: 8 heads in 2 of 2 layers; give the module a method logit_paths()" in text
 
 
 def test_interleaved_rows_are_wrong() -> None:

@@ -60,7 +60,7 @@ def test_what_is_shown_is_ok() -> None:
 def test_what_is_not_shown_is_not_ok_and_the_last_line_says_so(case: str) -> None:
     assert not CASES[case].ok
     last = str(CASES[case]).splitlines()[-1]
-    assert last.startswith(("wired wrong", "not shown", "wired right, as far as shown"))
+    assert last.startswith(("wrong", "not shown", "correct, as far as shown"))
 
 
 class Hidden(Separate):
@@ -130,7 +130,7 @@ def test_rows_that_take_no_step_though_they_train_are_not_shown_to_be_right() ->
         assert not any(layer.faults for layer in report.layers)
         lines = str(report).splitlines()
         assert lines[2].endswith("its rows took no step: no gradient, or lr is 0")
-        assert lines[-1].startswith("wired right, as far as shown: 1 layer, 4 heads;")
+        assert lines[-1].startswith("correct, as far as shown: 1 layer, 4 heads;")
 
 
 def test_a_batch_that_runs_no_attention_shows_nothing() -> None:

@@ -72,8 +72,8 @@ def test_the_demos_sentence_is_honest_whichever_way_it_went() -> None:
     assert "With MLA the default broke and QuacK stayed stable" in told((3.0, 9000.0), (2.0, 40.0))
     assert "largest logit 9,000 against 40.1, validation loss 3.000 against 2.000" in told((3.0, 8999.9), (2.0, 40.0))
     assert "the default did not break" in told((2.0, 40.0), (2.0, 40.0))
-    assert "QuacK did not mend it" in told((3.0, 9000.0), (3.0, 40.0))
-    assert "QuacK did not mend it" in told((3.0, 9000.0), (2.0, 400.0))
+    assert "QuacK did not fix it" in told((3.0, 9000.0), (3.0, 40.0))
+    assert "QuacK did not fix it" in told((3.0, 9000.0), (2.0, 400.0))
 
 
 def test_a_sweep_and_its_report(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -468,9 +468,9 @@ def test_an_order_that_cannot_be_measured_is_an_error_and_no_guess(kind: type[At
     if kind is Tangled:
         with pytest.raises(ValueError, match=f"{sentence}.*; give the heads an axis of their own"):
             LogitMonitor(model, inputs(3)).measure()
-        wiring = check(model, optimizer, inputs(3), steps=1)
-        assert not wiring.ok
-        assert [layer.unobserved for layer in wiring.layers] == [sentence.removeprefix("attention: ")]
+        report = check(model, optimizer, inputs(3), steps=1)
+        assert not report.ok
+        assert [layer.unobserved for layer in report.layers] == [sentence.removeprefix("attention: ")]
     with QKClip(model, optimizer), pytest.raises(ValueError, match=sentence):
         model(inputs(3))
     with QKClip(model, optimizer) as clip:  # with one sequence there is no ambiguity

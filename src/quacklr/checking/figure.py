@@ -82,7 +82,7 @@ def _legend(axes: Any, growth: float, ok: bool) -> None:
         {**dot, "color": QUACK, "label": f"{grown}, with QuacK"},
         {**dot, "color": START, "label": "at the start", "fillstyle": "none", "markeredgewidth": 1},
         {"color": BOUND, "label": "bound, with QuacK"},
-        {**dot, "color": WRONG, "label": "wired wrong", "marker": "s", "alpha": 0.4},
+        {**dot, "color": WRONG, "label": "wrong", "marker": "s", "alpha": 0.4},
     ]
     handles = [lines.Line2D([], [], **style) for style in (styles[:-1] if ok else styles)]
     narrow = axes.figure.get_size_inches()[0] < 8

@@ -70,7 +70,7 @@ class CheckReport:
         if wrong:
             heads = sum(int(layer.wrong.sum()) for layer in wrong)
             return (
-                f"wired wrong: {heads} head{'s' * (heads != 1)} in {len(wrong)} of {_layers(len(self.layers))}; give "
+                f"wrong: {heads} head{'s' * (heads != 1)} in {len(wrong)} of {_layers(len(self.layers))}; give "
                 "the module a method logit_paths() that says what is true, or take what was measured: "
                 f"QuacK(logit_paths(model, batch, rules=False), optimizer){self._not_covered()}"
             )
@@ -81,7 +81,7 @@ class CheckReport:
             )
         heads = sum(layer.heads for layer in proved)
         return (
-            f"wired right{', as far as shown' * (not self.ok)}: {_layers(len(proved))}, {heads} heads; no logit moves "
+            f"correct{', as far as shown' * (not self.ok)}: {_layers(len(proved))}, {heads} heads; no logit moves "
             "by more than the rates of its head's rows allow, and none with rows that are not its head's"
             f"{self._not_covered()}{'; but other paths were measured' * bool(self.contradiction)}"
         )

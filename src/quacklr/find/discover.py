@@ -28,8 +28,8 @@ UNSEEN = (
 NOT_SEEN = "not recognised, and not seen to attend in a forward of the sample"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
 TAKE_MEASURED = (
-    "to use what was measured, call logit_paths(model, batch, rules=False); a method logit_paths() of the module would "
-    "be believed"
+    "to use what was measured, call logit_paths(model, batch, rules=False); or give the module a method logit_paths(), "
+    "whose paths are used as they are"
 )
 
 

@@ -139,9 +139,9 @@ def sentence(results: Results) -> str:
         if broken and stable and better:
             verdict = "the default broke and QuacK stayed stable"
         elif not broken:
-            verdict = "the default did not break, so there was nothing for QuacK to mend"
+            verdict = "the default did not break, so there was nothing for QuacK to fix"
         else:
-            verdict = "the default broke and QuacK did not mend it"
+            verdict = "the default broke and QuacK did not fix it"
         parts.append(f"With {attention.upper()} {verdict} ({logits}, {losses}).")
     return " ".join(parts)
 

@@ -20,12 +20,12 @@ MIXED = "it mixes the logits of its heads before the softmax"
 OTHER_WAYS = "its logits depend on queries or keys in other ways than by their product"
 NOT_LINEAR = (
     "its logits are not linear in its queries or keys, and do not grow in proportion to them either; if you know its "
-    "paths, declare them: a method logit_paths() of the module is believed"
+    "paths, declare them in a method logit_paths() of the module"
 )
 NOT_FINITE = "its derivatives are not finite"
 SPARSE = (
     "entries of its queries or keys have no gradient here and there, as behind a ReLU, so which rows they are made of "
-    "may not all be seen; if you know its paths, declare them: a method logit_paths() of the module is believed"
+    "may not all be seen; if you know its paths, declare them in a method logit_paths() of the module"
 )
 
 
