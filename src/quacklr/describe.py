@@ -45,7 +45,7 @@ def describe(
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
         found = VERIFIED if notes.get(module) == VERIFIED else origin.get(module, GIVEN)
         rows.append((module or "(model)", found, heads, logit, "  ".join(ranges)))
-    frozen = {w.name: FROZEN if w.rated else UNRATED for w in rule.weights if w.name not in rates}
+    frozen = {w.name: FROZEN if w.rated else UNRATED for w in rule.weights if not w.trains}
     alone = grouped({**frozen, **left_alone}.items())
     open_notes = grouped((name, note) for name, note in notes.items() if note != VERIFIED and name in attentions)
     sections = [*columns(rows), *(["found by rule:", *open_notes] if open_notes else [])]

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.core.blocks import Copies, Memory
+from quacklr.core.budget_rates import BudgetRates, HeadChange
 from quacklr.core.norms import Norm, frobenius
-from quacklr.core.path import LogitPath, as_paths
-from quacklr.core.sensitivity import Rule, rates_from
-from quacklr.core.state import Saved, norm_name, read_state, write_state
+from quacklr.core.path import LogitPath, all_rated, as_paths
+from quacklr.core.relative_rates import RelativeRates
+from quacklr.core.sensitivity import Rule
 from quacklr.core.validate import (
-    FLOAT32,
-    validate_norms,
+    validate_budget,
     validate_not_attached_twice,
     validate_not_meta,
     validate_settings,
@@ -75,6 +74,10 @@ class QuacK:
         norm: the norm of a block of weights: `quacklr.frobenius`, `quacklr.spectral`, or a function of the same form.
         adapt: if False, all rates stay at tau (the constant-tau ablation of the paper).
         floor: a lower bound on all norms, for weights that are all zeros when QuacK is attached.
+        budget: instead of tau, norm, adapt and floor: how much one step may change the logits of a head, in nats (root
+            mean square). The step of each head is scaled to this change, also upwards. The budget follows the schedule
+            of lr: it is multiplied by lr / initial lr. 0.02 is where to start. It needs no state, and works with
+            optimizers that are not linear in lr.
         verify: measure attention that was found by rule, on a few tokens of the first batch. If the rule was wrong, the
             first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; there is
             then a warning if the class of its attention is not one that quacklr has tested.
@@ -96,11 +99,14 @@ class QuacK:
         norm: Norm = frobenius,
         adapt: bool = True,
         floor: float = 0.0,
+        budget: float | None = None,
         verify: bool = True,
     ) -> None:
         validate_settings(tau, norm, floor)
+        if budget is not None:
+            validate_budget(budget, tau, norm, adapt, floor)
         self._norm, self._adapt, self._floor = norm, adapt, floor
-        self.optimizers = as_optimizers(optimizer)
+        self.optimizers = as_optimizers(optimizer, linear=budget is None)
         module = model if isinstance(model, nn.Module) else None
         if module is not None:
             validate_not_fsdp1(module)
@@ -110,17 +116,18 @@ class QuacK:
         found: Mapping[str, Finding] = getattr(given, "found", {})
         paths = as_paths(given, "the model must be an nn.Module or")
         validate_not_meta(weight for path in paths for weight in path.weights)
-        self._rule = Rule(paths, blocks_of)
+        self._rule = Rule(paths if budget is None else all_rated(paths), blocks_of)
         weights = self._rule.weights
         self._on_paths = {id(part.param) for part in self._rule.parts}
         validate_stepped(weights, self.optimizers)
-        validate_linear(self.optimizers, (part.param for part in self._rule.parts))
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         validate_not_attached_twice(weights, [weight for other in others for weight in other._rule.weights])
-        self._start, self._memory = self._measure_start()
-        self._largest, self._rates = _largest(self._start), torch.full_like(self._start, tau)
-        self.tau = tau
-        self._stepped: set[int] = set()  # ids of the tensors that have stepped in this iteration
+        self._method: RelativeRates | BudgetRates
+        if budget is None:
+            validate_linear(self.optimizers, (part.param for part in self._rule.parts))
+            self._method = RelativeRates(self._rule, tau, norm, adapt, floor)
+        else:
+            self._method = BudgetRates(self._rule, budget, self.optimizers)
         self._running = RunningSteps()
         self._loaded = self._resumed_alone = False
         self._step_check = StepCheck(module, weights, self.optimizers)
@@ -144,29 +151,29 @@ class QuacK:
     @property
     def tau(self) -> float:
         """The rate at the start, relative to lr. It can be set during training, for a schedule."""
-        return self._tau
+        return self._relative("tau").tau
 
     @tau.setter
     def tau(self, tau: float) -> None:
         validate_settings(tau, self.norm, self.floor)
-        if self.adapt and tau * self._largest > FLOAT32.max:
-            raise ValueError(f"tau={tau!r}: with these weights, tau * sensitivity is more than float32 can hold")
-        self._tau = tau
-        self._target = tau * self._start
-        if not self.adapt:
-            self._rates.fill_(tau)
+        self._relative("tau").set_tau(tau)
 
-    def _measure(self, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
-        copies, norms, memory = self._rule.blocks.measure(self.norm, memory)
-        return copies, [norm.clamp(min=self.floor) for norm in norms] if self.floor else norms, memory
+    @property
+    def budget(self) -> float | None:
+        """The change of the logits that a step may make, in nats; None without a budget. It can be set, too."""
+        return self._method.budget if isinstance(self._method, BudgetRates) else None
 
-    def _measure_start(self) -> tuple[Tensor, Memory]:
-        """The sensitivities at the start, to which all later rates are relative, and the norm's memory."""
-        _, _, memory = self._measure(self._rule.blocks.empty_memory())
-        _, norms, _ = self._measure(memory)  # the first step uses this memory too, so its rates are exactly tau
-        start = self._rule.sensitivity(norms)
-        validate_norms(self._rule, torch.cat(norms), start, self.adapt)
-        return start, memory
+    @budget.setter
+    def budget(self, budget: float) -> None:
+        validate_budget(budget)
+        if not isinstance(self._method, BudgetRates):
+            raise AttributeError("this QuacK has no budget; pass budget= when you attach it")
+        self._method.budget = budget
+
+    def _relative(self, name: str) -> RelativeRates:
+        if isinstance(self._method, BudgetRates):
+            raise AttributeError(f"a QuacK with a budget has no {name}")
+        return self._method
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self._running.drop_failed(optimizer)
@@ -177,20 +184,14 @@ class QuacK:
             warnings.warn(RESUMED_ALONE, stacklevel=4)  # refers to the line that called optimizer.step
         of_callers = [running.tensors for running in self._running.values()]  # steps that called this one
         tensors = (ids_in_groups(optimizer) & self._on_paths).difference(*of_callers)
-        new_iteration = not self._stepped or not self._stepped.isdisjoint(tensors)
-        self._step_check.before_step(tensors, self._stepped if new_iteration else ())
+        stepped = self._method.stepped
+        new_iteration = not stepped or not stepped.isdisjoint(tensors)
+        self._step_check.before_step(tensors, stepped if new_iteration else ())
         if not tensors:
             return
         if self._verification is not None:
             self._verification.before_step()
-        if new_iteration:
-            self._stepped.clear()
-        self._stepped |= tensors
-        if new_iteration and self.adapt:
-            copies, norms, self._memory = self._measure(self._memory)
-            rates_from(self._target, self._rule.sensitivity(norms), self._tau, out=self._rates)
-        else:
-            copies = self._rule.blocks.copy(tensors)
+        copies = self._method.before_step(tensors, new_iteration)
         self._running[optimizer] = RunningStep(copies, tensors)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
@@ -201,28 +202,39 @@ class QuacK:
             self._verification.finish()
         blocks = self._rule.blocks
         self._step_check.after_step(optimizer, running.tensors, lambda: blocks.have_moved(running.copies))
-        blocks.scale_step(running.copies, self._rates, running.tensors)
+        rates = self._method.after_step(optimizer, running.copies, running.tensors)
+        blocks.scale_step(running.copies, rates, running.tensors)
 
     def _optimizer_loaded(self, optimizer: Optimizer) -> None:
-        self._resumed_alone = bool(optimizer.state) and not self._loaded
+        relative = isinstance(self._method, RelativeRates)
+        self._resumed_alone = relative and bool(optimizer.state) and not self._loaded
 
     def rates(self, last: bool = False) -> dict[str, Tensor]:
         """The multipliers of lr that the next step will use: (blocks,) for each weight, by name.
+
+        With a budget these are the multipliers of the last step, for the weights that have stepped; none before one.
 
         For sharded weights this is a collective call. With `last`, returns the rates of the last step, without
         communication, so that one process can log them. They are NaN after loading a state of quacklr 0.1, until the
         next step.
         """
-        if last:
-            return self._named(self._rates)
-        if not self.adapt:
-            return self._named(torch.full_like(self._start, self._tau))
-        copies, norms, _ = self._measure(self._memory)
-        self._rule.blocks.recycle(copies)
-        return self._named(rates_from(self._target, self._rule.sensitivity(norms), self._tau))
+        if isinstance(self._method, BudgetRates) or last:
+            return self._named(self._method.rates)
+        return self._named(self._method.next_rates())
+
+    def changes(self) -> dict[str, HeadChange]:
+        """With a budget: how much the last step changes the logits of each head, in nats, by attention module.
+
+        `asked` is the change by the optimizer's own step, `given` that by the step as it was scaled. Both are (heads,),
+        and 0 before the first step. docs/theory.md says what they bound.
+        """
+        if isinstance(self._method, RelativeRates):
+            raise AttributeError("changes are computed for a budget only: QuacK(model, optimizer, budget=0.02)")
+        return self._method.changes()
 
     def _named(self, flat: Tensor) -> dict[str, Tensor]:
-        return {weight.name: flat[index] for weight, index in self._rule.blocks.flat_index.items() if weight.trains}
+        flat_index = self._rule.blocks.flat_index
+        return {weight.name: flat[index] for weight, index in flat_index.items() if self._method.has_rates(weight)}
 
     def rate_of(self, param: Tensor) -> Tensor | None:
         """The multipliers of lr for one weight or bias parameter, broadcastable to it; 1 for rows on no path.
@@ -235,6 +247,8 @@ class QuacK:
         if not parts or not param.requires_grad:
             return None
         rates = self.rates()
+        if any(weight.name not in rates for weight, _ in parts):
+            return None
         of_row = torch.ones(len(parts[0][1].block_of_row), device=param.device, dtype=torch.float32)
         for weight, part in parts:
             on_path = part.block_of_row >= 0
@@ -245,21 +259,13 @@ class QuacK:
         """The state to resume a run from: by weight name, the sensitivities at the start, the rates, the norm's memory.
 
         It holds plain tensors, numbers and strings, and can be loaded with `weights_only`. tau, adapt and floor are not
-        part of it.
+        part of it. With a budget there is no state, and this is only a version.
         """
-        return write_state(self._rule, self.norm, self._saved())
-
-    def _saved(self) -> Saved:
-        rates = None if bool(self._rates.isnan().any()) else self._rates
-        return Saved(self._start, rates, self._stepped, self._memory)
+        return self._method.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict()`. If the state is of another model or norm, a ValueError lists the differences."""
-        saved = read_state(self._rule, self.norm, state_dict, self._saved(), self.adapt)
-        self._start, self._memory, self._stepped = saved.start, saved.memory, saved.stepped
-        self._largest = _largest(self._start)
-        self._rates.copy_(saved.rates if saved.rates is not None else torch.tensor(torch.nan))
-        self.tau = self._tau
+        self._method.load_state_dict(state_dict)
         self._loaded, self._resumed_alone = True, False
 
     def remove(self) -> None:
@@ -286,14 +292,8 @@ class QuacK:
 
     def __repr__(self) -> str:
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        settings = f"tau={self.tau:g}, norm={norm_name(self.norm)}, adapt={self.adapt}, floor={self.floor:g}"
         sharded = isinstance(self._rule.blocks, ShardedBlocks)  # if so, print the last rates: `rates()` is collective
         when = "last rates" if sharded else "rates now"
         notes = self._verification.notes if self._verification is not None else {}
         table = describe(self._rule, when, self.rates(last=sharded), self.left_alone, self._origin, notes)
-        return f"QuacK({settings}) on {names}\n{table}"
-
-
-def _largest(sensitivity: Tensor) -> float:
-    """The largest finite sensitivity. Waits for the device."""
-    return float(sensitivity.nan_to_num(0, 0, 0).max())
+        return f"QuacK({self._method!r}) on {names}\n{table}"

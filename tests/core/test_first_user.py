@@ -99,12 +99,12 @@ def test_setting_tau_between_two_optimizers_keeps_the_rates_of_the_iteration() -
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     first.step()
-    rates = quack._rates.clone()
+    rates = quack._method.rates.clone()
     quack.tau = 0.5
     second.step()
-    assert_equal(quack._rates, rates)
+    assert_equal(quack._method.rates, rates)
     first.step()
-    assert quack._rates.max() < 0.6
+    assert quack._method.rates.max() < 0.6
 
 
 def test_a_state_of_another_width_or_with_nan_is_refused() -> None:

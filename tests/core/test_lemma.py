@@ -20,6 +20,7 @@ import reference
 from models import Latent, Separate
 from quacklr import QuacK, frobenius, spectral
 from quacklr.core.norms import Norm
+from quacklr.core.relative_rates import RelativeRates
 
 LR, D = 0.1, 3.0
 seeds = st.integers(0, 10_000)
@@ -152,9 +153,11 @@ def test_the_lemma_holds_in_the_spectral_norm_too(seed: int, decades: float) -> 
 
     q0, k0 = measure()
     with QuacK(nn.Sequential(model), optimizer, norm=spectral) as quack:
+        rates = quack._method
+        assert isinstance(rates, RelativeRates)
         grow(model, decades)
         for _ in range(40):
-            quack._memory = quack._measure(quack._memory)[2]  # let the power iteration follow the jump
+            rates.memory = rates._measure(rates.memory)[2]  # let the power iteration follow the jump
         q, k = measure()
         inputs = unit(50, 16), unit(50, 16), rotation(4, 7.0), rotation(4, 3.0)
         before = mha_logits(model, *inputs)

@@ -84,7 +84,7 @@ def test_tied_layers_are_one_weight_on_several_paths() -> None:
     assert list(quack.rates()) == ["0.q", "0.k", "1.k"]
     with torch.no_grad():
         other.k.weight.mul_(10)
-    start = quack._start[quack._rule.blocks.flat_index[quack._rule.weights[0]]]
+    start = quack._relative("start").start[quack._rule.blocks.flat_index[quack._rule.weights[0]]]
     loudest = torch.maximum(
         *(torch.linalg.vector_norm(m.k.weight.detach().view(4, -1), dim=1) for m in (shared, other))
     )
@@ -156,7 +156,7 @@ def test_tau_can_be_scheduled() -> None:
             quack.tau = 0.125
             assert quack.rates()["0.q"].tolist() == [0.125] * 4
             train(model, optimizer, steps=1)
-            assert quack._rates.unique().tolist() == [0.125]
+            assert quack._method.rates.unique().tolist() == [0.125]
             with pytest.raises(ValueError, match="tau=-1"):
                 quack.tau = -1
 

@@ -152,7 +152,7 @@ def test_a_step_with_lr_0_captures_and_changes_nothing(lr: float | Tensor) -> No
     train(model, optimizer, steps=2)
     assert_equal(parameters(model), before)
     assert_equal(quack.state_dict()["sensitivity"], state["sensitivity"])
-    assert not quack._stepped
+    assert not quack._method.stepped
     assert not quack._running
 
 
@@ -197,7 +197,7 @@ def test_an_iteration_ends_when_an_optimizer_steps_again() -> None:
             param.grad = torch.ones_like(param)
         fresh = quack.rates()["0.q"]
         optimizers[optimizer].step()
-        used = quack._rates[quack._rule.blocks.flat_index[quack._rule.weights[0]]]
+        used = quack._method.rates[quack._rule.blocks.flat_index[quack._rule.weights[0]]]
         assert torch.equal(used, fresh) == begins
 
 

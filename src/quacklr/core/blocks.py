@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from quacklr.core.local import is_sharded, local_tensor
-from quacklr.core.norms import Norm
+from quacklr.core.norms import Norm, frobenius
+from quacklr.core.step_norms import gram, largest_singular_values
 from quacklr.core.weight import Weight
 
 Copies = list[Tensor | None]
@@ -123,6 +124,11 @@ class LocalBlocks:
             return torch.cat(parts_BRC, 2, out=out)
         return torch.cat([part_BRC.permute(2, 0, 1) for part_BRC in parts_BRC]).permute(1, 2, 0)
 
+    def read(self) -> Tensor:
+        """(B, R, C): the rows as they are now; a view if possible."""
+        parts_BRC = [rows.read() for rows in self.parts]
+        return torch.cat(parts_BRC, 2) if len(parts_BRC) > 1 else parts_BRC[0]
+
     def recycle(self, copy_BRC: Tensor) -> None:
         """On the CPU, keep the memory of a copy for the next step: allocating pages costs more than copying."""
         if self._recycles:
@@ -221,6 +227,23 @@ class Blocks:
             norms.append(norms_B)
             new_memory.append(now)
         return copies, norms, new_memory
+
+    def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
+        """Of all blocks: the Frobenius norms before a step, and the largest singular values of the step, from above.
+
+        `copies` are the rows before the step; None for rows that did not step, whose step is 0.
+        """
+        norms, steps, grams = [], [], []
+        for each, old_BRC in zip(self.local, copies, strict=True):
+            now_BRC = each.read()
+            norms.append(frobenius(now_BRC if old_BRC is None else old_BRC)[0])
+            steps.append(torch.zeros_like(norms[-1]))
+            if old_BRC is not None:
+                grams.append(gram(now_BRC - old_BRC))
+        largest = iter(largest_singular_values(grams))
+        steps = [zeros if old is None else next(largest) for zeros, old in zip(steps, copies, strict=True)]
+        norm, step = (torch.cat([v.to(self.device, torch.float32) for v in each]) for each in (norms, steps))
+        return norm, step
 
     def scale_step(self, copies: Copies, rates: Tensor, tensors: Container[int]) -> None:
         """Set every row of these tensors (by id) to old + rate of its block * (new - old)."""

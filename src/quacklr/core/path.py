@@ -10,7 +10,7 @@ QuacK uses only the paths of an attention: the rest of its code does not depend 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,11 +28,13 @@ class LogitPath:
         heads: the number of heads.
         block_of_head: for each weight a (heads,) vector, the block that each head reads. None for equal runs: head h
             reads block h * blocks // heads.
+        scale: the factor between the product and the logit. None for 1 / sqrt(head size). Only a budget depends on it.
     """
 
     weights: tuple[Weight, ...]
     heads: int
     block_of_head: tuple[Tensor, ...] | Sequence[Tensor | None] | None = None
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", tuple(self.weights))
@@ -72,6 +74,22 @@ class LogitPath:
         assert self.block_of_head is not None
         return torch.stack([read for read in self.block_of_head if read is not None])
 
+    @property
+    def meeting(self) -> int:
+        """The index of the weight whose rows are multiplied with those of the next weight: the query's last.
+
+        Weights before it read the rows of the one before, weights after the next one read the rows of the one after. If
+        several indices fit these shapes, the number of rows is the same for all of them.
+        """
+        rows = [int(weight.rows_of_block[0]) for weight in self.weights]
+        columns = [weight.columns for weight in self.weights]
+        for i in range(len(rows) - 1):
+            query_fits = all(columns[j] == rows[j - 1] for j in range(1, i + 1))
+            key_fits = all(columns[j] == rows[j + 1] for j in range(i + 1, len(rows) - 1))
+            if rows[i] == rows[i + 1] and query_fits and key_fits:
+                return i
+        return next((i for i in range(len(rows) - 1) if rows[i] == rows[i + 1]), 0)
+
     def __repr__(self) -> str:
         return f"LogitPath({self}: {self.heads} heads)"
 
@@ -87,6 +105,14 @@ def as_paths(given: object, demand: str) -> list[LogitPath]:
             raise ValueError(f"{demand} a list of LogitPath, not {type(path).__name__}")
         paths.append(path)
     return paths
+
+
+def all_rated(paths: Iterable[LogitPath]) -> list[LogitPath]:
+    """The paths with rates for all of their weights, also for those that are not `rated`."""
+    rated: dict[Weight, Weight] = {}
+    for weight in (weight for path in paths for weight in path.weights):
+        rated.setdefault(weight, weight if weight.rated else replace(weight, rated=True))
+    return [replace(path, weights=tuple(rated[weight] for weight in path.weights)) for path in paths]
 
 
 def mha(q: Weight, k: Weight) -> list[LogitPath]:

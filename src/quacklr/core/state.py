@@ -116,6 +116,11 @@ def _key(group: BlockGroup) -> str:
 def _validate_same_weights(rule: Rule, norm: Norm, state: Any) -> None:
     if not isinstance(state, Mapping):
         raise ValueError(f"this is not the state of a QuacK: it is a {type(state).__name__}")
+    if set(state) == {"version"}:
+        raise ValueError(
+            "the state is that of a QuacK with a budget, which has no sensitivities at the start; pass the same "
+            "budget= to resume that run"
+        )
     if missing := {"norm", "shape", "sensitivity"} - set(state):
         raise ValueError(f"this is not the state of a QuacK: it has no {', '.join(sorted(missing))}")
     if state.get("version", 1) not in (1, VERSION):

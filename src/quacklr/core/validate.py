@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quacklr.core.local import is_sharded, local_tensor
+from quacklr.core.norms import frobenius
 from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
 
@@ -33,6 +34,19 @@ def validate_settings(tau: object, norm: object, floor: object) -> None:
             raise ValueError(f"{name}={value!r}: rates and norms are float32, which cannot hold it")
     if not callable(norm):
         raise ValueError(f"norm={norm!r}: a norm is a function, quacklr.frobenius or quacklr.spectral")
+
+
+def validate_budget(
+    budget: object, tau: float = 1.0, norm: object = frobenius, adapt: bool = True, floor: float = 0.0
+) -> None:
+    """The budget must be a positive number, and the options that have no meaning with it must not be given."""
+    if not isinstance(budget, int | float) or isinstance(budget, bool) or not 0 < budget < float("inf"):
+        raise ValueError(f"budget={budget!r}: the change of logits in nats must be a positive number; start with 0.02")
+    if not FLOAT32.tiny <= budget <= FLOAT32.max:
+        raise ValueError(f"budget={budget!r}: rates are float32, which cannot hold it")
+    given = {"tau": tau != 1, "norm": norm is not frobenius, "adapt": not adapt, "floor": floor != 0}
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise ValueError(f"{' and '.join(names)} have no meaning with a budget; leave out one or the other")
 
 
 def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> None:

@@ -59,6 +59,24 @@ def union(groups: Iterable[Groups]) -> Groups:
     return list(dict.fromkeys(group for each in groups for group in each))
 
 
+_merged: dict[Any, Any] = {}  # by the default group, which a program may replace, and the ranks
+
+
+def merged_group(groups: Sequence[Any]) -> Any:
+    """One process group of all ranks that are connected by these groups. A collective call if there are several."""
+    if len(groups) == 1:
+        return groups[0]
+    ranks = {dist.get_rank()}
+    for group in groups:
+        of_members: list[set[int]] = [set() for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(of_members, ranks, group=group)
+        ranks = set().union(*of_members)
+    key = dist.group.WORLD, *sorted(ranks)
+    if key not in _merged:
+        _merged[key] = dist.new_group(sorted(ranks), use_local_synchronization=True)
+    return _merged[key]
+
+
 def all_ranks_agree(values: Sequence[object], groups: Groups, device: torch.device) -> bool:
     """Whether all ranks have the same values. Call it before a reduction of tensors that may differ in size."""
     checksum = zlib.crc32(repr(values).encode())

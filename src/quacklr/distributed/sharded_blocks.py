@@ -12,7 +12,8 @@ Shapes: B blocks, R rows, C columns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,9 @@ from quacklr.core.norms import Norm, frobenius, spectral
 from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
-from quacklr.distributed.collectives import Groups, all_reduce_sums, union
+from quacklr.distributed.collectives import Groups, all_reduce_sums, merged_group, union
 from quacklr.distributed.sharded_spectral import Placement, Placements, spectral_norms
+from quacklr.distributed.step_exchange import BlockPart, StepExchange, ranges
 
 
 def blocks_of(weights: Sequence[Weight]) -> Blocks:
@@ -58,7 +60,7 @@ class ShardedBlocks(Blocks):
         weights = list(weights)
         _validate_not_partial(weights)
         super().__init__(weights)
-        indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
+        self._flat_indices = indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
         counted = [at.is_counted for at in self._placements for _ in at.blocks_B]
         self._flat_of_local = torch.cat([torch.empty(0, dtype=torch.long, device="cpu"), *indices]).to(self.device)
         self._not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
@@ -68,6 +70,7 @@ class ShardedBlocks(Blocks):
         shards = [shard for number, group in enumerate(self.groups) for shard in shards_of(number, group)]
         process_groups = [union(s.process_groups for s in shards if s.group == i) for i in range(len(self.groups))]
         self._placements = Placements(self.groups, process_groups, [column_groups(g.weight) for g in self.groups])
+        self._counted_in_all: list[bool] = []  # for each placement, whether it is part of sums over all ranks
         local = []
         for group, parts, own_groups, columns in shards:
             weight, blocks = self.groups[group]
@@ -79,6 +82,8 @@ class ShardedBlocks(Blocks):
                 position, rows = torch.searchsorted(blocks, same_size), rows_in_blocks(local[-1])
                 at = Placement(group, position.to(device), rows.to(device), columns.to(device), counted)
                 self._placements.append(at)
+                others = [each for each in union(process_groups) if each not in own_groups]
+                self._counted_in_all.append(all(dist.get_rank(other) == 0 for other in others))
         return local
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
@@ -100,10 +105,46 @@ class ShardedBlocks(Blocks):
             "quacklr.frobenius or quacklr.spectral"
         )
 
-    def _frobenius(self, copies: list[Tensor]) -> Tensor:
+    def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
+        """Of all blocks: the Frobenius norms before a step, and the largest singular values of the step, from above.
+
+        Takes two collectives: an all-to-all (step_exchange.py) and an all-reduce.
+        """
+        all_ranks, exchange, not_counted = self._exchange
+        rows = [each.read() for each in self.local]
+        steps = [None if old is None else now - old for now, old in zip(rows, copies, strict=True)]
+        before = [now if old is None else old for now, old in zip(rows, copies, strict=True)]
+        sums = torch.cat([self._squares(before, not_counted), exchange.largest_singular_values(steps)])
+        dist.all_reduce(sums, group=all_ranks)
+        return sums[: self.total].sqrt(), sums[self.total :]
+
+    @cached_property
+    def _exchange(self) -> tuple[Any, StepExchange, Tensor]:
+        """The process group of all ranks, the exchange among them, and which local blocks another rank counts."""
+        all_ranks = merged_group(union(self._placements.process_groups))
+        parts = [
+            [
+                BlockPart(int(b), ranges(r), ranges(at.columns_C))
+                for b, r in zip(flat, at.rows_BR, strict=True)
+                if counted
+            ]
+            for at, flat, counted in zip(self._placements, self._flat_indices, self._counted_in_all, strict=True)
+        ]
+        shapes = [shape for weight, blocks in self.groups for shape in [_shape(weight, blocks)] * len(blocks)]
+        counted = [
+            counted for flat, counted in zip(self._flat_indices, self._counted_in_all, strict=True) for _ in flat
+        ]
+        not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
+        return all_ranks, StepExchange(parts, shapes, all_ranks, self.device), not_counted
+
+    def _squares(self, rows: list[Tensor], not_counted: Tensor) -> Tensor:
+        """Of all blocks, the sum of squares of the local rows."""
         zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
-        norms = torch.cat([zeros[:0], *(frobenius(copy_BRC)[0].to(zeros) for copy_BRC in copies)])
-        squares = zeros.index_add(0, self._flat_of_local, norms.square_().masked_fill_(self._not_counted, 0))
+        norms = torch.cat([zeros[:0], *(frobenius(rows_BRC)[0].to(zeros) for rows_BRC in rows)])
+        return zeros.index_add(0, self._flat_of_local, norms.square_().masked_fill_(not_counted, 0))
+
+    def _frobenius(self, copies: list[Tensor]) -> Tensor:
+        squares = self._squares(copies, self._not_counted)
         by_group = squares.split([len(group.blocks) for group in self.groups])
         return torch.cat(all_reduce_sums(by_group, self._placements.process_groups)).sqrt_()
 
@@ -135,6 +176,11 @@ def column_groups(weight: Weight) -> Groups:
     alike = are_sharded_alike(weight.parts)
     specs = [(part, spec) for part in weight.parts for spec in shard_specs(part.param)]
     return union([spec.group] for part, spec in specs if not alike or spec.dim not in part.dims)
+
+
+def _shape(weight: Weight, blocks: Tensor) -> tuple[int, int]:
+    """The numbers of rows and columns of these blocks; the bias is a column."""
+    return int(weight.rows_of_block[blocks[0]]), sum(part.columns for part in weight.parts)
 
 
 def rows_in_blocks(local: LocalBlocks) -> Tensor:

@@ -38,11 +38,11 @@ BY_HAND = (
 )
 
 
-def as_optimizers(given: object) -> list[Optimizer]:
+def as_optimizers(given: object, linear: bool = True) -> list[Optimizer]:
     """One optimizer or several, as a list; for a wrapper, the optimizers that move the weights.
 
-    Raises ValueError for objects that are no optimizers, for optimizers whose hooks never run, and for those of torch
-    that are not linear in lr.
+    Raises ValueError for objects that are no optimizers, and for optimizers whose hooks never run. With `linear`, also
+    for those of torch that are not linear in lr.
     """
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, Optimizer) else [given]
     if not several:
@@ -50,7 +50,7 @@ def as_optimizers(given: object) -> list[Optimizer]:
     notes: list[str] = []
     optimizers = list(dict.fromkeys(inner for each in several for inner in _optimizers_to_hook(each, notes)))
     for optimizer in optimizers:
-        for cls, reason in NOT_LINEAR.items():
+        for cls, reason in NOT_LINEAR.items() if linear else ():
             if isinstance(optimizer, cls):
                 raise _not_linear(cls.__name__, reason)
         _validate_hooks(optimizer)

@@ -1,0 +1,137 @@
+"""A budget for the change of logits: each head's step is scaled so that its logits change by a given amount, in nats.
+
+    asked(h) = scale * sum over the paths of head h, over the weights w of a path, of
+                   sigma(dw[h]) sqrt(rows of w) * prod of ||v[h]|| for the other v / sqrt(prod of the inner sizes)
+    rate     = budget * (lr now / initial lr) / asked(h);   a block takes the smallest rate of the heads that read it
+
+sigma is the largest singular value of the step, ||v|| the Frobenius norm of the weights before it, and the inner sizes
+are the numbers of features between the weights of a path. `asked` bounds the root mean square of the change of head h's
+logits by the unscaled step, for independent inputs of unit variance. docs/theory.md has the proof, and says for which
+paths it is a bound and for which an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quacklr.core.path import LogitPath
+from quacklr.core.sensitivity import Rule
+
+MAX_RATE = 1000.0  # so that rounding errors are not amplified to a step, where a head has almost no gradient
+
+
+class ScaledStep(NamedTuple):
+    """The rates of all blocks, (blocks,), and for all heads the change that was asked for and given, (heads,)."""
+
+    rates: Tensor
+    asked: Tensor
+    given: Tensor
+
+
+class BudgetRule:
+    """The budget for some paths, compiled to index vectors: a few tensor operations for any number of layers and heads.
+
+    A term is a head, a block that it reads through a path, and the other blocks of that path. `heads` gives the range
+    of each attention's heads in vectors of all heads, by the name of its module.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.heads: dict[str, slice] = {}
+        self.total_blocks, self.total_heads = rule.blocks.total, 0
+        rows = torch.ones(self.total_blocks, device="cpu")
+        for weight, index in rule.blocks.flat_index.items():
+            rows[index] = weight.rows_of_block.to(rows)
+        terms: list[Tensor] = []
+        factors: list[Tensor] = []
+        most_weights = max(len(path.weights) for path in rule.paths)
+        for name, paths in attentions_of(rule.paths).items():
+            first, self.total_heads = self.total_heads, self.total_heads + paths[0].heads
+            self.heads[name] = slice(first, self.total_heads)
+            reads = [_flat_reads(rule, path) for path in paths]
+            sizes = [rows[read[path.meeting]] for path, read in zip(paths, reads, strict=True)]
+            usual_scale = torch.stack(sizes).sum(0).rsqrt()
+            for path, read, size in zip(paths, reads, sizes, strict=True):
+                scale = usual_scale if path.scale is None else torch.full_like(size, abs(path.scale))
+                inner_sizes = reduce(torch.mul, [rows[block] for block in read]) / size
+                heads = torch.arange(first, self.total_heads, device="cpu")
+                padding = [torch.full_like(heads, self.total_blocks)] * (most_weights - len(read))
+                for i, block in enumerate(read):
+                    terms.append(torch.stack([heads, block, *read[:i], *read[i + 1 :], *padding]))
+                    factors.append(scale * inner_sizes.rsqrt())
+        device = rule.blocks.device
+        self.head, self.block, *self.partners = torch.cat(terms, 1).to(device)
+        self.factor, self.one = torch.cat(factors).to(device), torch.ones(1, device=device)
+        self.sqrt_rows = rows.sqrt().to(device)
+
+    def scale_step(self, norms: Tensor, steps: Tensor, allowed: Tensor, share: Tensor) -> ScaledStep:
+        """The rates of one step.
+
+        Args:
+            norms: Frobenius norms of all blocks before the step.
+            steps: largest singular values of their steps; 0 for blocks that did not step.
+            allowed: by block, the budget in nats.
+            share: by head, the part of the budget that this step may use.
+
+        A first rate assumes that the partners of a weight do not change. With it the norms after the step are bounded,
+        and the second rate, which is not larger, uses these. Rates are finite: 1 for a block that changes no logit, and
+        for a step that is not finite, which so remains as the optimizer made it.
+        """
+        sizes = steps * self.sqrt_rows
+        terms = self._terms(norms, sizes)
+        asked = self._of_heads(terms)
+        first = self._rates(share / asked, allowed)
+        terms = self._terms(norms + first * sizes, sizes)
+        rates = torch.minimum(first, self._rates(share / self._of_heads(terms), allowed))
+        return ScaledStep(rates, asked, self._of_heads(terms * rates[self.block]))
+
+    def _terms(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """The change of a head's logits by the step of one block."""
+        norm = torch.cat([norms, self.one])
+        return reduce(torch.mul, [norm.take(partners) for partners in self.partners], self.factor * sizes[self.block])
+
+    def _of_heads(self, terms: Tensor) -> Tensor:
+        return terms.new_zeros(self.total_heads).index_add_(0, self.head, terms)
+
+    def _rates(self, of_head: Tensor, allowed: Tensor) -> Tensor:
+        """The rates of all blocks from those of heads, for a budget of 1; a block takes its heads' smallest."""
+        limits = of_head.where(of_head > 0, torch.inf)  # not greater than 0: NaN, or a step that is not finite
+        smallest = limits.new_full((self.total_blocks,), torch.inf)
+        rates = allowed * smallest.scatter_reduce_(0, self.block, limits[self.head], "amin")
+        return rates.clamp(max=MAX_RATE).where(rates.isfinite(), 1)
+
+
+def attentions_of(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
+    """The paths of each attention, by the name of its module: the paths whose terms add up to one logit.
+
+    A weight is named after its module, "<module>.<role>". Paths of weights without a module are added up if they share
+    a weight, and have as many heads; they are then named after the first weight.
+    """
+    attentions: dict[str, list[LogitPath]] = {}
+    for path in paths:
+        attentions.setdefault(_attention_name(path, attentions), []).append(path)
+    return attentions
+
+
+def _attention_name(path: LogitPath, known: Mapping[str, Sequence[LogitPath]]) -> str:
+    module, dot, _ = path.weights[0].name.rpartition(".")
+    if dot:
+        same = module
+    else:
+        sharing = (
+            name
+            for name, others in known.items()
+            if any(weight in other.weights for other in others for weight in path.weights)
+        )
+        same = next(sharing, path.weights[0].name)
+    return same if all(other.heads == path.heads for other in known.get(same, ())) else str(path)
+
+
+def _flat_reads(rule: Rule, path: LogitPath) -> list[Tensor]:
+    """For each weight of a path, the flat index of the block that each head reads."""
+    indices = [rule.blocks.flat_index[rule.canonical[weight]] for weight in path.weights]
+    return [index[read] for index, read in zip(indices, path.reads, strict=True)]

@@ -1,0 +1,161 @@
+"""The largest singular values of the steps of sharded blocks.
+
+A singular value needs all rows and columns of a block in one process. Every block that is cut has an owner, the rank
+that holds most of it, and one all-to-all sends the parts of its step to the owner. A rank sends at most its own shard.
+If no block is cut, nothing is sent.
+
+    rank 0   head 0, half of head 1        sends the step of this half
+    rank 1   half of head 1, head 2        owner of head 1
+
+Shapes: B blocks, R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quacklr.core.step_norms import gram, largest_singular_values
+
+Ranges = list[tuple[int, int]]
+
+
+class BlockPart(NamedTuple):
+    """What one rank holds of a block: the flat index of the block, and the ranges of its rows and columns."""
+
+    block: int
+    rows: Ranges
+    columns: Ranges
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of rows and columns."""
+        return _length(self.rows), _length(self.columns)
+
+    @property
+    def size(self) -> int:
+        """The number of entries."""
+        return math.prod(self.shape)
+
+    def entries(self, width: int) -> Tensor:
+        """The index of each entry in the block, whose rows have `width` entries."""
+        rows, columns = (torch.cat([torch.arange(*each) for each in ranges]) for ranges in (self.rows, self.columns))
+        return (rows[:, None] * width + columns).flatten()
+
+
+class StepExchange:
+    """The plan of the exchange. To create it is a collective call.
+
+    Args:
+        parts: for each of the local blocks, the parts of blocks that it holds; none if another rank sends a replica.
+        shapes: for each block of the model, the number of its rows and columns.
+        process_group: all ranks among which the blocks are sharded.
+        device: of the result.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[BlockPart]],
+        shapes: Sequence[tuple[int, int]],
+        process_group: Any,
+        device: torch.device,
+    ) -> None:
+        self._process_group, self._device, self._total = process_group, device, len(shapes)
+        whole = [bool(each) and each[0].shape == shapes[each[0].block] for each in parts]
+        self._cut = [bool(each) and not is_whole for each, is_whole in zip(parts, whole, strict=True)]
+        self._whole = [
+            torch.tensor([part.block for part in each], device=device) if is_whole else None
+            for each, is_whole in zip(parts, whole, strict=True)
+        ]
+        self._sizes = [sum(part.size for part in each) for each in parts]
+        sent = [part for each, is_cut in zip(parts, self._cut, strict=True) if is_cut for part in each]
+        of_rank: list[list[BlockPart]] = [[] for _ in range(dist.get_world_size(process_group))]
+        dist.all_gather_object(of_rank, sent, group=process_group)
+        owner = owners(of_rank)
+        received = [[part for part in each if owner[part.block] == dist.get_rank(process_group)] for each in of_rank]
+        self._anything_cut = any(of_rank)
+        self._send_sizes = [0] * len(of_rank)
+        for part in sent:
+            self._send_sizes[owner[part.block]] += part.size
+        self._receive_sizes = [sum(part.size for part in each) for each in received]
+        self._send_order = _by_owner(sent, owner).to(device, torch.int32)
+        owned = sorted({part.block for each in received for part in each}, key=lambda block: (shapes[block], block))
+        starts = accumulate((math.prod(shapes[block]) for block in owned), initial=0)
+        start = dict(zip(owned, starts, strict=False))
+        places = [part.entries(shapes[part.block][1]) + start[part.block] for each in received for part in each]
+        self._receive_order = _concatenated(places).argsort().to(device, torch.int32)
+        self._owned = [
+            (torch.tensor(list(blocks), device=device), shape)
+            for shape, blocks in groupby(owned, key=lambda block: shapes[block])
+        ]
+
+    def largest_singular_values(self, steps: Sequence[Tensor | None]) -> Tensor:
+        """(total,): of the blocks that this rank owns, from above, and 0 for the others. A collective call.
+
+        `steps` are those of the local blocks, (B, R, C); None for blocks that did not step. The sum over all ranks has
+        the values of all blocks.
+        """
+        pairs = zip(self._whole, steps, strict=True)
+        found = [(blocks, gram(step)) for blocks, step in pairs if blocks is not None and step is not None]
+        if self._anything_cut:
+            found += [(blocks, gram(step_BRC)) for blocks, step_BRC in self._assembled(steps)]
+        values = torch.zeros(self._total, device=self._device)
+        for (blocks, _), largest_B in zip(found, largest_singular_values([each for _, each in found]), strict=True):
+            values[blocks] = largest_B.to(values)
+        return values
+
+    def _assembled(self, steps: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        """The flat indices and the steps, (B, R, C), of the cut blocks that this rank owns."""
+        local = [
+            torch.zeros(size, device=self._device) if step is None else step.flatten().to(self._device, torch.float32)
+            for step, size, is_cut in zip(steps, self._sizes, self._cut, strict=True)
+            if is_cut
+        ]
+        sent = torch.cat([torch.zeros(0, device=self._device), *local]).index_select(0, self._send_order)
+        received = sent.new_empty(sum(self._receive_sizes))
+        dist.all_to_all_single(received, sent, self._receive_sizes, self._send_sizes, group=self._process_group)
+        entries = received.index_select(0, self._receive_order)
+        sizes = [len(blocks) * rows * columns for blocks, (rows, columns) in self._owned]
+        return [
+            (blocks, flat.view(len(blocks), *shape))
+            for (blocks, shape), flat in zip(self._owned, entries.split(sizes), strict=True)
+        ]
+
+
+def owners(of_rank: Sequence[Sequence[BlockPart]]) -> dict[int, int]:
+    """The owner of each cut block: the rank that holds most of it, and by turns if several do."""
+    held: dict[int, dict[int, int]] = {}
+    for rank, parts in enumerate(of_rank):
+        for part in parts:
+            ranks = held.setdefault(part.block, {})
+            ranks[rank] = ranks.get(rank, 0) + part.size
+    most = {block: [rank for rank in ranks if ranks[rank] == max(ranks.values())] for block, ranks in held.items()}
+    return {block: ranks[block % len(ranks)] for block, ranks in most.items()}
+
+
+def ranges(indices: Tensor) -> Ranges:
+    """Indices as runs of consecutive numbers, (start, end), in their order."""
+    numbers = indices.tolist()
+    starts = [i for i in range(len(numbers)) if i == 0 or numbers[i] != numbers[i - 1] + 1]
+    return [(numbers[i], numbers[j - 1] + 1) for i, j in zip(starts, [*starts[1:], len(numbers)], strict=True)]
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(end - start for start, end in ranges)
+
+
+def _by_owner(parts: Sequence[BlockPart], owner: dict[int, int]) -> Tensor:
+    """The order of entries in which those for rank 0 come first, then those for rank 1, and so on."""
+    starts = list(accumulate((part.size for part in parts), initial=0))
+    order = sorted(range(len(parts)), key=lambda i: owner[parts[i].block])
+    return _concatenated([torch.arange(starts[i], starts[i + 1]) for i in order])
+
+
+def _concatenated(vectors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.long), *vectors])
