@@ -68,6 +68,7 @@ def parser() -> Parser:
     options.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="if the target brings none (adamw)")
     options.add_argument("--lr", type=positive, default=1e-3, metavar="LR", help="its learning rate (1e-3)")
     options.add_argument("--tau", type=positive, default=1.0, metavar="TAU", help="QuacK's (1)")
+    options.add_argument("--budget", type=positive, metavar="NATS", help="QuacK's, instead of tau (0.02 to start with)")
     options.add_argument("--steps", type=count, default=3, metavar="N", help="real steps to take (3)")
     options.add_argument("--growth", type=positive, default=4.0, metavar="X", help="how far weights grow (4)")
     options.add_argument(
@@ -85,7 +86,8 @@ def checked(options: argparse.Namespace) -> CheckReport:
     optimizers = target.optimizers or OPTIMIZERS[options.optimizer](model, options.lr)
     progress(f"checking {type(model).__name__} on {target.measured_on or 'its batch'} ...")
     try:
-        return check(model, optimizers, batch, tau=options.tau, steps=options.steps, growth=options.growth)
+        settings = {"tau": options.tau, "budget": options.budget, "steps": options.steps, "growth": options.growth}
+        return check(model, optimizers, batch, **settings)
     except (RuntimeError, TypeError, AttributeError, IndexError, KeyError, AssertionError) as error:
         raise ValueError(f"{options.target}: the model fails on its batch: {one_line(error)}") from error
 

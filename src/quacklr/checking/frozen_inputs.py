@@ -61,6 +61,17 @@ class LayerLogits:
             found_H = found_H.maximum((one_BHIJ - other_BHIJ).masked_fill(masked_BHIJ, 0).abs().amax((0, 2, 3)).cpu())
         return found_H
 
+    def root_mean_square(self, calls: Sequence[Tensor]) -> Tensor:
+        """(H,): the root mean square difference of unmasked logits over all calls; NaN if the shapes differ."""
+        if [call_BHIJ.shape for call_BHIJ in self.calls] != [call_BHIJ.shape for call_BHIJ in calls]:
+            return torch.full((self.layer.heads,), torch.nan)
+        squares_H, count_H = torch.zeros(2, self.layer.heads)
+        for one_BHIJ, other_BHIJ in zip(self.calls, calls, strict=True):
+            masked_BHIJ = (one_BHIJ == -torch.inf) | (other_BHIJ == -torch.inf)
+            squares_H += (one_BHIJ - other_BHIJ).masked_fill(masked_BHIJ, 0).square().sum((0, 2, 3)).cpu()
+            count_H += (~masked_BHIJ).expand_as(one_BHIJ).sum((0, 2, 3)).cpu()
+        return (squares_H / count_H.clamp(min=1)).sqrt()
+
     @cached_property
     def size(self) -> Tensor:
         """(H,): the largest |logit|."""
@@ -104,9 +115,13 @@ class FrozenInputs:
 
         NaN if the logits cannot be compared, because their number or shape differs or some are not finite.
         """
+        return [of.difference(each) for of, each in zip(self.logits, self.again(), strict=True)]
+
+    def again(self) -> list[list[Tensor]]:
+        """The logits of each layer with the weights as they are now."""
         calls: list[list[Tensor]] = [[] for _ in self.logits]
         self._forward(calls, record=False)
-        return [of.difference(each) for of, each in zip(self.logits, calls, strict=True)]
+        return calls
 
     def _forward(self, calls: list[list[Tensor]], record: bool) -> None:
         """Run the batch, and append the logits of each layer to its list."""

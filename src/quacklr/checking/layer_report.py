@@ -85,9 +85,11 @@ class LayerReport:
         wrong[[head for fault in self.faults for head in fault.heads]] = True
         return wrong
 
-    def cells(self) -> tuple[str, ...]:
-        """Its row in the table of the report."""
-        pairs = (self.start.measured, self.start.bound, self.plain.measured, self.quack.measured, self.quack.bound)
+    def cells(self, with_budget: bool) -> tuple[str, ...]:
+        """Its row in the table of the report; with a budget, also the root mean squares of the changes."""
+        pairs = [self.start.measured, self.start.bound, self.plain.measured, self.quack.measured, self.quack.bound]
+        if with_budget:
+            pairs += [self.plain.root_mean_square, self.quack.root_mean_square]
         ranges = ["-" if self.unobserved else value_range(of, digits=2, missing="-") for of in pairs]
         return (self.module or "(model)", str(self.heads), *ranges, self._verdict())
 

@@ -30,6 +30,7 @@ def check(
     tau: float = 1.0,
     norm: Norm = frobenius,
     floor: float = 0.0,
+    budget: float | None = None,
     paths: Iterable[LogitPath] | None = None,
     loss: Loss | None = None,
     steps: int = 3,
@@ -44,7 +45,8 @@ def check(
     they are; and, with QuacK and without, from weights grown `growth`-fold after QuacK was attached, as in long
     training. Then rows are perturbed, to test that a head depends on its own rows and on no others.
 
-    `tau`, `norm` and `floor` are those of QuacK. `paths` defaults to `logit_paths(model, batch)`, or to the paths of
+    `tau`, `norm`, `floor` and `budget` are those of QuacK. With a budget, the report also has the root mean square of
+    the changes, which the budget is about. `paths` defaults to `logit_paths(model, batch)`, or to the paths of
     the rules if the batch cannot be measured, which the report states. `loss(model, batch)` defaults to the model's
     own loss, or to a distance to random numbers. Neither the model nor the optimizers are changed. Takes about 10
     forward and backward passes, and 10 forward passes for each doubling of layers, heads and head size; holds six
@@ -57,7 +59,7 @@ def check(
     kind = next((device.type for device in devices), "cuda")
     with torch.random.fork_rng(devices, device_type=kind), run_uncompiled():
         sandbox = Sandbox.of(model, optimizers, paths, batch, loss)
-        settings: dict[str, Any] | None = {"tau": tau, "norm": norm, "floor": floor}
+        settings: dict[str, Any] | None = {"tau": tau, "norm": norm, "floor": floor, "budget": budget}
         if not sandbox.copy().has_gradients():  # QuacK raises if it has nothing to control
             settings = None
         start = _changes(sandbox.copy(), steps, 1.0, settings)
@@ -73,7 +75,7 @@ def check(
         )
     ]
     left_alone = dict(getattr(sandbox.paths, "left_alone", {}))
-    return CheckReport(tuple(layers), growth, steps, left_alone, sandbox.unmeasured, sandbox.contradiction)
+    return CheckReport(tuple(layers), growth, steps, left_alone, sandbox.unmeasured, sandbox.contradiction, budget)
 
 
 def _changes(sandbox: Sandbox, steps: int, growth: float, settings: dict[str, Any] | None) -> list[Change]:

@@ -31,7 +31,7 @@ RATE_TOLERANCE = 1e-3  # relative to a step
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """(H,) each: the largest |change| of a logit in a step, and the bound on it.
+    """(H,) each: the largest |change| of a logit in a step, the bound on it, and the root mean square of all changes.
 
     `exceeds_bound`: whether the change in some step exceeded its bound. `exceeds_rate`: whether rows that the head
     reads took a larger step than their rates allow.
@@ -39,6 +39,7 @@ class Change:
 
     measured: Tensor
     bound: Tensor
+    root_mean_square: Tensor
     exceeds_bound: Tensor
     exceeds_rate: Tensor
 
@@ -67,10 +68,10 @@ class Stepper:
         frozen = FrozenInputs(self.sandbox, self.expected.layers)
         params = dict.fromkeys([*self.sandbox.model.parameters(), *self.expected.params])
         old = {param: param.detach().clone() for param in params}
-        rates, before = self._rates(), self._blocks()
+        before = self._blocks()
         self._unscaled.clear()
         self.sandbox.step()
-        after = self._blocks()
+        rates, after = self._rates(), self._blocks()
         with restored(params) as new:
             _assign(self._unscaled)
             allowed = rates * spectral_norms(self._blocks(), before)
@@ -78,21 +79,22 @@ class Stepper:
             for rows in self.expected.rows:
                 param = rows.part.param
                 param.copy_(torch.where(rows.spread(rows.on_path), new[param], param))
-            measured = frozen.change()
+            calls = frozen.again()
         norms, taken = spectral_norms(before), spectral_norms(after, before)
         eps = torch.cat([torch.full((len(block),), torch.finfo(block.dtype).eps) for block in before])
         too_large = taken > (1 + RATE_TOLERANCE) * allowed + 4 * eps * norms
         changes = []
-        for of, logits in zip(measured, frozen.logits, strict=True):
-            bound_H = _bound(logits, frozen.lengths, norms, allowed)
-            exceeds_H = of > (1 + BOUND_TOLERANCE) * bound_H + logits.rounding
-            changes.append(Change(of, bound_H, exceeds_H, logits.layer.heads_reading(too_large)))
+        for of_layer, logits in zip(calls, frozen.logits, strict=True):
+            measured_H, bound_H = logits.difference(of_layer), _bound(logits, frozen.lengths, norms, allowed)
+            exceeds_H = measured_H > (1 + BOUND_TOLERANCE) * bound_H + logits.rounding
+            exceeds_rate_H = logits.layer.heads_reading(too_large)
+            changes.append(Change(measured_H, bound_H, logits.root_mean_square(of_layer), exceeds_H, exceeds_rate_H))
         return changes
 
     def _rates(self) -> Tensor:
-        """The rate of each flat block; 1 without QuacK."""
+        """The rate of each flat block in the last step; 1 without QuacK."""
         flat = torch.ones(self.expected.rule.blocks.total, dtype=torch.float64)
-        rates = {} if self.quack is None else self.quack.rates()
+        rates = {} if self.quack is None else self.quack.rates(last=True)
         for weight in self.expected.rule.weights:
             if weight.name in rates:
                 flat[self.expected.flat_index[weight]] = rates[weight.name].cpu().double()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from quacklr.core.norms import Norm, frobenius
 from quacklr.core.path import LogitPath
-from quacklr.core.validate import validate_settings
+from quacklr.core.validate import validate_budget, validate_settings
 from quacklr.quack import QuacK
 
 NO_STATE = (
@@ -37,11 +37,17 @@ class CallbackBase:
         norm: Norm = frobenius,
         adapt: bool = True,
         floor: float = 0.0,
+        budget: float | None = None,
         verify: bool = True,
         paths: Callable[[nn.Module], Iterable[LogitPath]] | None = None,
     ) -> None:
         validate_settings(tau, norm, floor)
-        self._settings: dict[str, Any] = {"tau": tau, "norm": norm, "adapt": adapt, "floor": floor, "verify": verify}
+        if budget is not None:
+            validate_budget(budget, tau, norm, adapt, floor)
+        self._settings: dict[str, Any] = {
+            "tau": tau, "norm": norm, "adapt": adapt, "floor": floor,
+            "budget": budget, "verify": verify,
+        }
         self._paths = paths
 
     def _attach(
@@ -52,7 +58,7 @@ class CallbackBase:
         resumed: bool,
     ) -> QuacK:
         self._detach()  # if an earlier training raised an exception, its QuacK is still attached
-        if resumed and state is None:
+        if resumed and state is None and self._settings["budget"] is None:
             warnings.warn(NO_STATE, stacklevel=3)
         quack = QuacK(self._paths(model) if self._paths else model, optimizer, **self._settings)
         if state is not None:

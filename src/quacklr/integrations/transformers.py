@@ -81,8 +81,9 @@ class QuacKCallback(CallbackBase, TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the range of rates to the log of a training step."""
         logs = kwargs["logs"]
-        if self.quack is not None and "loss" in logs:
-            rates = torch.cat(list(self.quack.rates().values()))
+        rates_of = self.quack.rates() if self.quack is not None and "loss" in logs else {}
+        if rates_of:
+            rates = torch.cat(list(rates_of.values()))
             extremes = {"quack/rate_min": rates.min().item(), "quack/rate_max": rates.max().item()}
             logs |= extremes
             state.log_history[-1] |= extremes
