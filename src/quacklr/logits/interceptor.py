@@ -6,13 +6,13 @@ queries and keys, and a softmax over the last dimension of a tensor that was com
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -132,9 +132,10 @@ def sdpa_logits(
     order = order_of(query, heads=query.shape[-3]) if enable_gqa else order_of(query, key)
     lead = query.shape[:-2] if enable_gqa else leading_shape((query, key))
     offset = 0 if is_causal else None
-    if isinstance(attn_mask, CausalBias):
-        offset = key.shape[-2] - query.shape[-2] if attn_mask.variant == CausalVariant.LOWER_RIGHT else 0
-        attn_mask = None
+    if attn_mask is not None and (bias := sys.modules.get("torch.nn.attention.bias")):  # its import takes 1.5 seconds
+        if isinstance(attn_mask, bias.CausalBias):
+            offset = key.shape[-2] - query.shape[-2] if attn_mask.variant == bias.CausalVariant.LOWER_RIGHT else 0
+            attn_mask = None
     mask = None if attn_mask is None else order.arrange_mask(attn_mask, lead)
     q = order.arrange(query.expand(*lead, *query.shape[-2:]))
     k = HeadOrder().arrange(key) if enable_gqa else order.arrange(key.expand(*lead, *key.shape[-2:]))

@@ -25,8 +25,6 @@ from quacklr.logits.logits import Logits
 from quacklr.util.module_stack import ModuleCall
 from quacklr.util.modules import named_modules, run_uncompiled
 
-eager: Any = torch.compiler.disable
-
 
 class MaxLogitRecorder:
     """Calls `on_max(name, max_H)` for attention modules, in every forward in training mode with gradients.
@@ -94,11 +92,12 @@ class RecordedForward:
         self.name, self.module = name, module
         self.before = vars(module).get("forward")
         self.__wrapped__ = module.forward  # read by inspect.signature
+        self._run: Any = torch.compiler.disable(_run_recorded)  # type: ignore[no-untyped-call]
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, recorded in training."""
-        return run_recorded(self, args, kwargs)
+        return self._run(self, args, kwargs)
 
     def remove(self) -> None:
         """Restore the module's own forward."""
@@ -126,6 +125,3 @@ def _run_recorded(forward: RecordedForward, args: Any, kwargs: Any) -> Any:
         return forward.__wrapped__(*args, **kwargs)
     with forward.recorder.recording(ModuleCall(forward.name, forward.module, forward.__wrapped__, args, kwargs)):
         return forward.__wrapped__(*args, **kwargs)
-
-
-run_recorded = eager(_run_recorded)

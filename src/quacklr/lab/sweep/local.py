@@ -1,6 +1,6 @@
 """Executor on this machine: one process per run.
 
-Processes are forked from a server that has only imported torch, so a run starts quickly. Each has its own session, so
+Processes are forked from a server that has only imported packages, so a run starts quickly. Each has its own session, so
 Ctrl-C reaches the sweep only, which stops the runs. If the sweep dies, a pipe breaks, and each run saves a checkpoint
 and ends.
 """
@@ -22,6 +22,7 @@ from quacklr.lab.config import Config, to_json
 from quacklr.lab.sweep.executor import EndReport, Lost, Outcome, cores, execute, outcome_of
 
 CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard"]  # every run would import them
 
 
 class Local:
@@ -34,7 +35,7 @@ class Local:
         self.slots = jobs or len(self.gpus) or cores()
         self.threads = threads or max(1, cores() // self.slots)
         self._jobs: list[LocalJob] = []
-        CONTEXT.set_forkserver_preload([__name__])
+        CONTEXT.set_forkserver_preload([__name__, *PRELOADED])
 
     def start(self, config: Config, path: Path) -> LocalJob:
         """Start a process with its share of the threads, on the GPU with the fewest runs."""
