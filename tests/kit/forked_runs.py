@@ -23,7 +23,7 @@ from quacklr.lab.train.runner import run
 for slow in ("torch._dynamo", "torch.utils.tensorboard"):  # every run would import them anew
     import_module(slow)
 
-KILL_AFTER = 8  # the last checkpoint is that of step 6
+STEPS, KILL_AFTER = 18, 8  # the last checkpoint is that of step 6
 
 
 def fork(config: Config, folder: Path) -> int:
@@ -47,7 +47,7 @@ def kill_in_the_middle(config: Config, folder: Path) -> None:
 
 def main(corpus: Path, out: Path) -> None:
     for attention, method in PAIRS:
-        config, run_name = small(corpus, METHODS[method], ATTENTIONS[attention]), f"{attention}-{method}"
+        config, run_name = small(corpus, METHODS[method], ATTENTIONS[attention], steps=STEPS), f"{attention}-{method}"
         whole = fork(config, out / "whole" / run_name)
         kill_in_the_middle(config, out / "killed" / run_name)
         resumed = fork(config, out / "killed" / run_name)

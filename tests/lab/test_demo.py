@@ -22,6 +22,7 @@ from quacklr.lab import presets
 from quacklr.lab.demo import sentence
 from quacklr.lab.ledger import Ledger
 from quacklr.lab.methods import Default, Quack
+from quacklr.lab.studies import questions
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.sweep.display import TimeEstimate, _table, summary
@@ -32,7 +33,7 @@ from swept_runs import made, tiny_scale
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The scale `cpu` stands for models of a few thousand parameters, in an empty folder."""
-    base = small(make_corpus(tmp_path), Default(), ATTENTIONS["mha"])
+    base = small(make_corpus(tmp_path), Default(), ATTENTIONS["mha"], steps=12)
     monkeypatch.setitem(presets.PRESETS, "cpu", base)
     monkeypatch.setitem(presets.ATTENTIONS, "cpu", ATTENTIONS)
     monkeypatch.chdir(tmp_path)
@@ -40,7 +41,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_demo_shows_a_table_a_picture_a_page_and_a_sentence(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--steps", "36"]) == 0
+    assert main(["demo", "--steps", "12"]) == 0
     first = capsys.readouterr()
     rows = re.findall(
         r"^(default|QK clip|QuacK|QK norm) +([\d.]+) +([\d.,]+) +([\d.]+) +([\d.,]+)$", first.out, re.MULTILINE
@@ -55,7 +56,7 @@ def test_the_demo_shows_a_table_a_picture_a_page_and_a_sentence(tiny: Path, caps
     assert (tiny / "runs/demo/demo.png").read_bytes().startswith(b"\x89PNG")
     assert "quacklr demo" in (tiny / "runs/demo/demo.html").read_text()
     assert "8 of 8 runs done" in first.err
-    assert main(["demo", "--steps", "36"]) == 0
+    assert main(["demo", "--steps", "12"]) == 0
     assert capsys.readouterr().out == first.out, "what is there is not run again"
 
 
@@ -99,7 +100,10 @@ def test_a_sweep_and_its_report(tiny: Path, capsys: pytest.CaptureFixture[str]) 
     assert "has no runs of the scale cpu, 77 steps" in capsys.readouterr().err
 
 
-def test_timed_runs_are_interleaved(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timed_runs_are_interleaved(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "TIMED_STEPS", 8)
     assert main(["sweep", "speed", "--seeds", "2", "--threads", "1"]) == 0
     entries = list(Ledger(tiny / "results/ledger.jsonl").entries().values())
     assert len(entries) == 16

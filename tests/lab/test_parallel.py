@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def trained(_: int, config: Config) -> Rows:
     return [comparable(row) for row in session.rows()]
 
 
+@cache
+def trained_alone(corpus: Path, method: str, attention: str) -> Rows:
+    """The rows of one process, which several tests compare with."""
+    return trained(0, asked(corpus, method, attention))
+
+
 def assert_same_numbers(found: Any, wanted: Any, rtol: float, where: str = "") -> None:
     assert type(found) is type(wanted), where
     if isinstance(wanted, dict):
@@ -63,7 +70,7 @@ def assert_same_numbers(found: Any, wanted: Any, rtol: float, where: str = "") -
 )
 def test_two_processes_train_as_one_does(method: str, attention: str, kind: str, corpus: Path, two: Crew) -> None:
     """Losses, gradient norms, validation, logits of every head, norms and rates of every weight."""
-    alone = trained(0, asked(corpus, method, attention))
+    alone = trained_alone(corpus, method, attention)
     assert alone[-1]["loss"] < alone[1]["loss"] - 0.1
     for rows in two(trained, asked(corpus, method, attention, parallel=kind)):
         assert_same_numbers(rows, alone, rtol=2e-3)
@@ -72,7 +79,7 @@ def test_two_processes_train_as_one_does(method: str, attention: str, kind: str,
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_what_is_recomputed_gives_the_same_gradients(kind: str, corpus: Path, two: Crew) -> None:
     for method in ("quack", "sigma-reparam"):
-        alone = trained(0, asked(corpus, method, "mla"))
+        alone = trained_alone(corpus, method, "mla")
         assert_same_numbers(trained(0, asked(corpus, method, "mla", recompute=True)), alone, rtol=1e-4)
         for rows in two(trained, asked(corpus, method, "mla", recompute=True, parallel=kind)):
             assert_same_numbers(rows, alone, rtol=2e-3)
