@@ -25,8 +25,8 @@ GOOD = {"measured": 0.1, "bound": 0.2}
 def change(**of: float) -> Change:
     """Of two heads, the second as said."""
     numbers = GOOD | of
-    both = (torch.tensor([GOOD[name], numbers[name]], dtype=torch.float64) for name in GOOD)
-    return Change(*both, torch.zeros(2), *torch.zeros(2, 2, dtype=torch.bool))
+    measured, bound = (torch.tensor([GOOD[name], numbers[name]], dtype=torch.float64) for name in GOOD)
+    return Change(measured, bound, torch.zeros(2), *torch.zeros(2, 2, dtype=torch.bool))
 
 
 def report_of(*layers: dict[str, Any], **of: Any) -> CheckReport:

@@ -45,8 +45,12 @@ class CallbackBase:
         if budget is not None:
             validate_budget(budget, tau, norm, adapt, floor)
         self._settings: dict[str, Any] = {
-            "tau": tau, "norm": norm, "adapt": adapt, "floor": floor,
-            "budget": budget, "verify": verify,
+            "tau": tau,
+            "norm": norm,
+            "adapt": adapt,
+            "floor": floor,
+            "budget": budget,
+            "verify": verify,
         }
         self._paths = paths
 

@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, type]] = {
         "default": methods.Default,
         "quack": methods.Quack,
         "constant-tau": methods.ConstantTau,
+        "budget": methods.Budget,
         "qk-norm": methods.QKNorm,
         "absorbed-qk-norm": methods.AbsorbedQKNorm,
         "qk-clip": methods.QKClipping,

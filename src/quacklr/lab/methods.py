@@ -59,6 +59,17 @@ class ConstantTau:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """QuacK with a budget: each head's step is scaled so that its logits change by a given amount."""
+
+    budget: float = 0.02
+    """How much one step may change the logits of a head, in nats."""
+
+    def __post_init__(self) -> None:
+        validate_positive(budget=self.budget)
+
+
+@dataclass(frozen=True)
 class QKNorm:
     """RMS norm, with a learned gain, on every query and key."""
 
@@ -104,7 +115,16 @@ class MuonSplit:
 
 
 Method = (
-    Default | Quack | ConstantTau | QKNorm | AbsorbedQKNorm | QKClipping | SoftCap | SigmaReparametrised | MuonSplit
+    Default
+    | Quack
+    | ConstantTau
+    | Budget
+    | QKNorm
+    | AbsorbedQKNorm
+    | QKClipping
+    | SoftCap
+    | SigmaReparametrised
+    | MuonSplit
 )
 
 
@@ -140,6 +160,8 @@ def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 return QuacK(model, optimizers, tau, norm=NORMS[norm], floor=floor)
             case ConstantTau(tau):
                 return QuacK(model, optimizers, tau, adapt=False)
+            case Budget(budget):
+                return QuacK(model, optimizers, budget=budget)
             case QKClipping(threshold):
                 return QKClip(model, optimizers, threshold)
             case MuonSplit():

@@ -132,10 +132,10 @@ def sdpa_logits(
     order = order_of(query, heads=query.shape[-3]) if enable_gqa else order_of(query, key)
     lead = query.shape[:-2] if enable_gqa else leading_shape((query, key))
     offset = 0 if is_causal else None
-    if attn_mask is not None and (bias := sys.modules.get("torch.nn.attention.bias")):  # its import takes 1.5 seconds
-        if isinstance(attn_mask, bias.CausalBias):
-            offset = key.shape[-2] - query.shape[-2] if attn_mask.variant == bias.CausalVariant.LOWER_RIGHT else 0
-            attn_mask = None
+    bias = sys.modules.get("torch.nn.attention.bias")  # its import takes 1.5 seconds
+    if bias is not None and isinstance(attn_mask, bias.CausalBias):
+        offset = key.shape[-2] - query.shape[-2] if attn_mask.variant == bias.CausalVariant.LOWER_RIGHT else 0
+        attn_mask = None
     mask = None if attn_mask is None else order.arrange_mask(attn_mask, lead)
     q = order.arrange(query.expand(*lead, *query.shape[-2:]))
     k = HeadOrder().arrange(key) if enable_gqa else order.arrange(key.expand(*lead, *key.shape[-2:]))

@@ -92,7 +92,7 @@ class RecordedForward:
         self.name, self.module = name, module
         self.before = vars(module).get("forward")
         self.__wrapped__ = module.forward  # read by inspect.signature
-        self._run: Any = torch.compiler.disable(_run_recorded)  # type: ignore[no-untyped-call]
+        self._run: Any = torch.compiler.disable(_run_recorded)
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from quacklr.lab.studies.results import NotRun, Results, RunsBySeed
 COLOURS: dict[str, str] = dict(
     zip(
         METHOD_NAMES.values(),
-        ("#666666", "#e69f00", "#0072b2", "#d55e00", "#56b4e9", "#0b6e4f", "#cc79a7", "#8c6d31", "#7b5ea7"),
+        ("#666666", "#e69f00", "#0072b2", "#d55e00", "#56b4e9", "#0b6e4f", "#7fbf3f", "#cc79a7", "#8c6d31", "#7b5ea7"),
         strict=True,
     )
 )

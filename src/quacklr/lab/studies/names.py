@@ -5,6 +5,7 @@ from __future__ import annotations
 from quacklr.lab.config import Config, kind_of, values_of
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
+    Budget,
     ConstantTau,
     Default,
     Method,
@@ -23,6 +24,7 @@ METHOD_NAMES: dict[type, str] = {
     QKClipping: "QK clip",
     ConstantTau: "constant tau",
     Quack: "QuacK",
+    Budget: "budget",
     MuonSplit: "per-head Muon",
     SoftCap: "soft-capping",
     SigmaReparametrised: "sigma-Reparam",

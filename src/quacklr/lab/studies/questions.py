@@ -11,6 +11,7 @@ from dataclasses import replace
 from quacklr.lab.config import Config
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
+    Budget,
     ConstantTau,
     Default,
     Method,
@@ -32,6 +33,7 @@ QUACK_TAUS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0)  # and values between, near the be
 CONSTANT_TAUS = (0.01, 0.03, 0.1, 0.3, 1.0)  # 1 is the default
 OTHERS: tuple[Method, ...] = (MuonSplit(), SoftCap(), SigmaReparametrised())  # not tested by the paper
 TIMED_STEPS = 60
+BUDGETS = (0.02, 0.007, 0.06)  # the one that was chosen first, then a third of it and three times it
 ADAMW_RATE = 3e-2  # where the default is unstable with AdamW, at the scale `cpu`
 
 
@@ -136,6 +138,20 @@ def adamw(scale: StudyScale) -> Iterator[Config]:
         yield scale.run("mha", method, ADAMW_RATE, optimizer=AdamWRecipe())
 
 
+def budgets(scale: StudyScale) -> Iterator[Config]:
+    """Does one budget fit all learning rates, kinds of attention and optimizers?
+
+    Scientific: the attention, the optimizer, the learning rate, and the budget itself. Fixed: everything else. The runs
+    to compare with are in `interventions` and `adamw`, where tau is selected for each learning rate.
+    """
+    for budget in BUDGETS:
+        for lr in reversed(scale.rates):
+            of_adamw = float(f"{lr * ADAMW_RATE / scale.high:.6g}")  # exactly 0.003, not 0.0029999999999999996
+            for attention in scale.attentions:
+                yield scale.run(attention, Budget(budget), lr)
+                yield scale.run(attention, Budget(budget), of_adamw, optimizer=AdamWRecipe())
+
+
 def timed(scale: StudyScale) -> StudyScale:
     """The scale with shorter runs, to measure the time of a step."""
     training = replace(scale.base.training, steps=TIMED_STEPS)
@@ -165,5 +181,5 @@ def demo(scale: StudyScale) -> Iterator[Config]:
 
 STUDIES: dict[str, Study] = {
     study.__name__: study
-    for study in (critical, interventions, rivals, latents, absorbed, norms, adamw, sensitivity, speed, demo)
+    for study in (critical, interventions, rivals, latents, absorbed, norms, adamw, budgets, sensitivity, speed, demo)
 }

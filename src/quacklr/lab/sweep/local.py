@@ -1,8 +1,8 @@
 """Executor on this machine: one process per run.
 
-Processes are forked from a server that has only imported packages, so a run starts quickly. Each has its own session, so
-Ctrl-C reaches the sweep only, which stops the runs. If the sweep dies, a pipe breaks, and each run saves a checkpoint
-and ends.
+Processes are forked from a server that has only imported packages, so a run starts quickly. Each has its own session,
+so Ctrl-C reaches the sweep only, which stops the runs. If the sweep dies, a pipe breaks, and each run saves a
+checkpoint and ends.
 """
 
 from __future__ import annotations
