@@ -35,6 +35,8 @@ from quacklr import LogitPath, QuacK, mha, packed
 
 HEAD = "| model | hooks | step | floor | memory | calls |"
 MODELS = {"1M": (128, 4, 4), "25M": (512, 8, 8)}  # width, layers, heads
+Settings = dict[str, Any]
+WAYS: dict[str, Settings] = {"tau": {}, "budget": {"budget": 0.02}}
 
 
 class Attention(nn.Module):
@@ -123,11 +125,11 @@ def timed_step(
     return seconds, sum(hook.seconds for hook in timed)
 
 
-def cycles(model: nn.Module) -> Iterator[dict[str, float]]:
+def cycles(model: nn.Module, settings: Settings) -> Iterator[dict[str, float]]:
     """The times of one cycle after another."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     batch, floor = torch.randint(256, (8, 129)), Floor(rows_of(model))
-    quack = QuacK(model, optimizer)
+    quack = QuacK(model, optimizer, **settings)
     quack.remove()
     while True:
         plain, _ = timed_step(model, optimizer, batch)
@@ -149,24 +151,28 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls(width: int, layers: int, heads: int) -> int:
+def calls(settings: Settings, width: int, layers: int, heads: int) -> int:
     model = decoder(width, layers, heads)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with QuacK(model, optimizer) as quack, Operations() as operations:
+    with QuacK(model, optimizer, **settings) as quack, Operations() as operations:
         quack._before(optimizer)
         quack._after(optimizer)
     return operations.count
 
 
-def memory(width: int, layers: int, heads: int) -> float:
+def memory(settings: Settings, width: int, layers: int, heads: int) -> float:
     def alive() -> int:
         gc.collect()
         tensors = [o for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter)]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     model = decoder(width, layers, heads)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with QuacK(model, optimizer) as quack:
+    with QuacK(model, optimizer, **settings) as quack:
         before = alive()
         quack._before(optimizer)
         inside = alive()
@@ -183,19 +189,22 @@ def main() -> None:
     given = parser.parse_args()
     lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     print("\n".join(lines), flush=True)
-    for (name, size), count in zip(MODELS.items(), (given.cycles, given.cycles // 10), strict=True):
-        run = cycles(decoder(*size))
+    counts = (given.cycles, given.cycles // 10)
+    cases = [(*model, count, *way) for model, count in zip(MODELS.items(), counts, strict=True) for way in WAYS.items()]
+    for name, size, count, way, settings in cases:
+        run = cycles(decoder(*size), settings)
         rows = [next(run) for _ in range(max(3, count) + 2)][2:]
         middle = {key: median(row[key] for row in rows) for key in rows[0]}
         error = 1.25 * stdev(row["ratio"] for row in rows) / len(rows) ** 0.5
         width, layers, heads = size
         cells = (
-            f"{name} (d {width}, {layers} layers)",
+            f"{name} (d {width}, {layers} layers), {way}",
             f"{1 + middle['hooks'] / middle['plain']:.4f}",
             f"{middle['ratio']:.3f} (standard error {error:.3f})",
             f"{middle['hooks'] / middle['floor']:.2f}",
-            f"{memory(*size):.2f}",
-            f"{calls(*size)} with {heads} heads, {calls(width, layers, 8 * heads)} with {8 * heads}",
+            f"{memory(settings, *size):.2f}",
+            f"{calls(settings, *size)} with {heads} heads, "
+            f"{calls(settings, width, layers, 8 * heads)} with {8 * heads}",
         )
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)

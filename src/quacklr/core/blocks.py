@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -182,6 +182,7 @@ class Blocks:
         self.device = self.groups[0].weight.param.device
         self.one_device = all(weight.param.device == self.device for weight, _ in self.groups)
         self._split: tuple[Tensor, Sequence[Tensor]] | None = None
+        self._scratch: dict[Any, Tensor] = {}
 
     def _local_blocks(self) -> list[LocalBlocks]:
         return [LocalBlocks(weight, blocks) for weight, blocks in self.groups]
@@ -233,17 +234,31 @@ class Blocks:
 
         `copies` are the rows before the step; None for rows that did not step, whose step is 0.
         """
-        norms, steps, grams = [], [], []
+        norms, grams = [], []
         for each, old_BRC in zip(self.local, copies, strict=True):
             now_BRC = each.read()
             norms.append(frobenius(now_BRC if old_BRC is None else old_BRC)[0])
-            steps.append(torch.zeros_like(norms[-1]))
             if old_BRC is not None:
-                grams.append(gram(now_BRC - old_BRC))
+                grams.append(gram(self._difference(now_BRC, old_BRC)))
         largest = iter(largest_singular_values(grams))
-        steps = [zeros if old is None else next(largest) for zeros, old in zip(steps, copies, strict=True)]
-        norm, step = (torch.cat([v.to(self.device, torch.float32) for v in each]) for each in (norms, steps))
-        return norm, step
+        pairs = zip(norms, copies, strict=True)
+        steps = [torch.zeros_like(norm_B) if old is None else next(largest) for norm_B, old in pairs]
+        return self._flat(norms), self._flat(steps)
+
+    def _difference(self, now_BRC: Tensor, old_BRC: Tensor) -> Tensor:
+        """now - old. On the CPU it is valid until the next call: its memory is kept, as in `recycle`."""
+        if now_BRC.device.type != "cpu" or now_BRC.dtype != old_BRC.dtype:
+            return now_BRC - old_BRC
+        key = old_BRC.shape, old_BRC.stride(), old_BRC.dtype
+        if key not in self._scratch:
+            self._scratch[key] = torch.empty_like(old_BRC)
+        return torch.sub(now_BRC, old_BRC, out=self._scratch[key])
+
+    def _flat(self, of_groups: Sequence[Tensor]) -> Tensor:
+        """One flat vector of fp32 from a vector for each of `local`."""
+        if self.one_device and all(each.dtype == torch.float32 for each in of_groups):
+            return torch.cat(list(of_groups))
+        return torch.cat([each.to(self.device, torch.float32) for each in of_groups])
 
     def scale_step(self, copies: Copies, rates: Tensor, tensors: Container[int]) -> None:
         """Set every row of these tensors (by id) to old + rate of its block * (new - old)."""

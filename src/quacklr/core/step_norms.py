@@ -1,10 +1,10 @@
 """The largest singular value of each block's step, from above, without memory and without an SVD.
 
-    sigma_max(D)  <=  tr((D D')^n)^(1 / 2n)  <=  rows^(1 / 2n) sigma_max(D)
+    sigma_max(D)  <=  tr((D D')^16)^(1 / 32)  <=  rows^(1 / 32) sigma_max(D)
 
-This is the Schatten norm of order 2n. Squaring the Gram matrix D D' six times gives n = 64, at most 3 % too large for a
-block of 32 rows, and 1 % in training. The Gram matrix is that of the shorter side. No eigensolver is used, because they
-wait for the device; and no power iteration, because it would need the vectors of the last step.
+This is the Schatten norm of order 32. It needs three products of the Gram matrix D D', that of the shorter side. It is
+exact for a step of rank one, and at most 11 % too large for a block of 32 rows, 16 % for 128. Eigensolvers wait for the
+device, and a power iteration would need the vectors of the last step.
 
 Shapes: B blocks, R rows, C columns, S the shorter of R and C.
 """
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from quacklr.core.norms import precision
-
-SQUARINGS = 6
 
 
 def gram(step_BRC: Tensor) -> Tensor:
@@ -44,18 +42,9 @@ def largest_singular_values(grams: Sequence[Tensor]) -> list[Tensor]:
 
 
 def schatten(gram_BSS: Tensor) -> Tensor:
-    """(B,): tr(G^n)^(1 / 2n) of Gram matrices G, with n = 2^SQUARINGS. Every power is divided by its trace."""
-    tiny = torch.finfo(gram_BSS.dtype).tiny
-    trace_B = _trace(gram_BSS)
-    power_BSS = gram_BSS / trace_B.clamp(min=tiny)[:, None, None]
-    log_B = torch.zeros_like(trace_B)
-    for _ in range(SQUARINGS):
-        power_BSS = power_BSS @ power_BSS
-        factor_B = _trace(power_BSS).clamp(min=tiny)
-        power_BSS /= factor_B[:, None, None]
-        log_B = 2 * log_B + factor_B.log()
-    return (trace_B * (log_B / 2**SQUARINGS).exp()).sqrt()
-
-
-def _trace(matrices_BSS: Tensor) -> Tensor:
-    return matrices_BSS.diagonal(dim1=1, dim2=2).sum(1)
+    """(B,): tr(G^16)^(1 / 32) of Gram matrices G."""
+    size_B = torch.linalg.vector_norm(gram_BSS, dim=(1, 2))
+    power_BSS = gram_BSS / size_B.clamp(min=torch.finfo(gram_BSS.dtype).tiny)[:, None, None]
+    for _ in range(3):
+        power_BSS = power_BSS @ power_BSS  # at last G^8, at least rows^-4 in norm
+    return (size_B * torch.linalg.vector_norm(power_BSS, dim=(1, 2)).pow(1 / 8)).sqrt()
