@@ -130,7 +130,7 @@ class QuacK:
             self._method = BudgetRates(self._rule, budget, self.optimizers)
         self._running = RunningSteps()
         self._loaded = self._resumed_alone = False
-        self._step_check = StepCheck(module, weights, self.optimizers)
+        self._step_check = StepCheck(module, weights, self.optimizers, linear=budget is None)
         self._origin = {name: finding.origin for name, finding in found.items()}
         self._verification = None if module is None else Verification(module, found, verify)
         self._hooks = [hook for each in self.optimizers for hook in self._register_hooks(each)]

@@ -48,7 +48,7 @@ def as_optimizers(given: object, linear: bool = True) -> list[Optimizer]:
     if not several:
         raise ValueError("no optimizer given; pass the one (or the list of those) that train the model")
     notes: list[str] = []
-    optimizers = list(dict.fromkeys(inner for each in several for inner in _optimizers_to_hook(each, notes)))
+    optimizers = list(dict.fromkeys(inner for each in several for inner in _optimizers_to_hook(each, notes, linear)))
     for optimizer in optimizers:
         for cls, reason in NOT_LINEAR.items() if linear else ():
             if isinstance(optimizer, cls):
@@ -61,11 +61,12 @@ def as_optimizers(given: object, linear: bool = True) -> list[Optimizer]:
     return optimizers
 
 
-def _optimizers_to_hook(given: Any, notes: list[str]) -> list[Optimizer]:
+def _optimizers_to_hook(given: Any, notes: list[str], linear: bool) -> list[Optimizer]:
     """The optimizers whose steps are scaled.
 
     For a wrapper (SAM, Lookahead, a container of several) these are the optimizers inside it. It is the wrapper itself
     if scratch copies show that only its step as a whole is linear, because it calls the inner step from other weights.
+    If steps need not be linear, it is the wrapper itself if its step runs hooks: its whole step moves the logits.
     """
     while type(given).__module__.split(".")[0] in PASS_ON and hasattr(given, "optimizer"):
         given = given.optimizer
@@ -74,11 +75,14 @@ def _optimizers_to_hook(given: Any, notes: list[str]) -> list[Optimizer]:
         raise ValueError(f"{name} is not a torch.optim.Optimizer; call QuacK(model, optimizer)")
     if not inner or name in SHARD_STATE:
         return [given]
+    if not linear:
+        hooked = isinstance(given, Optimizer) and hasattr(given, "_optimizer_step_post_hooks")
+        return [given] if hooked else [each for one in inner for each in _optimizers_to_hook(one, notes, linear)]
     inside = _probed(given, inside=True)
     if not _is_linear(inside) and isinstance(given, Optimizer) and _is_linear(_probed(given)):
         return [given]
     notes += filter(None, [_warning(name, inside)])
-    return [optimizer for each in inner for optimizer in _optimizers_to_hook(each, notes)]
+    return [optimizer for each in inner for optimizer in _optimizers_to_hook(each, notes, linear)]
 
 
 def _probed(given: Any, only: Iterable[Tensor] | None = None, inside: bool = False) -> Linearity | str:

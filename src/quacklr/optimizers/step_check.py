@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from quacklr.core.weight import Weight
 from quacklr.optimizers.scratch import ids_in_groups
+from quacklr.optimizers.weight_copies import warn_of_copies
 
 NONE_STEPPED = (
     "no weight on a path is stepped, so QuacK would do nothing: the optimizer's param groups hold none of the "
@@ -34,9 +35,15 @@ NO_GRADIENT = (
 
 
 class StepCheck:
-    """Raises RuntimeError if no weight on a path is stepped, and warns once if only some are."""
+    """Raises RuntimeError if no weight on a path is stepped, and warns once if only some are.
 
-    def __init__(self, model: nn.Module | None, weights: Iterable[Weight], optimizers: Sequence[Optimizer]) -> None:
+    `linear` is whether the optimizers were found to be linear in lr. If not, it also warns of copies of the weights.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, weights: Iterable[Weight], optimizers: Sequence[Optimizer], linear: bool
+    ) -> None:
+        self._linear = linear
         self._parts = [part for weight in weights for part in weight.parts if weight.rated]
         self._optimizers = optimizers
         self._model: ReferenceType[nn.Module] | None = None if model is None else ref(model)
@@ -105,4 +112,6 @@ class StepCheck:
             if all(other is optimizer or ids_in_groups(other).isdisjoint(ids) for other in self._optimizers):
                 raise RuntimeError(NO_GRADIENT.format(""))
             warnings.warn(NO_GRADIENT.format(f" of {type(optimizer).__name__}"), stacklevel=6)
+        if not self._linear:
+            warn_of_copies(optimizer, tensors)
         self._stepped.add(optimizer)

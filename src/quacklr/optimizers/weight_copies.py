@@ -1,0 +1,42 @@
+"""Optimizers that keep copies of the weights in their state: averages, slow weights, weights of higher precision.
+
+QuacK scales the step of the weights, not that of such a copy. If the optimizer computes the next weights from its copy,
+the scaling is lost.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from quacklr.core.local import local_tensor
+
+KEEPS_A_COPY = (
+    "{} keeps a copy of the weights in its state ({!r}), and a budget scales the step of the weights only. If the "
+    "optimizer computes weights from the copy, as schedule-free optimizers and those with master weights do, part of "
+    "the scaling is lost. Use an optimizer without copies, or QuacK with tau, which checks this when it is attached"
+)
+
+
+def warn_of_copies(optimizer: Optimizer, tensors: Collection[int]) -> None:
+    """Warn if the state of one of these tensors (by id) holds a tensor that is nearly the weight. Waits for the device.
+
+    A copy is nearer to the weight than half of the weight's norm. Momenta and second moments are not.
+    """
+    for param in (p for group in optimizer.param_groups for p in group["params"] if id(p) in tensors):
+        state: Any = optimizer.state.get(param, {})
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor) and value.shape == param.shape and _is_copy(value, param):
+                warnings.warn(KEEPS_A_COPY.format(type(optimizer).__name__, key), stacklevel=6)
+                return
+
+
+@torch.no_grad()
+def _is_copy(value: Tensor, param: Tensor) -> bool:
+    weight, kept = local_tensor(param).float(), local_tensor(value).float()
+    return weight.shape == kept.shape and bool((kept.to(weight.device) - weight).norm() < 0.5 * weight.norm())

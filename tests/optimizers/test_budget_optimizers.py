@@ -1,0 +1,101 @@
+"""A budget with any optimizer: the step that was taken is scaled, whatever made it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from models import Separate
+from quacklr import QuacK
+
+BUDGET = 0.01
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=4),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.1),
+    "Muon": lambda params: torch.optim.Muon(params, lr=0.1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
+}
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimisation: gradients at perturbed weights, then a step of the base optimizer."""
+
+    def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.5) -> None:
+        super().__init__(list(params), {"lr": lr, "rho": rho})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        old = [param.clone() for param in params]
+        for param in params:
+            param.add_(param.grad, alpha=0.5)
+        with torch.enable_grad():
+            closure()
+        for param, value in zip(params, old, strict=True):
+            param.copy_(value)
+        self.base_optimizer.step()
+
+
+class KeepsCopies(torch.optim.SGD):
+    """Steps a copy of the weights, and sets the weights to it, as an optimizer with master weights does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
+        for group in self.param_groups:
+            for param in group["params"]:
+                master = self.state[param].setdefault("master", param.detach().clone())
+                master.sub_(param.grad, alpha=group["lr"])
+                param.copy_(master)
+
+
+def steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
+    torch.manual_seed(1)
+    x_BTD, target = torch.randn(4, 6, 16), torch.randn(4, 6, 16)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (model(x_BTD) - target).square().mean()
+        loss.backward()
+        return loss.item()
+
+    for _ in range(count):
+        closure()
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "SAM"])
+def test_the_change_of_every_step_is_the_budget(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Separate())
+    optimizer = SAM(model.parameters()) if name == "SAM" else OPTIMIZERS[name](model.parameters())
+    with warnings.catch_warnings(action="error"), QuacK(model, optimizer, budget=BUDGET) as quack:
+        assert quack.optimizers == [optimizer]
+        for _ in range(4):
+            before = {param: param.detach().clone() for param in model.parameters()}
+            steps(model, optimizer, 1)
+            change = quack.changes()["0"]
+            moves = change.asked > BUDGET / 900
+            assert moves.any()
+            assert change.given[moves].tolist() == pytest.approx([BUDGET] * int(moves.sum()), rel=1e-2)
+            attention: Any = model[0]
+            q, k = attention.q.weight, attention.k.weight
+            for head in range(4):
+                rows = slice(4 * head, 4 * head + 4)
+                moved = q[rows].mT @ k[rows] - before[q][rows].mT @ before[k][rows]
+                assert float(moved.norm()) / 2 <= BUDGET
+
+
+def test_an_optimizer_that_keeps_a_copy_of_the_weights_is_warned_of() -> None:
+    model = nn.Sequential(Separate())
+    optimizer = KeepsCopies(model.parameters(), lr=0.1)
+    with QuacK(model, optimizer, budget=BUDGET), pytest.warns(UserWarning, match="KeepsCopies keeps a copy.*'master'"):
+        steps(model, optimizer, 1)
