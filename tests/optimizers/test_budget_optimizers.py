@@ -90,7 +90,7 @@ def test_the_change_of_every_step_is_the_budget(name: str) -> None:
             q, k = attention.q.weight, attention.k.weight
             for head in range(4):
                 rows = slice(4 * head, 4 * head + 4)
-                moved = q[rows].mT @ k[rows] - before[q][rows].mT @ before[k][rows]
+                moved = q.detach()[rows].mT @ k.detach()[rows] - before[q][rows].mT @ before[k][rows]
                 assert float(moved.norm()) / 2 <= BUDGET
 
 
