@@ -281,6 +281,15 @@ def test_an_lr_of_0_is_an_error_when_attaching_and_no_change_later() -> None:
         assert_equal(dict(model.state_dict()), before)
 
 
+def test_an_lr_of_0_of_other_weights_does_not_matter() -> None:
+    model: Any = nn.Sequential(Separate())
+    others = {"params": [model[0].v.weight], "lr": 0.0}
+    optimizer = SGD([{"params": [model[0].q.weight, model[0].k.weight]}, others], lr=0.1)
+    with QuacK(model, optimizer, budget=BUDGET) as quack:
+        train(model, optimizer, steps=1)
+        assert quack.changes()["0"].given.tolist() == pytest.approx([BUDGET] * 4, rel=1e-2)
+
+
 def test_an_lr_that_is_a_tensor_is_the_same() -> None:
     both = []
     for lr in (0.1, torch.tensor(0.1)):
@@ -489,6 +498,15 @@ def test_frozen_keys_leave_the_budget_to_the_queries() -> None:
         assert set(quack.rates()) == {"0.q"}
         assert quack.changes()["0"].given.tolist() == pytest.approx([BUDGET] * 4, rel=1e-2)
         assert "k: frozen" in str(quack)
+
+
+def test_paths_without_a_module_are_one_logit_if_they_share_a_weight() -> None:
+    torch.manual_seed(0)
+    shared, apart = Latent(), Separate()
+    paths = [*shared.logit_paths(), *apart.logit_paths()]
+    params = [*shared.parameters(), *apart.parameters()]
+    with QuacK(paths, SGD(params, lr=0.1), budget=BUDGET) as quack:
+        assert {name: len(change.given) for name, change in quack.changes().items()} == {"dq": 4, "q": 4}
 
 
 def test_bf16_weights() -> None:

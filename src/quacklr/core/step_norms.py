@@ -43,8 +43,11 @@ def largest_singular_values(grams: Sequence[Tensor]) -> list[Tensor]:
 
 def schatten(gram_BSS: Tensor) -> Tensor:
     """(B,): tr(G^16)^(1 / 32) of Gram matrices G."""
-    size_B = torch.linalg.vector_norm(gram_BSS, dim=(1, 2))
-    power_BSS = gram_BSS / size_B.clamp(min=torch.finfo(gram_BSS.dtype).tiny)[:, None, None]
+    tiny = torch.finfo(gram_BSS.dtype).tiny
+    peak_B = gram_BSS.amax((1, 2)).clamp(min=tiny)  # the norm of very small or large entries would not be finite
+    gram_BSS = gram_BSS / peak_B[:, None, None]
+    norm_B = torch.linalg.vector_norm(gram_BSS, dim=(1, 2))
+    power_BSS = gram_BSS / norm_B.clamp(min=tiny)[:, None, None]
     for _ in range(3):
-        power_BSS = power_BSS @ power_BSS  # at last G^8, at least rows^-4 in norm
-    return (size_B * torch.linalg.vector_norm(power_BSS, dim=(1, 2)).pow(1 / 8)).sqrt()
+        power_BSS = power_BSS @ power_BSS  # at last the 8th power, whose norm is at least rows^-4
+    return (peak_B * norm_B * torch.linalg.vector_norm(power_BSS, dim=(1, 2)).pow(1 / 8)).sqrt()

@@ -1,0 +1,64 @@
+"""The largest singular value of a step: an upper bound, tight as it says, judged by an SVD."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from quacklr.core.step_norms import gram, largest_singular_values
+
+SHAPES = [(1, 1), (5, 3), (32, 128), (64, 16), (128, 128), (3, 1)]
+
+
+def spectral(blocks_BRC: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(blocks_BRC.double(), 2)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("rank", [1, 2, None])
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e9])
+def test_it_is_an_upper_bound_and_at_most_a_root_of_the_rows_too_large(
+    rows: int, columns: int, rank: int | None, size: float
+) -> None:
+    torch.manual_seed(0)
+    inner = rank or min(rows, columns)
+    steps_BRC = size * torch.randn(7, rows, inner) @ torch.randn(7, inner, columns)
+    (found,) = largest_singular_values([gram(steps_BRC)])
+    ratio = found.double() / spectral(steps_BRC)
+    assert ratio.min() >= 1 - 1e-5
+    assert ratio.max() <= min(rows, columns, inner) ** (1 / 32) + 1e-5
+
+
+def test_equal_singular_values_are_the_worst_case() -> None:
+    torch.manual_seed(0)
+    orthogonal = torch.linalg.qr(torch.randn(3, 64, 32)).Q.mT
+    (found,) = largest_singular_values([gram(orthogonal)])
+    torch.testing.assert_close(found, torch.full((3,), 32 ** (1 / 32)), rtol=1e-4, atol=0)
+
+
+def test_a_large_block_with_equal_singular_values_does_not_vanish() -> None:
+    (found,) = largest_singular_values([torch.eye(4096).unsqueeze(0)])
+    torch.testing.assert_close(found, torch.tensor([4096 ** (1 / 32)]), rtol=1e-3, atol=0)
+
+
+def test_sizes_are_kept_apart_and_zeros_and_what_is_not_finite_stay() -> None:
+    torch.manual_seed(0)
+    steps = [torch.randn(2, 4, 8), torch.zeros(3, 6, 8), torch.randn(1, 8, 4), torch.randn(2, 4, 8).double()]
+    steps[0][1, 2, 3] = math.nan
+    found = largest_singular_values([gram(each) for each in steps])
+    assert [len(each) for each in found] == [2, 3, 1, 2]
+    assert found[0].isnan().tolist() == [False, True]
+    assert found[1].tolist() == [0, 0, 0]
+    assert found[3].dtype == torch.float64
+    for each, blocks in zip(found, steps, strict=True):
+        finite = each.isfinite() & (each > 0)
+        torch.testing.assert_close(each[finite].double(), spectral(blocks[finite]), rtol=0.05, atol=0)
+
+
+def test_steps_of_bf16_are_measured_in_fp32() -> None:
+    step = torch.full((1, 2, 1000), 1.0, dtype=torch.bfloat16)
+    (found,) = largest_singular_values([gram(step)])
+    torch.testing.assert_close(found, torch.tensor([2000**0.5]), rtol=1e-5, atol=0)
