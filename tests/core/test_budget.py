@@ -283,7 +283,7 @@ def test_an_lr_of_0_is_an_error_when_attaching_and_no_change_later() -> None:
 
 def test_an_lr_of_0_of_other_weights_does_not_matter() -> None:
     model: Any = nn.Sequential(Separate())
-    others = {"params": [model[0].v.weight], "lr": 0.0}
+    others: dict[str, Any] = {"params": [model[0].v.weight], "lr": 0.0}
     optimizer = SGD([{"params": [model[0].q.weight, model[0].k.weight]}, others], lr=0.1)
     with QuacK(model, optimizer, budget=BUDGET) as quack:
         train(model, optimizer, steps=1)

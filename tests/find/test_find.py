@@ -8,6 +8,11 @@ from torch import Tensor, nn
 
 from models import Latent, Separate, layers, train
 from quacklr import LogitPath, QuacK, logit_paths
+from quacklr.find.discover import found_by_rule
+from quacklr.inspect.resolve import resolve
+from quacklr.logits.capture import capture_logits
+from quacklr.logits.head_order import HeadOrders
+from quacklr.util.modules import run
 
 
 def names(model: nn.Module) -> list[str]:
@@ -127,3 +132,26 @@ def test_the_table_shows_every_attention_with_its_logit_and_rates() -> None:
 def test_several_layers_are_several_lines() -> None:
     model = layers(3, Separate)
     assert len(repr(QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))).splitlines()) == 5
+
+
+@pytest.mark.parametrize("kind", ["llama", "granite", "t5", "gpt_neo", "whisper", "deepseek_v3", "bloom"])
+def test_the_scale_of_the_logit_is_the_one_that_the_model_uses(kind: str) -> None:
+    """Judged by a forward pass: the ratio of logits to the products of queries and keys as the weights make them."""
+    model, batch = resolve(kind).runnable()
+    found = {name: finding for name, finding in found_by_rule(model).items() if finding.paths}
+    seen: dict[str, float] = {}
+    heads = {name: finding.paths[0].heads for name, finding in found.items()}
+    scales_its_queries = {"whisper": 0.25}.get(kind, 1.0)  # of a head of 16, before the product
+    with (
+        torch.no_grad(),
+        capture_logits(
+            model, lambda name, logits: seen.update({name: abs(logits.scale)}), heads, HeadOrders(strict=False)
+        ),
+    ):
+        run(model, batch)
+    assert seen
+    for name, real in seen.items():
+        paths = found[name].paths
+        size = sum(int(path.weights[path.meeting].rows_of_block[0]) for path in paths)
+        scale = paths[0].scale if paths[0].scale is not None else size**-0.5
+        assert scale == pytest.approx(real * scales_its_queries, rel=1e-5)
