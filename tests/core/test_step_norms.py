@@ -40,8 +40,8 @@ def test_equal_singular_values_are_the_worst_case() -> None:
 
 
 def test_a_large_block_with_equal_singular_values_does_not_vanish() -> None:
-    (found,) = largest_singular_values([torch.eye(4096).unsqueeze(0)])
-    torch.testing.assert_close(found, torch.tensor([4096 ** (1 / 32)]), rtol=1e-3, atol=0)
+    (found,) = largest_singular_values([torch.eye(1024).unsqueeze(0)])
+    torch.testing.assert_close(found, torch.tensor([1024 ** (1 / 32)]), rtol=1e-3, atol=0)
 
 
 def test_sizes_are_kept_apart_and_zeros_and_what_is_not_finite_stay() -> None:
