@@ -360,7 +360,7 @@ def test_settings_that_have_no_meaning_are_refused() -> None:
     model: Any = nn.Sequential(Separate())
     settings: list[dict[str, Any]] = [{"tau": 0.1}, {"adapt": False}, {"floor": 0.1}, {"norm": spectral}]
     for setting in settings:
-        with pytest.raises(ValueError, match=f"{next(iter(setting))} have no meaning with a budget"):
+        with pytest.raises(ValueError, match=f"with a budget, {next(iter(setting))} must be left out"):
             QuacK(model, SGD(model.parameters(), lr=0.1), budget=BUDGET, **setting)
     for budget in (0, -1.0, math.inf, math.nan, True, "0.02", 1e-50):
         with pytest.raises(ValueError, match="budget="):

@@ -46,7 +46,7 @@ def validate_budget(
         raise ValueError(f"budget={budget!r}: rates are float32, which cannot hold it")
     given = {"tau": tau != 1, "norm": norm is not frobenius, "adapt": not adapt, "floor": floor != 0}
     if names := [name for name, is_given in given.items() if is_given]:
-        raise ValueError(f"{' and '.join(names)} have no meaning with a budget; leave out one or the other")
+        raise ValueError(f"with a budget, {' and '.join(names)} must be left out: the budget decides the rates alone")
 
 
 def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> None:
