@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from models import Separate, assert_equal
-from quacklr import LogitPath, QuacK, frobenius, spectral
-from quacklr.core.norms import Norm
+from quacklr import LogitPath, QuacK, spectral
 from quacklr.integrations.transformers import QuacKCallback
 
 STEPS, LR = 9, 0.05
@@ -80,10 +79,11 @@ def plain_loop(accumulate: int, attach: Callable[[nn.Module, Optimizer], object]
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "options"), [(1, {"norm": spectral}), (3, {"tau": 0.5}), (2, {"adapt": False}), (1, {"floor": 2.0})]
+    ("accumulate", "options"),
+    [(1, {"norm": spectral}), (3, {"tau": 0.5}), (2, {"adapt": False}), (1, {"floor": 2.0}), (2, {"budget": 1e-3})],
 )
 def test_it_trains_as_a_loop_by_hand_with_quack_does(tmp_path: Path, accumulate: int, options: dict[str, Any]) -> None:
-    options = {"tau": 2.0} | options
+    options = options if "budget" in options else {"tau": 2.0} | options
     settings: dict[str, Any] = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": accumulate}
     trainer = make_trainer(tmp_path, QuacKCallback(**options), **settings)
     trainer.train()
@@ -109,21 +109,22 @@ def own_optimizers(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("norm", "settings", "own"),
+    ("options", "settings", "own"),
     [
-        (frobenius, {"gradient_accumulation_steps": 3}, False),
-        (spectral, {"lr_scheduler_type": "cosine"}, False),
-        (spectral, {"gradient_accumulation_steps": 2}, True),
+        ({"tau": 2.0}, {"gradient_accumulation_steps": 3}, False),
+        ({"tau": 2.0, "norm": spectral}, {"lr_scheduler_type": "cosine"}, False),
+        ({"tau": 2.0, "norm": spectral}, {"gradient_accumulation_steps": 2}, True),
+        ({"budget": 1e-3}, {"lr_scheduler_type": "cosine"}, False),
     ],
-    ids=["accumulating", "spectral", "own-optimizer"],
+    ids=["accumulating", "spectral", "own-optimizer", "budget"],
 )
 def test_a_resumed_training_is_bitwise_the_uninterrupted_one(
-    tmp_path: Path, norm: Norm, settings: dict[str, Any], own: bool
+    tmp_path: Path, options: dict[str, Any], settings: dict[str, Any], own: bool
 ) -> None:
     def make(folder: str) -> Trainer:
         model = make_model(dropout=0.2)
         more = own_optimizers(model) if own else {}
-        return make_trainer(tmp_path / folder, QuacKCallback(tau=2.0, norm=norm), model=model, **settings, **more)
+        return make_trainer(tmp_path / folder, QuacKCallback(**options), model=model, **settings, **more)
 
     whole = make("run")
     whole.train()
