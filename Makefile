@@ -35,7 +35,7 @@ demo: $(LAB)  ## see in minutes what QuacK is for: the default breaks, QuacK doe
 	$(BIN)/quacklr demo
 
 study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; resumes), then its figures and claims
-	$(BIN)/quacklr sweep interventions rivals sensitivity latents absorbed norms adamw critical budgets
+	$(BIN)/quacklr sweep interventions rivals sensitivity latents absorbed norms adamw critical
 	$(BIN)/quacklr sweep speed --seeds 4
 	$(BIN)/quacklr report
 	$(BIN)/python benchmarks/fill_documents.py
