@@ -23,7 +23,7 @@ def gram(step_BRC: Tensor) -> Tensor:
     """(B, S, S): the Gram matrices of blocks, in fp32 or better."""
     step_BRC = step_BRC.to(precision(step_BRC))
     wide = step_BRC.shape[1] <= step_BRC.shape[2]
-    return step_BRC @ step_BRC.mT if wide else step_BRC.mT @ step_BRC
+    return torch.bmm(step_BRC, step_BRC.mT) if wide else torch.bmm(step_BRC.mT, step_BRC)  # less overhead than @
 
 
 def largest_singular_values(grams: Sequence[Tensor]) -> list[Tensor]:
@@ -49,5 +49,5 @@ def schatten(gram_BSS: Tensor) -> Tensor:
     norm_B = torch.linalg.vector_norm(gram_BSS, dim=(1, 2))
     power_BSS = gram_BSS / norm_B.clamp(min=tiny)[:, None, None]
     for _ in range(3):
-        power_BSS = power_BSS @ power_BSS  # at last the 8th power, whose norm is at least rows^-4
+        power_BSS = torch.bmm(power_BSS, power_BSS)  # at last the 8th power, whose norm is at least rows^-4
     return (peak_B * norm_B * torch.linalg.vector_norm(power_BSS, dim=(1, 2)).pow(1 / 8)).sqrt()
