@@ -1,8 +1,8 @@
 """QuacK: per-head learning rates for query and key weights, by hooks on the optimizer's step.
 
-The pre-step hook computes the rates from the weights and copies the rows on the paths. The post-step hook sets these
-rows to old + rate * (new - old). For every update that is linear in lr, this is the step that the optimizer would have
-taken with lr * rate, weight decay included.
+The pre-step hook copies the rows on the paths. The post-step hook sets them to old + rate * (new - old). For an update
+that is linear in lr, this is the step that the optimizer would have taken with lr * rate, weight decay included. Rates
+come from the weights before the step (core/relative_rates.py) or from the step itself (core/budget_rates.py).
 """
 
 from __future__ import annotations

@@ -84,6 +84,11 @@ class Recorder:
         return {param: param.detach().clone() for param in self.params}
 
 
+def random_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "MHA": Separate,
     "GQA": lambda: Separate(groups=2),
@@ -155,8 +160,7 @@ def test_a_large_step_from_small_weights_is_within_the_budget_too() -> None:
     attention: Any = model[0]
     with QuacK(model, optimizer, budget=BUDGET) as quack:
         recorder = Recorder(model, optimizer)
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
+        random_gradients(model)
         optimizer.step()
         paths = attention.logit_paths()
         for head in range(4):
@@ -391,8 +395,7 @@ def test_partners_of_zeros_move(zeros: str) -> None:
     with QuacK(model, optimizer, budget=BUDGET) as quack:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         for _ in range(3):
-            for param in model.parameters():
-                param.grad = torch.randn_like(param)
+            random_gradients(model)
             optimizer.step()
             for rates in quack.rates().values():
                 assert rates.isfinite().all()
@@ -408,10 +411,9 @@ def test_a_head_without_a_gradient_stays_and_others_are_as_without_it() -> None:
         model: Any = nn.Sequential(Separate())
         optimizer = SGD(model.parameters(), lr=0.1)
         with QuacK(model, optimizer, budget=BUDGET) as quack:
-            for param in model.parameters():
-                param.grad = torch.randn_like(param)
-                if idle:
-                    param.grad[:4] = 0
+            random_gradients(model)
+            for param in model.parameters() if idle else ():
+                param.grad[:4] = 0
             before = model[0].q.weight.detach().clone()
             optimizer.step()
             both.append(quack.rates()["0.q"])
@@ -426,8 +428,7 @@ def test_a_step_that_is_not_finite_stays_what_the_optimizer_made_it(value: float
     model: Any = nn.Sequential(Separate())
     optimizer = SGD(model.parameters(), lr=0.1)
     with QuacK(model, optimizer, budget=BUDGET) as quack:
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
+        random_gradients(model)
         grad = model[0].q.weight.grad
         assert grad is not None
         grad[5, 3] = value
@@ -461,8 +462,7 @@ def test_biases_in_another_optimizer_take_little_of_the_budget() -> None:
     vectors = [param for param in model.parameters() if param.ndim == 1]
     optimizers = [SGD(matrices, lr=0.1), AdamW(vectors, lr=0.1)]
     with QuacK(model, optimizers, budget=BUDGET) as quack:
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
+        random_gradients(model)
         optimizers[0].step()
         of_matrices = quack.changes()["0"].given.clone()
         optimizers[1].step()
@@ -470,6 +470,36 @@ def test_biases_in_another_optimizer_take_little_of_the_budget() -> None:
     assert (of_matrices > 0.8 * BUDGET).all()
     assert (of_matrices < 0.95 * BUDGET).all()
     assert (total <= BUDGET * 1.001).all()
+
+
+@pytest.mark.parametrize("setting", ["float64", "bfloat16", "meta"])
+def test_torchs_defaults_do_not_matter(setting: str) -> None:
+    """Neither the default dtype nor the default device is that of the weights."""
+    both = []
+    for changed in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(Separate(bias=True))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        random_gradients(model)
+        if changed and setting == "meta":
+            torch.set_default_device("meta")
+        elif changed:
+            torch.set_default_dtype(getattr(torch, setting))
+        try:
+            with QuacK(model, optimizer, budget=BUDGET) as quack:
+                optimizer.step()
+                both.append((quack.rates(), {name: change.given for name, change in quack.changes().items()}))
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device("cpu")
+    assert_equal(*both)
+
+
+@pytest.mark.parametrize("scale", [0, math.nan, math.inf, "1"])
+def test_a_scale_must_be_a_number_other_than_0(scale: Any) -> None:
+    (path,) = Separate().logit_paths()
+    with pytest.raises(ValueError, match="the factor between product and logit"):
+        LogitPath(path.weights, 4, scale=scale)
 
 
 def test_a_scale_of_the_logit_is_part_of_the_change() -> None:

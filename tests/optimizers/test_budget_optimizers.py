@@ -49,7 +49,10 @@ class KeepsCopies(torch.optim.SGD):
     """Steps a copy of the weights, and sets the weights to it, as an optimizer with master weights does."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             for param in group["params"]:
                 master = self.state[param].setdefault("master", param.detach().clone())

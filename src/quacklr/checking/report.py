@@ -50,7 +50,7 @@ class CheckReport:
         by_rule = "paths are those of the rules, "
         sections = [
             self._table() if self.layers else [],
-            [self._budget_line()] if self.budget is not None else [],
+            [self._budget_line(self.budget)] if self.budget is not None else [],
             ["wrong:", *faults] if faults else [],
             ["left alone:", *alone] if alone else [],
             [f"{by_rule}and could not be measured: {self.unmeasured}"] if self.unmeasured else [],
@@ -67,13 +67,13 @@ class CheckReport:
         printed = [each for i, each in enumerate(self.layers) if i in shown or each.faults]
         return columns([tuple(titles), *(each.cells(self.budget is not None) for each in printed)])
 
-    def _budget_line(self) -> str:
+    def _budget_line(self, budget: float) -> str:
         """In how many layers the root mean square of the changes with QuacK is within the budget."""
         seen = [layer for layer in self.layers if not layer.unobserved]
-        within = [layer for layer in seen if bool((layer.quack.root_mean_square <= (self.budget or 0)).all())]
+        within = [layer for layer in seen if bool((layer.quack.root_mean_square <= budget).all())]
         largest = max((float(layer.quack.root_mean_square.max()) for layer in seen), default=0.0)
         return (
-            f"budget {self.budget:g}: the root mean square of a step's changes is within it in {len(within)} of "
+            f"budget {budget:g}: the root mean square of a step's changes is within it in {len(within)} of "
             f"{_layers(len(seen))}; the largest is {largest:.2g}"
         )
 

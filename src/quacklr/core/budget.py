@@ -43,7 +43,7 @@ class BudgetRule:
     def __init__(self, rule: Rule) -> None:
         self.heads: dict[str, slice] = {}
         self.total_blocks, self.total_heads = rule.blocks.total, 0
-        rows = torch.ones(self.total_blocks, device="cpu")
+        rows = torch.ones(self.total_blocks, device="cpu", dtype=torch.float32)
         for weight, index in rule.blocks.flat_index.items():
             rows[index] = weight.rows_of_block.to(rows)
         terms: list[Tensor] = []
@@ -52,7 +52,7 @@ class BudgetRule:
         for name, paths in attentions_of(rule.paths).items():
             first, self.total_heads = self.total_heads, self.total_heads + paths[0].heads
             self.heads[name] = slice(first, self.total_heads)
-            reads = [_flat_reads(rule, path) for path in paths]
+            reads = [rule.flat_reads(path) for path in paths]
             sizes = [rows[read[path.meeting]] for path, read in zip(paths, reads, strict=True)]
             usual_scale = torch.stack(sizes).sum(0).rsqrt()
             for path, read, size in zip(paths, reads, sizes, strict=True):
@@ -65,7 +65,7 @@ class BudgetRule:
                     factors.append(scale * inner_sizes.rsqrt())
         device = rule.blocks.device
         self.head, self.block, *self.partners = torch.cat(terms, 1).to(device)
-        self.factor, self.one = torch.cat(factors).to(device), torch.ones(1, device=device)
+        self.factor, self.one = torch.cat(factors).to(device), torch.ones(1, device=device, dtype=torch.float32)
         self.sqrt_rows = rows.sqrt().to(device)
 
     def scale_step(self, norms: Tensor, steps: Tensor, allowed: Tensor, share: Tensor) -> ScaledStep:
@@ -79,7 +79,7 @@ class BudgetRule:
 
         A first rate assumes that the partners of a weight do not change. With it the norms after the step are bounded,
         and the second rate, which is not larger, uses these. Rates are finite: 1 for a block that changes no logit, and
-        for a step that is not finite, which so remains as the optimizer made it.
+        for a step that is not finite: the optimizer's step then stays as it is.
         """
         sizes = steps * self.sqrt_rows
         terms = self._terms(norms, sizes)
@@ -99,7 +99,7 @@ class BudgetRule:
 
     def _rates(self, of_head: Tensor, allowed: Tensor) -> Tensor:
         """The rates of all blocks from those of heads, for a budget of 1; a block takes its heads' smallest."""
-        limits = of_head.where(of_head > 0, torch.inf)  # not greater than 0: NaN, or a step that is not finite
+        limits = of_head.where(of_head > 0, torch.inf)  # NaN or 0 if the step is not finite: then there is no limit
         smallest = limits.new_full((self.total_blocks,), torch.inf)
         rates = allowed * smallest.scatter_reduce_(0, self.block, limits[self.head], "amin")
         return rates.clamp(max=MAX_RATE).where(rates.isfinite(), 1)
@@ -129,9 +129,3 @@ def _attention_name(path: LogitPath, known: Mapping[str, Sequence[LogitPath]]) -
         )
         same = next(sharing, path.weights[0].name)
     return same if all(other.heads == path.heads for other in known.get(same, ())) else str(path)
-
-
-def _flat_reads(rule: Rule, path: LogitPath) -> list[Tensor]:
-    """For each weight of a path, the flat index of the block that each head reads."""
-    indices = [rule.blocks.flat_index[rule.canonical[weight]] for weight in path.weights]
-    return [index[read] for index, read in zip(indices, path.reads, strict=True)]

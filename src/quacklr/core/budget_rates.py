@@ -17,9 +17,9 @@ from quacklr.core.sensitivity import Rule
 from quacklr.core.state import VERSION
 from quacklr.core.weight import Weight
 
-FASTER = (
-    "the lr of a param group of {} is {:.3g} times its {}, so the budget is {:.3g} instead of {:g}: it follows the "
-    "schedule of lr. If lr is no longer what the schedule starts from or rises to, set initial_lr in the param group"
+LR_ABOVE_START = (
+    "the lr of a param group of {} is {:.3g} times its {}. The budget follows lr, so it is {:.3g} now instead of {:g}. "
+    "If a warmup had lowered lr before QuacK was attached, set 'initial_lr' in the param group to the peak lr"
 )
 
 
@@ -47,12 +47,13 @@ class BudgetRates:
         self.stepped: set[int] = set()
         self._ever_stepped: set[int] = set()
         self.compiled = BudgetRule(rule)
-        self.rates = torch.full((rule.blocks.total,), torch.nan, device=rule.blocks.device)
+        self.rates = torch.full((rule.blocks.total,), torch.nan, device=rule.blocks.device, dtype=torch.float32)
         self.asked = self.given = self.rates.new_zeros(self.compiled.total_heads)
         self._on_paths = {id(part.param) for part in rule.parts}
         self._lr_at_start = {each: [_copy(group["lr"]) for group in each.param_groups] for each in optimizers}
         self._validate_lr()
-        self._of_tensors: dict[frozenset[int], tuple[Tensor, Tensor]] = {}
+        self._masks: dict[frozenset[int], Tensor] = {}
+        self._shares: dict[frozenset[int], Tensor] = {}
         self._warned = False
 
     def before_step(self, tensors: Collection[int], new_iteration: bool) -> Copies:
@@ -66,13 +67,9 @@ class BudgetRates:
 
     def after_step(self, optimizer: Optimizer, copies: Copies, tensors: Collection[int]) -> Tensor:
         """The rates of all blocks, from the step that was taken. Collective for sharded weights."""
-        key = frozenset(tensors)
-        if key not in self._of_tensors:
-            self._of_tensors[key] = self._stepping(key), self._share(key)
-        stepping, share = self._of_tensors[key]
         norms, steps = self.rule.blocks.measure_step(copies)
-        step = self.compiled.scale_step(norms, steps, self._allowed(optimizer, tensors), share)
-        self.rates = step.rates.where(stepping, self.rates)
+        step = self.compiled.scale_step(norms, steps, self._allowed(optimizer, tensors), self._share(tensors))
+        self.rates = step.rates.where(self._blocks_in(tensors), self.rates)
         self.asked, self.given = self.asked + step.asked, self.given + step.given
         return step.rates
 
@@ -101,7 +98,7 @@ class BudgetRates:
         if all(not isinstance(factor, Tensor) and factor == factors[0] for factor in factors):
             return allowed.fill_(self.budget * factors[0])
         for (_, group), factor in zip(groups, factors, strict=True):
-            in_group = self._stepping({id(param) for param in group["params"]})
+            in_group = self._blocks_in({id(param) for param in group["params"]})
             allowed = torch.maximum(allowed, self.budget * factor * in_group)
         return allowed
 
@@ -116,32 +113,41 @@ class BudgetRates:
         factor = group["lr"] / reference if isinstance(reference, Tensor) or reference else 1.0
         if not self._warned and not isinstance(factor, Tensor) and factor > 1.5:
             self._warned = True
-            text = FASTER.format(type(optimizer).__name__, factor, name, factor * self.budget, self.budget)
+            text = LR_ABOVE_START.format(type(optimizer).__name__, factor, name, factor * self.budget, self.budget)
             warnings.warn(text, stacklevel=8)
         return factor
 
-    def _stepping(self, tensors: Collection[int]) -> Tensor:
+    def _blocks_in(self, tensors: Collection[int]) -> Tensor:
         """(blocks,): whether a block has rows in these tensors (by id)."""
-        mask = torch.zeros(self.rule.blocks.total, dtype=torch.bool, device="cpu")
-        for weight, index in self.rule.blocks.flat_index.items():
-            mask[index] = weight.rated and any(id(part.param) in tensors for part in weight.parts)
-        return mask.to(self.rates.device)
+        key = frozenset(tensors)
+        if key not in self._masks:
+            mask = torch.zeros(self.rule.blocks.total, dtype=torch.bool, device="cpu")
+            for weight, index in self.rule.blocks.flat_index.items():
+                mask[index] = weight.rated and any(id(part.param) in key for part in weight.parts)
+            self._masks[key] = mask.to(self.rates.device)
+        return self._masks[key]
 
     def _share(self, tensors: Collection[int]) -> Tensor:
-        """(heads,): the share of a step of these tensors (by id) in the budget, if other optimizers step the others.
+        """(heads,): the share of the budget for a step of these tensors (by id); 1 if they are all that a head trains.
 
-        A parameter counts by the square root of its columns. In AdamW's first step the norms of all parameters have
-        this ratio, so that weights and biases in different optimizers have nearly the rates that they have in one.
+        If several optimizers step the weights of a head, a parameter counts by the square root of its columns. The
+        first steps of AdamW have norms in this ratio, so rates are nearly those of one optimizer for all of them.
         """
-        compiled = self.compiled
-        ours, trained = (torch.zeros(self.rule.blocks.total, device="cpu") for _ in range(2))
+        key = frozenset(tensors)
+        if key not in self._shares:
+            self._shares[key] = self._new_share(key)
+        return self._shares[key]
+
+    def _new_share(self, tensors: Collection[int]) -> Tensor:
+        stepped, trained = torch.zeros(2, self.rule.blocks.total, device="cpu", dtype=torch.float32)
         for weight, index in self.rule.blocks.flat_index.items():
             for part in (part for part in weight.parts if weight.rated and part.param.requires_grad):
                 trained[index] += math.sqrt(part.columns)
-                ours[index] += math.sqrt(part.columns) * (id(part.param) in tensors)
-        pairs = torch.unique(torch.stack([compiled.head, compiled.block]).cpu(), dim=1)
-        sums = [torch.zeros(compiled.total_heads).index_add_(0, pairs[0], of[pairs[1]]) for of in (ours, trained)]
-        return (sums[0] / sums[1].clamp(min=1e-30)).to(self.rates.device)
+                stepped[index] += math.sqrt(part.columns) * (id(part.param) in tensors)
+        head, block = torch.unique(torch.stack([self.compiled.head, self.compiled.block]).cpu(), dim=1)
+        zeros = stepped.new_zeros(self.compiled.total_heads)
+        of_stepped, of_trained = (zeros.index_add(0, head, each[block]) for each in (stepped, trained))
+        return (of_stepped / of_trained.clamp(min=1)).to(self.rates.device)
 
     def _validate_lr(self) -> None:
         for optimizer, lrs in self._lr_at_start.items():

@@ -43,6 +43,9 @@ class LogitPath:
         heads: object = self.heads
         if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
             raise ValueError(f"{self}: heads={heads!r}; the number of heads is a positive whole number")
+        scale: object = self.scale
+        if scale is not None and (not isinstance(scale, int | float) or not 0 < abs(scale) < float("inf")):
+            raise ValueError(f"{self}: scale={scale!r}; the factor between product and logit is a number other than 0")
         for weight in self.weights[1:-1]:
             if weight.bias is not None:
                 raise ValueError(

@@ -47,14 +47,18 @@ class Rule:
         most_partners = max(1, *(len(path.weights) - 1 for path in self.paths))
         terms = []
         for path in self.paths:
-            indices = [self.blocks.flat_index[self.canonical[weight]] for weight in path.weights]
-            read = [index[blocks] for index, blocks in zip(indices, path.reads, strict=True)]
+            read = self.flat_reads(path)
             padding = torch.full((path.heads,), self.blocks.total, device="cpu")
             for i, block in enumerate(read):
                 others = read[:i] + read[i + 1 :]
                 terms.append(torch.stack([block, *others, *[padding] * (most_partners - len(others))]))
         block, *partners = torch.unique(torch.cat(terms, 1), dim=1)  # sorted by block
         return block, partners
+
+    def flat_reads(self, path: LogitPath) -> list[Tensor]:
+        """For each weight of a path, (heads,): the flat index of the block that each head reads."""
+        indices = [self.blocks.flat_index[self.canonical[weight]] for weight in path.weights]
+        return [index[blocks] for index, blocks in zip(indices, path.reads, strict=True)]
 
     def _validate_read(self, block: Tensor) -> None:
         unread = torch.bincount(block, minlength=self.blocks.total) == 0

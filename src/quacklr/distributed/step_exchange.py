@@ -45,7 +45,9 @@ class BlockPart(NamedTuple):
 
     def entries(self, width: int) -> Tensor:
         """The index of each entry in the block, whose rows have `width` entries."""
-        rows, columns = (torch.cat([torch.arange(*each) for each in ranges]) for ranges in (self.rows, self.columns))
+        rows, columns = (
+            torch.cat([torch.arange(*each, device="cpu") for each in ranges]) for ranges in (self.rows, self.columns)
+        )
         return (rows[:, None] * width + columns).flatten()
 
 
@@ -105,19 +107,20 @@ class StepExchange:
         found = [(blocks, gram(step)) for blocks, step in pairs if blocks is not None and step is not None]
         if self._anything_cut:
             found += [(blocks, gram(step_BRC)) for blocks, step_BRC in self._assembled(steps)]
-        values = torch.zeros(self._total, device=self._device)
+        values = torch.zeros(self._total, device=self._device, dtype=torch.float32)
         for (blocks, _), largest_B in zip(found, largest_singular_values([each for _, each in found]), strict=True):
             values[blocks] = largest_B.to(values)
         return values
 
     def _assembled(self, steps: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
         """The flat indices and the steps, (B, R, C), of the cut blocks that this rank owns."""
+        none = torch.zeros(0, device=self._device, dtype=torch.float32)
         local = [
-            torch.zeros(size, device=self._device) if step is None else step.flatten().to(self._device, torch.float32)
+            none.new_zeros(size) if step is None else step.flatten().to(none)
             for step, size, is_cut in zip(steps, self._sizes, self._cut, strict=True)
             if is_cut
         ]
-        sent = torch.cat([torch.zeros(0, device=self._device), *local]).index_select(0, self._send_order)
+        sent = torch.cat([none, *local]).index_select(0, self._send_order)
         received = sent.new_empty(sum(self._receive_sizes))
         dist.all_to_all_single(received, sent, self._receive_sizes, self._send_sizes, group=self._process_group)
         entries = received.index_select(0, self._receive_order)
@@ -154,8 +157,8 @@ def _by_owner(parts: Sequence[BlockPart], owner: dict[int, int]) -> Tensor:
     """The order of entries in which those for rank 0 come first, then those for rank 1, and so on."""
     starts = list(accumulate((part.size for part in parts), initial=0))
     order = sorted(range(len(parts)), key=lambda i: owner[parts[i].block])
-    return _concatenated([torch.arange(starts[i], starts[i + 1]) for i in order])
+    return _concatenated([torch.arange(starts[i], starts[i + 1], device="cpu") for i in order])
 
 
 def _concatenated(vectors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0, dtype=torch.long), *vectors])
+    return torch.cat([torch.zeros(0, dtype=torch.long, device="cpu"), *vectors])

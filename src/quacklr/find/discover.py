@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 from torch import nn
 
@@ -25,7 +25,7 @@ UNSEEN = (
     "attention): then train it without. Otherwise: scaled_dot_product_attention and a softmax written out are seen, "
     "a kernel of its own such as flash or flex attention is not; switch the model to sdpa or eager, or leave it out"
 )
-UNSCALED = {"GPTNeoSelfAttention"}  # it has no attribute `scaling`
+UNSCALED = {"GPTNeoSelfAttention"}  # its logits are not scaled, and it has no attribute `scaling`
 NOT_SEEN = "not recognised, and not seen to attend in a forward of the sample"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
 TAKE_MEASURED = (
@@ -108,24 +108,16 @@ def found_by_rule(model: nn.Module) -> dict[str, Finding]:
     with evaluating(model):  # reading a parametrised weight in training mode may change it
         for name, module in named_modules(model):
             if not any(is_inside(name, outer) for outer in found):
-                finding = _declared(module, name) or _with_scale(by_rule(module), module)
+                finding = _declared(module, name) or by_rule(module)
                 if finding is not None:
-                    found[name] = finding
+                    found[name] = finding if finding.declared else _with_scale(finding, module)
     return found
 
 
-@overload
-def _with_scale(finding: Finding, module: Any) -> Finding: ...
-
-
-@overload
-def _with_scale(finding: Finding | None, module: Any) -> Finding | None: ...
-
-
-def _with_scale(finding: Finding | None, module: Any) -> Finding | None:
-    """Add the factor between product and logit to the paths: transformers' attribute `scaling` of an attention."""
+def _with_scale(finding: Finding, module: Any) -> Finding:
+    """Set the scale of the paths, if the module has the attribute `scaling` of transformers' attention."""
     scale = 1.0 if type(module).__name__ in UNSCALED else getattr(module, "scaling", None)
-    if finding is None or not isinstance(scale, float) or not 0 < scale < float("inf"):
+    if not isinstance(scale, float) or not 0 < scale < float("inf"):
         return finding
     return replace(finding, paths=[replace(path, scale=scale) for path in finding.paths])
 

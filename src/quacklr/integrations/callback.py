@@ -44,14 +44,8 @@ class CallbackBase:
         validate_settings(tau, norm, floor)
         if budget is not None:
             validate_budget(budget, tau, norm, adapt, floor)
-        self._settings: dict[str, Any] = {
-            "tau": tau,
-            "norm": norm,
-            "adapt": adapt,
-            "floor": floor,
-            "budget": budget,
-            "verify": verify,
-        }
+        self._settings: dict[str, Any] = {"tau": tau, "norm": norm, "adapt": adapt, "floor": floor}
+        self._settings |= {"budget": budget, "verify": verify}
         self._paths = paths
 
     def _attach(

@@ -26,7 +26,8 @@ KEEPS_A_COPY = (
 def warn_of_copies(optimizer: Optimizer, tensors: Collection[int]) -> None:
     """Warn if the state of one of these tensors (by id) holds a tensor that is nearly the weight. Waits for the device.
 
-    A copy is nearer to the weight than half of the weight's norm. Momenta and second moments are not.
+    A copy is nearer to the weight than half of the weight's norm. Momenta and second moments are not. To be called
+    after the first step: copies that an optimizer makes later are not found.
     """
     for param in (p for group in optimizer.param_groups for p in group["params"] if id(p) in tensors):
         state: Any = optimizer.state.get(param, {})
