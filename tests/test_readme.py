@@ -124,7 +124,7 @@ def test_all_that_make_study_runs_is_in_the_ledger(entries: list[Entry]) -> None
     assert len(commands) == 2
     for words in commands:
         given = tyro.cli(Sweep, args=words.split(), config=OPTIONS)
-        assert missing(configs_of(given), known) == [], words
+        assert missing(configs_of(given, known), known) == [], words
 
 
 def test_what_decides_is_said_with_how_often_it_errs() -> None:

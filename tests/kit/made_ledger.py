@@ -21,8 +21,10 @@ from quacklr.lab.methods import (
     SoftCap,
 )
 from quacklr.lab.methods import SigmaReparametrised as Sigma
-from quacklr.lab.studies.questions import STUDIES
-from quacklr.lab.studies.scale import seeded
+from quacklr.lab.optim import AdamWRecipe
+from quacklr.lab.studies.budget_table import ADAMW_RATE
+from quacklr.lab.studies.questions import ADAPTIVE_STUDIES, STUDIES, runs_of
+from quacklr.lab.sweep.sweep import missing
 from swept_runs import made, tiny_scale
 
 SCALE = tiny_scale(Path("nowhere"))
@@ -34,6 +36,8 @@ Values = dict[tuple[str, type[Method], float], tuple[float, float, float]]  # lo
 def as_the_paper_says(config: Config) -> tuple[float, float, float]:
     """Loss, largest logit and change of a step, such that every claim holds."""
     lr, mla = config.optimizer.lr, "MLA" in type(config.attention).__name__
+    if isinstance(config.optimizer, AdamWRecipe):  # its rates are a third of Muon's
+        lr = float(f"{lr / ADAMW_RATE:.6g}")
     broken = (5.0 + mla, 5000.0, 50.0)
     if lr == LOW:
         return (3.0 + 0.01 * (not isinstance(config.method, QKNorm)), 5.0, 0.01)
@@ -55,15 +59,17 @@ def as_the_paper_says(config: Config) -> tuple[float, float, float]:
     return (found[0] + (0.3 if lr == MIDDLE else 0), *found[1:])
 
 
-def ledger(values: Callable[[Config], tuple[float, float, float]] = as_the_paper_says) -> list[Entry]:
-    """All studies, three seeds, with these numbers."""
-    entries = []
-    for name, study in STUDIES.items():
-        for config in seeded(study(SCALE), 3):
-            final, top, change = values(config)
-            seconds = {Quack: 1.0, QKNorm: 1.1, QKClipping: 1.2}.get(type(config.method), 0.99)
-            entry = made(
-                config, final + NOISE[config.training.seed], top, change, seconds + NOISE[config.training.seed]
-            )
-            entries.append(replace(entry, environment={"turns": True}) if name == "speed" else entry)
-    return entries
+def ledger(
+    values: Callable[[Config], tuple[float, float, float]] = as_the_paper_says, adaptive: bool = False
+) -> list[Entry]:
+    """All studies, three seeds, with these numbers; adaptive studies, which take longer to plan, if asked for."""
+    known: dict[str, Entry] = {}
+    for name in (*STUDIES, *(ADAPTIVE_STUDIES if adaptive else ())):
+        while todo := missing(runs_of(name, SCALE, known, 3), known):
+            for config in todo:
+                final, top, change = values(config)
+                noise = NOISE[config.training.seed % len(NOISE)]
+                seconds = {Quack: 1.0, QKNorm: 1.1, QKClipping: 1.2}.get(type(config.method), 0.99)
+                entry = made(config, final + noise, top, change, seconds + noise)
+                known[entry.key] = replace(entry, environment={"turns": True}) if name == "speed" else entry
+    return list(known.values())

@@ -26,7 +26,7 @@ from quacklr.lab.methods import SigmaReparametrised as Sigma
 from quacklr.lab.report.command import claim_results
 from quacklr.lab.studies.claims import CLAIMS
 from quacklr.lab.studies.extra_claims import EXTRA_CLAIMS
-from quacklr.lab.studies.questions import DECADES, QUACK_TAUS, STUDIES, speed
+from quacklr.lab.studies.questions import ADAPTIVE_STUDIES, DECADES, QUACK_TAUS, STUDIES, runs_of, speed
 from quacklr.lab.studies.results import (
     Comparison,
     NotRun,
@@ -35,7 +35,6 @@ from quacklr.lab.studies.results import (
     compare,
     leave_one_out_best,
     loss,
-    lr_sensitivity,
     t_quantile,
 )
 from quacklr.lab.studies.scale import Size, scale_of, seeded
@@ -185,7 +184,7 @@ def test_a_run_that_diverged_counts_as_untrained() -> None:
 
 def test_learning_rate_sensitivity_is_the_mean_height_above_the_minimum() -> None:
     entries = [e for lr, value in zip(SCALE.rates, (3.0, 2.0, 4.0), strict=True) for e in same(lr, value)]
-    assert lr_sensitivity(Results(entries, SCALE), "mha", QKNorm) == {0: 1.0, 1: 1.0}
+    assert Results(entries, SCALE).lr_sensitivity("mha", QKNorm) == {0: 1.0, 1: 1.0}
 
 
 def same(lr: float, value: float) -> Iterator[Entry]:
@@ -221,6 +220,10 @@ def test_every_study_can_be_planned_at_every_scale(name: Any) -> None:
         assert len({repr(config) for config in configs}) == len(configs) > 0
         assert "Scientific:" in (study.__doc__ or "")
         assert "Fixed:" in (study.__doc__ or "")
+    for adaptive, study_of_known in ADAPTIVE_STUDIES.items():
+        first = list(runs_of(adaptive, scale, {}, seeds=1))
+        assert {config.training.seed for config in first} == {0, 1}
+        assert "Scientific:" in (study_of_known.__doc__ or "")
     taus = {config.method.tau for config in STUDIES["norms"](scale) if isinstance(config.method, Quack)}
     assert taus == set(QUACK_TAUS) > set(DECADES) == {0.01, 0.1, 1.0, 10.0}
     assert all(config.training.steps < scale.base.training.steps for config in speed(scale))

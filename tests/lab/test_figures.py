@@ -22,7 +22,7 @@ from quacklr.util.figures import RC
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return Results(ledger(), SCALE)
+    return Results(ledger(adaptive=True), SCALE)
 
 
 def line(axes: Any, label: str) -> Any:

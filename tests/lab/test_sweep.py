@@ -62,6 +62,21 @@ def test_only_what_is_missing_is_run(corpus: Path, tmp_path: Path) -> None:
     assert {entry.key for entry in done(configs, tmp_path).ended} == {fingerprint(config) for config in configs[1:]}
 
 
+def test_runs_that_are_known_later_are_run_too_and_none_twice(corpus: Path, tmp_path: Path) -> None:
+    first, second, third = three(corpus)
+    ledger, asked = Ledger(tmp_path / "ledger.jsonl"), list[int]()
+
+    def more() -> list[Config]:
+        """As an adaptive study: all its runs as far as they are known."""
+        asked.append(len(ledger.entries()))
+        return [[first], [first, second], [first, second, third], [first, second, third]][asked[-1]]
+
+    state = sweep([first], ledger, Local(2, threads=1), tmp_path / "runs", more=more)
+    assert [entry.key for entry in state.ended] == [fingerprint(config) for config in (first, second, third)]
+    assert asked == [1, 2, 3]
+    assert len((tmp_path / "ledger.jsonl").read_bytes().splitlines()) == 3
+
+
 def test_cores_are_shared_out() -> None:
     assert Local().slots * Local().threads <= cores()
     assert Local(jobs=1).threads == cores()

@@ -103,6 +103,7 @@ def report(options: ReportOptions) -> int:
     written = [
         write(folder / "claims.md", tables),
         write(folder / "methods.md", f"# Methods\n\n{about}.\n\n{markdown.methods(results)}"),
+        write(folder / "budget.md", f"# One budget beside tuned methods\n\n{markdown.budget(results)}"),
         write(folder / "report.html", page(entries, claims, figures, "Does QuacK hold?")),
     ]
     for each in claims:

@@ -20,7 +20,7 @@ from quacklr.lab.report.style import Points, colour, line_with_seeds, method_cur
 from quacklr.lab.studies.claims import BOTH
 from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS
-from quacklr.lab.studies.results import NotRun, Results, RunsBySeed, available, by_seed, loss, lr_sensitivity
+from quacklr.lab.studies.results import NotRun, Results, RunsBySeed, available, by_seed, loss
 from quacklr.lab.studies.verdicts import method_label
 
 Draw = Callable[[Results], Figure]
@@ -170,7 +170,7 @@ def sensitivity(results: Results) -> Figure:
     """
     figure, [row] = panels(1, 2, 4.0, 2.8)
     for axes, attention in zip(row, BOTH, strict=True):
-        by_method = available(METHOD_NAMES, partial(lr_sensitivity, results, attention))
+        by_method = available(METHOD_NAMES, partial(results.lr_sensitivity, attention))
         for x, (method, values) in enumerate(by_method.items()):
             axes.bar(x, mean(values.values()), color=colour(method), alpha=0.6)
             axes.scatter([x] * len(values), list(values.values()), s=9, color="black", zorder=3)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from statistics import mean
 
 from quacklr.lab.methods import Method
+from quacklr.lab.studies.budget_table import COLUMNS, BudgetTable, Cell
 from quacklr.lab.studies.names import METHOD_NAMES
-from quacklr.lab.studies.results import Results, available, largest_logit, lr_sensitivity, settings_text
+from quacklr.lab.studies.results import Results, available, largest_logit, settings_text
 from quacklr.lab.studies.verdicts import ClaimResult, geometric_mean, mean_and_sd
 
 HEADINGS = {"paper": "The paper's claims", "own": "Questions of our own"}
@@ -61,7 +62,30 @@ def method_row(results: Results, attention: str, method: type[Method]) -> list[s
     rates, high = results.scale.rates, results.scale.high
     losses = available(rates, lambda lr: mean_and_sd(results.best(attention, method, lr)))
     logit = available([high], lambda lr: geometric_mean(results.best(attention, method, lr), largest_logit))
-    sensitivity = available([high], lambda _: f"{mean(lr_sensitivity(results, attention, method).values()):.3f}")
+    sensitivity = available([high], lambda _: f"{mean(results.lr_sensitivity(attention, method).values()):.3f}")
     setting = available([high], lambda lr: settings_text(results.best(attention, method, lr)))
     cells = [losses.get(lr, "") for lr in rates] + [each.get(high, "") for each in (logit, sensitivity, setting)]
     return [METHOD_NAMES[method], *cells] if losses else []
+
+
+def budget(results: Results) -> str:
+    """One budget beside methods that are tuned: a table for each kind of attention and optimizer."""
+    budget_table, parts = BudgetTable.of(results), list[str]()
+    for title, cells in budget_table.by_model().items():
+        head = ("method", *(f"lr {cell.lr:g}" for cell in cells), "lr sensitivity", "tau", "seeds")
+        rows = [budget_row(budget_table, name, cells) for name in budget_table.columns(cells[0])]
+        parts.append(f"## {title}\n\n{table(head, filter(None, rows))}")
+    return "\n".join(parts)
+
+
+def budget_row(budget_table: BudgetTable, name: str, cells: Sequence[Cell]) -> list[str]:
+    """The row of a method in `budget`; empty if it was not run."""
+    runs = available(cells, lambda cell: budget_table.runs(cell, name))
+    if not runs:
+        return []
+    losses = [mean_and_sd(runs[cell]) if cell in runs else "" for cell in cells]
+    sensitivity = available([name], lambda name: f"{mean(budget_table.lr_sensitivity(cells, name).values()):.3f}")
+    tuned = COLUMNS[name].first is not None
+    taus = [f"{budget_table.value(cell, name):g}" for cell in runs] if tuned else []
+    seeds = sorted({len(each) for each in runs.values()})
+    return [name, *losses, sensitivity.get(name, ""), ", ".join(taus), " to ".join(str(n) for n in seeds)]

@@ -20,6 +20,7 @@ from quacklr.lab.methods import (
     SoftCap,
 )
 from quacklr.lab.optim import AdamWRecipe
+from quacklr.lab.studies.budget_table import PAPER, BudgetTable
 from quacklr.lab.studies.claims import BOTH, best_in_mla, compare_rates
 from quacklr.lab.studies.names import METHOD_NAMES
 from quacklr.lab.studies.questions import ADAMW_RATE
@@ -39,6 +40,8 @@ from quacklr.lab.studies.verdicts import (
 )
 
 below_margin = partial(below, limit=MARGIN)
+TUNING_MARGIN = 0.02
+"""Nats of validation loss that tuning may be worth where a claim says that it is not needed."""
 
 
 def no_need_for_quack(sentence: str, rival: type[Method] | Method, attentions: Sequence[str] = BOTH) -> Claim:
@@ -117,6 +120,29 @@ def _cost_of_wrong_tau(results: Results, method: type[ConstantTau | Quack], lr: 
     below_it, at_it, above_it = (losses[tau] for tau in near)
     seeds = below_it.keys() & at_it.keys() & above_it.keys()
     return {seed: max(below_it[seed], above_it[seed]) - at_it[seed] for seed in seeds}
+
+
+def budget_needs_no_tuning(results: Results) -> Answer:
+    """One budget is enough: in every cell its loss is at most 0.02 above that of the paper's best method there."""
+    table, tested, behind = BudgetTable.of(results), [], []
+    for cell in table.cells:
+        runs = {name: table.runs(cell, name) for name in PAPER if name in table.columns(cell)}
+        best = min(runs.values(), key=lambda each: mean(by_seed(each, loss).values()))
+        compared = difference(str(cell), table.runs(cell, "budget"), best)
+        tested.append((partial(below, limit=TUNING_MARGIN), compared))
+        behind += [f"{compared.mean:+.3f} in {cell}"] if compared.mean > TUNING_MARGIN else []
+    counts = f"the mean is within {TUNING_MARGIN:g} in {len(tested) - len(behind)} of {len(tested)} cells"
+    return answer(f"{counts}; others: {', '.join(behind)}" if behind else counts, *tested)
+
+
+def budget_and_learning_rate(results: Results) -> Answer:
+    """With one budget the loss depends less on the learning rate than with QK norm."""
+    table, tested, texts = BudgetTable.of(results), [], []
+    for model, cells in table.by_model().items():
+        one, other = (table.lr_sensitivity(cells, name) for name in ("budget", "QK norm"))
+        tested.append((less, compare(f"{model}: budget - QK norm, lr sensitivity", one, other)))
+        texts.append(f"{model} {mean(one.values()):.3f} (QK norm {mean(other.values()):.3f})")
+    return answer(f"lr sensitivity: {'; '.join(texts)}", *tested)
 
 
 NO_NEED = "removes the need for QuacK"

@@ -1,6 +1,7 @@
 """The studies: each is a question, and the grid of runs that answers it.
 
-`quacklr sweep` adds the seeds, and skips runs that are in the ledger. A run that is in two studies is run once.
+`quacklr sweep` adds the seeds, and skips runs that are in the ledger. A run that is in two studies is run once. An
+adaptive study selects settings by the runs that have ended, so its later runs depend on its earlier ones.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import replace
 from quacklr.lab.config import Config
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
-    Budget,
     ConstantTau,
     Default,
     Method,
@@ -22,18 +22,20 @@ from quacklr.lab.methods import (
     SigmaReparametrised,
     SoftCap,
 )
-from quacklr.lab.model import MLA
 from quacklr.lab.optim import AdamWRecipe, Constant
-from quacklr.lab.studies.scale import StudyScale
+from quacklr.lab.studies.budget_table import BudgetTable
+from quacklr.lab.studies.scale import StudyScale, seeded
+from quacklr.lab.studies.tuning import Runs
 
 Study = Callable[[StudyScale], Iterator[Config]]
+AdaptiveStudy = Callable[[StudyScale, Runs, int], Iterator[Config]]
+"""Gives the runs, with their seeds, from the runs that have ended and the number of seeds."""
 
 DECADES = (0.01, 0.1, 1.0, 10.0)  # the paper's values of tau
 QUACK_TAUS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0)  # and values between, near the best
 CONSTANT_TAUS = (0.01, 0.03, 0.1, 0.3, 1.0)  # 1 is the default
 OTHERS: tuple[Method, ...] = (MuonSplit(), SoftCap(), SigmaReparametrised())  # not tested by the paper
 TIMED_STEPS = 60
-BUDGETS = (0.02, 0.007, 0.06)  # the one that was chosen first, then a third of it and three times it
 ADAMW_RATE = 3e-2  # where the default is unstable with AdamW, at the scale `cpu`
 
 
@@ -112,11 +114,8 @@ def latents(scale: StudyScale) -> Iterator[Config]:
 
     Scientific: Algorithm 2 literally, or with the shorter paths. Fixed: MLA with latent norms, the highest rate, tau 1.
     """
-    spec = scale.attentions["mla"]
-    assert isinstance(spec, MLA)
-    normed = replace(scale, attentions={"mla": replace(spec, latent_norm=True)})
     for method in (Default(), Quack(), Quack(literal=True)):
-        yield normed.run("mla", method, scale.high)
+        yield scale.with_latent_norms().run("mla", method, scale.high)
 
 
 def absorbed(scale: StudyScale) -> Iterator[Config]:
@@ -138,18 +137,13 @@ def adamw(scale: StudyScale) -> Iterator[Config]:
         yield scale.run("mha", method, ADAMW_RATE, optimizer=AdamWRecipe())
 
 
-def budgets(scale: StudyScale) -> Iterator[Config]:
+def budgets(scale: StudyScale, known: Runs, seeds: int) -> Iterator[Config]:
     """Does one budget fit all learning rates, kinds of attention and optimizers?
 
-    Scientific: the attention, the optimizer, the learning rate, and the budget itself. Fixed: everything else. The runs
-    to compare with are in `interventions` and `adamw`, where tau is selected for each learning rate.
+    Scientific: the attention, the optimizer, the learning rate, and the budget itself. Nuisance: tau, selected on seed
+    0 for each learning rate. All methods are judged on the seeds from 1 on.
     """
-    for budget in BUDGETS:
-        for lr in reversed(scale.rates):
-            of_adamw = float(f"{lr * ADAMW_RATE / scale.high:.6g}")  # exactly 0.003, not 0.0029999999999999996
-            for attention in scale.attentions:
-                yield scale.run(attention, Budget(budget), lr)
-                yield scale.run(attention, Budget(budget), of_adamw, optimizer=AdamWRecipe())
+    return BudgetTable(scale, known).needed(seeds)
 
 
 def timed(scale: StudyScale) -> StudyScale:
@@ -181,5 +175,13 @@ def demo(scale: StudyScale) -> Iterator[Config]:
 
 STUDIES: dict[str, Study] = {
     study.__name__: study
-    for study in (critical, interventions, rivals, latents, absorbed, norms, adamw, budgets, sensitivity, speed, demo)
+    for study in (critical, interventions, rivals, latents, absorbed, norms, adamw, sensitivity, speed, demo)
 }
+ADAPTIVE_STUDIES: dict[str, AdaptiveStudy] = {"budgets": budgets}
+
+
+def runs_of(study: str, scale: StudyScale, known: Runs, seeds: int) -> Iterator[Config]:
+    """All runs of a study that are known to be needed; for an adaptive study that depends on the runs that ended."""
+    if study in ADAPTIVE_STUDIES:
+        return ADAPTIVE_STUDIES[study](scale, known, seeds)
+    return seeded(STUDIES[study](scale), seeds)

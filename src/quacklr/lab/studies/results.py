@@ -7,7 +7,7 @@ setting. For each seed the setting is selected on the other seeds, so no run is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from quacklr.lab.config import values_of
 from quacklr.lab.ledger import Entry
-from quacklr.lab.methods import ConstantTau, Default, Method
+from quacklr.lab.methods import Budget, ConstantTau, Default, Method
 from quacklr.lab.model import MLA
 from quacklr.lab.optim import MuonRecipe
 from quacklr.lab.studies.names import METHOD_NAMES, method_name, settings_of
@@ -72,7 +72,7 @@ class Results:
         """The runs of a method by setting and learning rate, then by seed.
 
         A type selects all values of its first field (tau, threshold), which its paper sweeps; ConstantTau includes the
-        default, which has tau 1. An instance selects only itself.
+        default, which has tau 1. Budget selects its default only. An instance selects only itself.
         """
         spec = self.scale.attentions[attention]
         spec = replace(spec, latent_norm=latent_norm) if isinstance(spec, MLA) else spec
@@ -95,6 +95,10 @@ class Results:
         """The runs of a method by seed, each at the best setting (and learning rate, unless given) on other seeds."""
         return leave_one_out_best(self.runs(attention, method, lr, **where).values())
 
+    def lr_sensitivity(self, attention: str, method: type[Method]) -> dict[int, float]:
+        """The sensitivity to the learning rate by seed, of a method at its best setting at every rate."""
+        return lr_sensitivity([self.best(attention, method, lr) for lr in self.scale.rates])
+
 
 def available(keys: Iterable[Key], query: Callable[[Key], Value]) -> dict[Key, Value]:
     """The query's result for every key for which the ledger has runs."""
@@ -105,12 +109,12 @@ def available(keys: Iterable[Key], query: Callable[[Key], Value]) -> dict[Key, V
     return found
 
 
-def lr_sensitivity(results: Results, attention: str, method: type[Method]) -> dict[int, float]:
+def lr_sensitivity(of_rates: Sequence[RunsBySeed]) -> dict[int, float]:
     """Learning-rate sensitivity by seed (Wortsman et al. 2023): mean minus minimum of the loss over learning rates.
 
-    The method is at its best setting at every rate. The loss of a run that diverged is that of the untrained model.
+    The loss of a run that diverged is that of the untrained model.
     """
-    rows = [by_seed(results.best(attention, method, lr), loss) for lr in results.scale.rates]
+    rows = [by_seed(runs, loss) for runs in of_rates]
     seeds = sorted(set.intersection(*(set(row) for row in rows)))
     if not seeds:
         raise NotRun("its learning rates have no seed in common")
@@ -119,6 +123,8 @@ def lr_sensitivity(results: Results, attention: str, method: type[Method]) -> di
 
 def matching_setting(method: Method, wanted: type[Method] | Method) -> Method | None:
     """The method, if it equals `wanted`, or has this type and only its first field is not at the default; else None."""
+    if wanted is Budget:  # one budget for all runs
+        wanted = Budget()
     if not isinstance(wanted, type):
         return method if method == wanted else None
     if wanted is ConstantTau and method == Default():

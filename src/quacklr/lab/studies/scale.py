@@ -42,6 +42,14 @@ class StudyScale:
         config = replace(self.base, attention=self.attentions[attention], **changes)
         return replace(config, method=method, optimizer=optimizer)
 
+    def with_latent_norms(self) -> StudyScale:
+        """The scale with norms on the latents of MLA."""
+        normed = {
+            name: replace(spec, latent_norm=True) if isinstance(spec, MLA) else spec
+            for name, spec in self.attentions.items()
+        }
+        return replace(self, attentions=normed)
+
     def contains(self, config: Config) -> bool:
         """Whether a run is of this scale: equal to the base in everything that studies do not vary."""
         base = self.base
@@ -83,4 +91,9 @@ def seeded(configs: Iterator[Config], seeds: int) -> Iterator[Config]:
     grid = list(configs)
     for seed in range(seeds):
         for config in grid:
-            yield replace(config, training=replace(config.training, seed=seed))
+            yield with_seed(config, seed)
+
+
+def with_seed(config: Config, seed: int) -> Config:
+    """The run with another seed."""
+    return replace(config, training=replace(config.training, seed=seed))

@@ -17,8 +17,8 @@ from quacklr.lab.errors import UserError, exit_code, validate_at_most, validate_
 from quacklr.lab.files import locked
 from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.options import read
-from quacklr.lab.studies.questions import STUDIES
-from quacklr.lab.studies.scale import Size, scale_of, seeded
+from quacklr.lab.studies.questions import ADAPTIVE_STUDIES, STUDIES, AdaptiveStudy, Study, runs_of
+from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.sweep.display import display, listing
 from quacklr.lab.sweep.executor import Executor
 from quacklr.lab.sweep.interleaved import Interleaved
@@ -28,12 +28,13 @@ from quacklr.util import terminal
 
 TIMED = "speed"  # the study whose runs are interleaved
 
+ALL: dict[str, Study | AdaptiveStudy] = STUDIES | ADAPTIVE_STUDIES
 ABOUT = """\
 Run the grids of studies, several runs at once, and append every run that ends to a ledger. Runs in the ledger are not
 repeated, and stopped runs continue from their checkpoints: after Ctrl-C, a crash or a power failure, give the same
 command again. `quacklr report` makes figures, claims and a page from the ledger.
 
-""" + "\n\n".join(f"{name}: {(study.__doc__ or '').splitlines()[0]}" for name, study in STUDIES.items())
+""" + "\n\n".join(f"{name}: {(study.__doc__ or '').splitlines()[0]}" for name, study in ALL.items())
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Sweep:
     """Parent of the folders of the runs, with metrics, logs and checkpoints."""
     size: Size = field(default=Size())
     seeds: Annotated[int, tyro.conf.arg(metavar="INT")] = 3
-    """Number of seeds of each run: 0, 1, ..."""
+    """Number of seeds of each run: 0, 1, ... (budgets: 1, 2, ...; seed 0 selects its settings)"""
     on: Literal["here", "ray", "slurm"] = "here"
     """Where to run: this machine, a Ray cluster, or a Slurm cluster."""
     jobs: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -63,10 +64,10 @@ class Sweep:
     """Only list the runs and how they ended."""
 
 
-def configs_of(given: Sweep) -> list[Config]:
-    """Every run of the studies, each once."""
+def configs_of(given: Sweep, known: dict[str, Entry]) -> list[Config]:
+    """Every run of the studies that is known to be needed, each once."""
     scale = scale_of(given.size)
-    configs = (config for name in given.studies for config in seeded(STUDIES[name](scale), given.seeds))
+    configs = (config for name in given.studies for config in runs_of(name, scale, known, given.seeds))
     return list({fingerprint(config): config for config in configs}.values())
 
 
@@ -97,21 +98,29 @@ def execute(given: Sweep) -> State | None:
     validate_at_most(MAX_THREADS, **counts)
     if TIMED in given.studies and (given.on != "here" or given.jobs or given.slurm or len(given.studies) > 1):
         raise UserError(f"{TIMED} compares times of runs in one process: alone, without --on and --jobs")
-    configs, ledger = configs_of(given), Ledger(given.out / "ledger.jsonl")
+    ledger = Ledger(given.out / "ledger.jsonl")
     known = ledger.entries()
     if TIMED in given.studies:  # times of runs that were not interleaved cannot be compared
         known = {key: entry for key, entry in known.items() if entry.environment.get("turns")}
+    configs = configs_of(given, known)
     if given.dry_run:
         terminal.answer(listing(configs, known))
         return None
     todo = missing(configs, known, given.retry)
+
+    def more() -> list[Config]:
+        if ADAPTIVE_STUDIES.keys().isdisjoint(given.studies):
+            return []
+        known = ledger.entries()
+        return missing(configs_of(given, known), known)
+
     validate_corpora(configs, known)
     executor = executor_of(given, len(configs))
     try:
         with terminal.tolerant(), locked(given.runs):
             ledger.validate_writable()
             with display(" ".join(given.studies), len(configs) - len(todo)) as show:
-                return sweep(todo, ledger, executor, given.runs, show)
+                return sweep(todo, ledger, executor, given.runs, show, more)
     finally:
         executor.close()
 
@@ -134,8 +143,8 @@ def main(argv: Sequence[str]) -> int:
 
     def call() -> int:
         given = read(Sweep, "quacklr sweep", argv, ABOUT, tyro.conf.PositionalRequiredArgs)
-        if not given.studies or not set(given.studies) <= set(STUDIES):
-            raise UserError(f"which study? One or more of {', '.join(STUDIES)}; see quacklr sweep --help")
+        if not given.studies or not set(given.studies) <= set(ALL):
+            raise UserError(f"which study? One or more of {', '.join(ALL)}; see quacklr sweep --help")
         state = execute(given)
         return 0 if state is None else print_summary(given, state, argv)
 

@@ -54,13 +54,23 @@ def sweep(
     executor: Executor,
     runs: Path,
     show: Callable[[State], None] = lambda _: None,
+    more: Callable[[], Iterable[Config]] = lambda: (),
 ) -> State:
     """Execute all runs, each in the folder `runs / fingerprint`, and append them to the ledger.
 
-    A run whose process dies is resumed from its checkpoint, with three starts at most. After SIGINT or SIGTERM all runs
-    save a checkpoint, and the function returns.
+    `more` is called when a run has ended and none is waiting; of the runs that it returns, those that have not been
+    started are executed too. A run whose process dies is resumed from its checkpoint, with three starts at most. After
+    SIGINT or SIGTERM all runs save a checkpoint, and the function returns.
     """
-    state = State(deque(Task(config, runs / fingerprint(config)) for config in configs))
+    state, queued = State(deque()), set[Path]()
+
+    def queue(configs: Iterable[Config]) -> None:
+        for task in (Task(config, runs / fingerprint(config)) for config in configs):
+            if task.path not in queued:
+                queued.add(task.path)
+                state.waiting.append(task)
+
+    queue(configs)
     with stop_signals() as caught:
         while state.running or (state.waiting and state.stopped is None):
             if caught and state.stopped is None:
@@ -69,7 +79,8 @@ def sweep(
                     _job(task).stop()
             while state.waiting and len(state.running) < executor.slots and state.stopped is None:
                 _start(state.waiting.popleft(), state, executor)
-            _collect(state, ledger)
+            if _collect(state, ledger) and not state.waiting and state.stopped is None:
+                queue(more())
             show(state)
             time.sleep(executor.pause)
     return state
@@ -81,8 +92,9 @@ def _start(task: Task, state: State, executor: Executor) -> None:
     state.running.append(task)
 
 
-def _collect(state: State, ledger: Ledger) -> None:
-    """Append runs that ended to the ledger, and queue those whose process died again."""
+def _collect(state: State, ledger: Ledger) -> bool:
+    """Append runs that ended to the ledger, and queue those whose process died again. Returns whether any ended."""
+    before = len(state.ended)
     for task in list(state.running):
         outcome = _job(task).outcome()
         if outcome is None:
@@ -94,6 +106,7 @@ def _collect(state: State, ledger: Ledger) -> None:
         else:
             ledger.append(entry)
             state.ended.append(entry)
+    return len(state.ended) > before
 
 
 def _entry(task: Task, outcome: Outcome) -> Entry | None:
