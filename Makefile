@@ -46,7 +46,7 @@ results: $(READY)  ## write the numbers of results/ into README and docs
 models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)
 	PYTHONPATH=tests/kit $(BIN)/python benchmarks/catalogue.py
 
-bench: $(READY)  ## what QuacK costs a step, whole and sharded, Muon, the lab, measuring a model, watching and clipping logits, a token
+bench: $(READY)  ## what QuacK costs a step, whole and sharded, Muon, the lab, measuring a model, watching and clipping logits, a token; what a budget does to real text
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/muon_step.py
 	$(BIN)/python benchmarks/lab_speed.py
@@ -56,6 +56,7 @@ bench: $(READY)  ## what QuacK costs a step, whole and sharded, Muon, the lab, m
 	$(BIN)/python benchmarks/muon_sharded.py
 	$(BIN)/python benchmarks/communication.py
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/budget_changes.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
