@@ -159,7 +159,11 @@ def test_learning_rates_of_adamw_are_a_third_of_muons() -> None:
 def test_the_table_has_a_row_for_each_method_and_says_what_was_selected() -> None:
     results = Results(whole_ledger().values(), SCALE)
     text = markdown.budget(results)
-    tables = text.split("## ")[1:]
+    short, *tables = text.split("## ")[1:]
+    assert short.count("\n| M") == 18
+    assert (
+        "| MHA, Muon, lr 0.1 | 1.852 (sd 0.001) | constant tau 2.002 (sd 0.001) | -0.150 | 1.902 (sd 0.001) |" in short
+    )
     assert [each.splitlines()[0] for each in tables] == [
         "MHA, Muon", "MHA, AdamW", "MLA, Muon", "MLA, AdamW",
         "MLA with latent norms, Muon", "MLA with latent norms, AdamW",
@@ -175,11 +179,12 @@ def test_a_table_of_a_sweep_that_has_not_ended_has_what_was_run() -> None:
     gone = {fingerprint(first.run(Budget())), *(key for key, each in known.items() if each.config.training.seed == 0)}
     results = Results((each for key, each in known.items() if key not in gone), SCALE)
     assert "QuacK" not in markdown.budget(results), "no setting is selected"
+    assert "| MHA, Muon, lr 0.1 | 1.85" in markdown.budget(results)
     assert "| default |" in markdown.budget(results)
     table = BudgetTable.of(results)
     with pytest.raises(NotRun, match="QuacK was not run: MHA, Muon, lr 0.1"):
         table.runs(table.cells[0], "QuacK")
-    assert markdown.budget(Results([], SCALE)).count("## ") == 6
+    assert markdown.budget(Results([], SCALE)).count("## ") == 7
 
 
 def checked(

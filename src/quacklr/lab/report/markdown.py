@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from statistics import mean
 
 from quacklr.lab.methods import Method
-from quacklr.lab.studies.budget_table import COLUMNS, BudgetTable, Cell
+from quacklr.lab.studies.budget_table import BUDGET, COLUMNS, PAPER, BudgetTable, Cell
 from quacklr.lab.studies.names import METHOD_NAMES
-from quacklr.lab.studies.results import Results, available, largest_logit, settings_text
+from quacklr.lab.studies.results import Results, available, by_seed, largest_logit, loss, settings_text
 from quacklr.lab.studies.verdicts import ClaimResult, geometric_mean, mean_and_sd
 
 HEADINGS = {"paper": "The paper's claims", "own": "Questions of our own"}
@@ -75,7 +75,33 @@ def budget(results: Results) -> str:
         head = ("method", *(f"lr {cell.lr:g}" for cell in cells), "lr sensitivity", "tau", "seeds")
         rows = [budget_row(budget_table, name, cells) for name in budget_table.columns(cells[0])]
         parts.append(f"## {title}\n\n{table(head, filter(None, rows))}")
-    return "\n".join(parts)
+    return f"## In short\n\n{budget_summary(budget_table)}\n" + "\n".join(parts)
+
+
+def budget_summary(budget_table: BudgetTable) -> str:
+    """For each cell: the budget, the best method that leaves the model as it is, and QK norm, which changes it."""
+    cells = [cell for of_model in budget_table.by_model().values() for cell in of_model]
+    head = ("", f"budget {BUDGET:g}", "best tuned method", "budget - best", "QK norm")
+    return table(head, filter(None, (budget_summary_row(budget_table, cell) for cell in cells)))
+
+
+def budget_summary_row(budget_table: BudgetTable, cell: Cell) -> list[str]:
+    """The row of a cell in `budget_summary`; empty if methods are missing."""
+    runs = available(budget_table.columns(cell), lambda name: budget_table.runs(cell, name))
+    losses = {name: by_seed(each, loss) for name, each in runs.items()}
+    tuned = [name for name in losses if name in PAPER and name != "QK norm"]
+    if not tuned or not {"budget", "QK norm"} <= losses.keys():
+        return []
+    best = min(tuned, key=lambda name: mean(losses[name].values()))
+    shared = losses["budget"].keys() & losses[best].keys()
+    gap = f"{mean(losses['budget'][seed] - losses[best][seed] for seed in shared):+.3f}" if shared else ""
+    return [
+        str(cell),
+        mean_and_sd(runs["budget"]),
+        f"{best} {mean_and_sd(runs[best])}",
+        gap,
+        mean_and_sd(runs["QK norm"]),
+    ]
 
 
 def budget_row(budget_table: BudgetTable, name: str, cells: Sequence[Cell]) -> list[str]:
