@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from quacklr.core.budget_rates import BudgetRates, HeadChange
 from quacklr.core.norms import Norm, frobenius
 from quacklr.core.path import LogitPath, all_rated, as_paths
-from quacklr.core.relative_rates import RelativeRates
+from quacklr.core.relative_rates import RESUMED_ALONE, RelativeRates
 from quacklr.core.sensitivity import Rule
 from quacklr.core.validate import (
     validate_budget,
@@ -39,14 +39,10 @@ from quacklr.optimizers.attach import as_optimizers, first_after_step, is_idle, 
 from quacklr.optimizers.nested_steps import RunningStep, RunningSteps
 from quacklr.optimizers.scratch import ids_in_groups
 from quacklr.optimizers.step_check import StepCheck
+from quacklr.util.autocast import without_autocast
 from quacklr.util.read_only import ReadOnly
 
 _attached: WeakSet[QuacK] = WeakSet()
-
-RESUMED_ALONE = (
-    "the optimizer's state was loaded but QuacK's was not, so all rates start again from tau; "
-    "call quack.load_state_dict(...) too when you resume a run"
-)
 
 
 class QuacK:
@@ -58,26 +54,23 @@ class QuacK:
 
         rate = tau * (sensitivity when QuacK was attached) / (sensitivity now)
 
-    Attach QuacK once, after the weights are initialised or loaded. The training loop does not change:
-
-        quack = QuacK(model, optimizer)
-
-    The optimizer's `lr` is never written, so schedulers, param groups, gradient clipping and logging work as before.
+    Attach QuacK once, after the weights are initialised or loaded: `quack = QuacK(model, optimizer)`. The optimizer's
+    `lr` is never written, so the training loop, schedulers, param groups, gradient clipping and logging do not change.
     Rates are relative to the weights at the time of attaching: to resume a run, save and load `state_dict()` together
     with the optimizer's.
 
     Args:
         model: the model, whose attention is found by `logit_paths(model)`; or an iterable of LogitPath.
-        optimizer: the optimizer that trains the model, or several. Their steps must be linear in lr, as those of SGD,
-            AdamW, Muon and most others are.
+        optimizer: the optimizer that trains the model, or several. Without a budget their steps must be linear in lr,
+            as those of SGD, AdamW, Muon and most others are.
         tau: the rate at the start, relative to the optimizer's lr. The one hyperparameter to tune.
         norm: the norm of a block of weights: `quacklr.frobenius`, `quacklr.spectral`, or a function of the same form.
         adapt: if False, all rates stay at tau (the constant-tau ablation of the paper).
         floor: a lower bound on all norms, for weights that are all zeros when QuacK is attached.
         budget: instead of tau, norm, adapt and floor: how much one step may change the logits of a head, in nats (root
             mean square). The step of each head is scaled to this change, also upwards. The budget follows the schedule
-            of lr: it is multiplied by lr / initial lr. 0.02 is where to start. It needs no state, and works with
-            optimizers that are not linear in lr.
+            of lr: it is multiplied by lr / initial lr. 0.02 is where to start. Optimizers need not be linear in lr, and
+            rates are computed from the step instead of the weights before it.
         verify: measure attention that was found by rule, on a few tokens of the first batch. If the rule was wrong, the
             first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; there is
             then a warning if the class of its attention is not one that quacklr has tested.
@@ -138,9 +131,10 @@ class QuacK:
 
     def _register_hooks(self, optimizer: Optimizer) -> list[Any]:
         eager: Any = torch.compiler.disable  # not compiled under torch.compile(optimizer.step)
+        before, after = (without_autocast(each, self._rule.blocks.device) for each in (self._before, self._after))
         return [
-            optimizer.register_step_pre_hook(eager(self._before)),
-            first_after_step(optimizer, eager(self._after)),  # changes by other post-step hooks are not scaled
+            optimizer.register_step_pre_hook(eager(before)),
+            first_after_step(optimizer, eager(after)),  # changes by other post-step hooks are not scaled
             optimizer.register_load_state_dict_post_hook(self._optimizer_loaded),
         ]
 
@@ -177,15 +171,18 @@ class QuacK:
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self._running.drop_failed(optimizer)
-        if optimizer in self._running or is_idle(optimizer):  # nested step, or every lr is 0
+        if optimizer in self._running:  # a nested step
             return
-        if self._resumed_alone:
-            self._resumed_alone = False
-            warnings.warn(RESUMED_ALONE, stacklevel=4)  # refers to the line that called optimizer.step
         of_callers = [running.tensors for running in self._running.values()]  # steps that called this one
         tensors = (ids_in_groups(optimizer) & self._on_paths).difference(*of_callers)
         stepped = self._method.stepped
         new_iteration = not stepped or not stepped.isdisjoint(tensors)
+        if is_idle(optimizer):  # every lr is 0
+            self._method.no_step(tensors, new_iteration)
+            return
+        if self._resumed_alone:
+            self._resumed_alone = False
+            warnings.warn(RESUMED_ALONE, stacklevel=5)  # refers to the line that called optimizer.step
         self._step_check.before_step(tensors, stepped if new_iteration else ())
         if not tensors:
             return
@@ -206,8 +203,10 @@ class QuacK:
         blocks.scale_step(running.copies, rates, running.tensors)
 
     def _optimizer_loaded(self, optimizer: Optimizer) -> None:
-        relative = isinstance(self._method, RelativeRates)
-        self._resumed_alone = relative and bool(optimizer.state) and not self._loaded
+        if isinstance(self._method, BudgetRates):
+            self._method.optimizer_loaded(optimizer)
+        else:
+            self._resumed_alone = bool(optimizer.state) and not self._loaded
 
     def rates(self, last: bool = False) -> dict[str, Tensor]:
         """The multipliers of lr that the next step will use: (blocks,) for each weight, by name.
@@ -293,7 +292,7 @@ class QuacK:
     def __repr__(self) -> str:
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         sharded = isinstance(self._rule.blocks, ShardedBlocks)  # if so, print the last rates: `rates()` is collective
-        when = "last rates" if sharded else "rates now"
+        when = "last rates" if sharded or self.budget is not None else "rates now"
         notes = self._verification.notes if self._verification is not None else {}
         table = describe(self._rule, when, self.rates(last=sharded), self.left_alone, self._origin, notes)
         return f"QuacK({self._method!r}) on {names}\n{table}"

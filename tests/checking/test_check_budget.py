@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Rprop
 
 from models import Separate, logits
 from quacklr import QuacK, check
@@ -62,3 +62,12 @@ def test_a_budget_and_tau_together_are_an_error() -> None:
     model = nn.Sequential(Separate())
     with pytest.raises(ValueError, match="with a budget, tau must be left out"):
         check(model, SGD(model.parameters(), lr=0.1), X_BTD, budget=BUDGET, tau=0.5, loss=loss)
+
+
+def test_an_optimizer_that_is_not_linear_in_lr_can_be_checked() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Separate())
+    report = check(model, Rprop(model.parameters(), lr=0.01), X_BTD, budget=BUDGET, loss=loss, steps=1)
+    assert report.layers[0].quack.root_mean_square.max() > 0
+    with pytest.raises(ValueError, match="Rprop"):
+        check(model, Rprop(model.parameters(), lr=0.01), X_BTD, loss=loss, steps=1)

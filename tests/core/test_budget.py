@@ -472,6 +472,100 @@ def test_biases_in_another_optimizer_take_little_of_the_budget() -> None:
     assert (total <= BUDGET * 1.001).all()
 
 
+def true_change(attention: Any, head: int, old: dict[Tensor, Tensor], new: dict[Tensor, Tensor]) -> float:
+    """The root mean square of the change of a head's logits, from the whole matrices."""
+    paths = attention.logit_paths()
+    return float((rms_matrix(paths, head, new) - rms_matrix(paths, head, old)).norm()) / math.sqrt(4)
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_weights_that_are_trained_later_have_the_budget(optimizers: int) -> None:
+    """Frozen in the first steps, then not; and frozen again."""
+    torch.manual_seed(0)
+    model: Any = layers(2, Separate)
+    attention = model[0]
+    q, k = attention.q.weight, attention.k.weight
+    others = [param for param in model.parameters() if param is not k]
+    together = [SGD(model.parameters(), lr=0.1)] if optimizers == 1 else [SGD(others, lr=0.1), SGD([k], lr=0.1)]
+    with QuacK(model, together, budget=BUDGET) as quack:
+        for frozen, changed in (((q, k), 0), ((k,), 1), ((), 1), ((q, k), 0), ((q,), 1), ((), 1)):
+            old = {param: param.detach().clone() for param in model.parameters()}
+            for param in (q, k):
+                param.requires_grad_(all(param is not each for each in frozen))
+            for param in model.parameters():
+                param.grad = torch.randn_like(param) if param.requires_grad else None
+            for optimizer in together:
+                optimizer.step()
+            new = {param: param.detach().clone() for param in model.parameters()}
+            given = quack.changes()["0"].given
+            assert given.max() <= BUDGET * 1.001
+            if changed:
+                assert given.min() > BUDGET * 0.9
+                assert all(0.2 * BUDGET < true_change(attention, head, old, new) < BUDGET for head in range(4))
+
+
+def test_a_step_under_autocast_is_measured_in_full_precision() -> None:
+    both = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Separate(width=128, heads=2, groups=2))
+        optimizer = AdamW(model.parameters(), lr=1e-5)
+        with QuacK(model, optimizer, budget=BUDGET) as quack:
+            random_gradients(model)
+            with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
+                optimizer.step()
+            both.append((quack.rates(), quack.changes()["0"].given))
+    assert_equal(*both)
+    assert float(both[0][1].min()) > 0.1 * BUDGET
+
+
+def test_large_rates_of_16_bit_weights_are_warned_of() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Separate()).bfloat16()
+    optimizer = AdamW(model.parameters(), lr=1e-5)
+    quack = QuacK(model, optimizer, budget=BUDGET)
+    with pytest.warns(UserWarning, match="0.q is bfloat16, and the first step was scaled by up to") as caught:
+        train(model, optimizer, steps=2)
+    quack.remove()
+    assert len(caught) == 1
+    assert caught[0].filename.endswith("models.py")  # the line that called optimizer.step
+    for lr, dtype in ((0.1, torch.bfloat16), (1e-5, torch.float32)):
+        other = nn.Sequential(Separate()).to(dtype)
+        optimizer = AdamW(other.parameters(), lr=lr)
+        with warnings.catch_warnings(action="error"), QuacK(other, optimizer, budget=BUDGET):
+            train(other, optimizer, steps=1)
+
+
+def test_paths_over_the_same_features_have_the_scale_of_one_head() -> None:
+    """Two keys that meet the same query: the features of a head are counted once."""
+    torch.manual_seed(0)
+    q, k, other = (nn.Parameter(torch.randn(16, 32)) for _ in range(3))
+    weights = [packed(param, (name, 2, 8))[0] for name, param in zip("qkj", (q, k, other), strict=True)]
+    with torch.no_grad():
+        other.mul_(1e-4)
+    optimizer = SGD([q], lr=0.1)
+    paths = [LogitPath((weights[0], weights[1]), 2), LogitPath((weights[0], weights[2]), 2)]
+    for param in (k, other):
+        param.requires_grad_(False)
+    q.grad = torch.cat([torch.linalg.qr(torch.randn(32, 8))[0].mT for _ in range(2)])  # singular values are all equal
+    old = q.detach().clone()
+    with QuacK(paths, optimizer, budget=BUDGET):
+        optimizer.step()
+    for head in (slice(8), slice(8, 16)):
+        change = (q.detach() - old)[head].mT @ k[head]
+        assert 0.8 * BUDGET < float(change.norm()) / math.sqrt(8) <= BUDGET
+
+
+@pytest.mark.parametrize("state", [{"version": 99}, {}, None, {"norm": "frobenius", "version": 99}])
+def test_a_state_of_something_else_is_refused(state: Any) -> None:
+    model = nn.Sequential(Separate())
+    with (
+        QuacK(model, SGD(model.parameters(), lr=0.1), budget=BUDGET) as quack,
+        pytest.raises(ValueError, match="state"),
+    ):
+        quack.load_state_dict(state)
+
+
 @pytest.mark.parametrize("setting", ["float64", "bfloat16", "meta"])
 def test_torchs_defaults_do_not_matter(setting: str) -> None:
     """Neither the default dtype nor the default device is that of the weights."""

@@ -159,3 +159,31 @@ def test_a_weight_made_of_two_parameters_is_left_alone_by_name() -> None:
     nn.utils.parametrize.register_parametrization(attention.q_proj, "weight", Shifted())
     left_alone = logit_paths(model).left_alone
     assert "does not follow the scale of just one" in left_alone["model.layers.0.self_attn"]
+
+
+@pytest.mark.parametrize("alpha", [3, 24])
+def test_a_budget_bounds_the_change_of_the_merged_weights(alpha: int) -> None:
+    """The adapter's factor alpha / r is part of the change."""
+    model = llama(target_modules=["q_proj", "k_proj"], lora_alpha=alpha)
+    attention = model.get_submodule(LLAMA)
+    optimizer = torch.optim.AdamW(trained(model), lr=0.1)
+
+    def merged() -> list[Tensor]:
+        """Of each head: query and key weights, with adapters."""
+        found = []
+        for projection in (attention.q_proj, attention.k_proj):
+            weight = projection.base_layer.weight + projection.get_delta_weight("default")
+            found.append(weight.detach().double().view(-1, 8, 32))
+        return [found[0], found[1].repeat_interleave(2, 0)]
+
+    largest = 0.0
+    with QuacK(model, optimizer, budget=0.02):
+        for _ in range(4):
+            (q, k), _ = merged(), model(TOKENS, labels=TOKENS).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            new_q, new_k = merged()
+            change = (new_q.mT @ new_k - q.mT @ k).flatten(1).norm(dim=1) / 8**0.5
+            largest = max(largest, float(change.max()))
+            assert (change < 0.02).all()
+    assert largest > 0.001

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DiaDecoderConfig, EsmConfig, EsmModel
+from transformers.models.dia.modeling_dia import DiaSelfAttention
 
 from models import Latent, Separate, layers, train
 from quacklr import LogitPath, QuacK, logit_paths
@@ -134,14 +138,21 @@ def test_several_layers_are_several_lines() -> None:
     assert len(repr(QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))).splitlines()) == 5
 
 
-@pytest.mark.parametrize("kind", ["llama", "granite", "t5", "gpt_neo", "whisper", "deepseek_v3", "bloom"])
+@pytest.mark.parametrize("kind", ["llama", "granite", "t5", "gpt_neo", "whisper", "deepseek_v3", "bloom", "mpt", "esm"])
 def test_the_scale_of_the_logit_is_the_one_that_the_model_uses(kind: str) -> None:
     """Judged by a forward pass: the ratio of logits to the products of queries and keys as the weights make them."""
-    model, batch = resolve(kind).runnable()
+    model: Any
+    if kind == "esm":
+        sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = EsmConfig(vocab_size=33, intermediate_size=64, pad_token_id=1, **sizes)
+        model = EsmModel(config)  # type: ignore[no-untyped-call]
+        batch: Any = {"input_ids": torch.randint(4, 24, (2, 9))}
+    else:
+        model, batch = resolve(kind).runnable()
     found = {name: finding for name, finding in found_by_rule(model).items() if finding.paths}
     seen: dict[str, float] = {}
     heads = {name: finding.paths[0].heads for name, finding in found.items()}
-    scales_its_queries = {"whisper": 0.25}.get(kind, 1.0)  # of a head of 16, before the product
+    scales_its_queries = kind in ("whisper", "esm")  # before the product, by 1 / sqrt(head size)
     with (
         torch.no_grad(),
         capture_logits(
@@ -154,4 +165,13 @@ def test_the_scale_of_the_logit_is_the_one_that_the_model_uses(kind: str) -> Non
         paths = found[name].paths
         size = sum(int(path.weights[path.meeting].rows_of_block[0]) for path in paths)
         scale = paths[0].scale if paths[0].scale is not None else size**-0.5
-        assert scale == pytest.approx(real * scales_its_queries, rel=1e-5)
+        assert scale == pytest.approx(real * (size**-0.5 if scales_its_queries else 1.0), rel=1e-5)
+
+
+def test_a_scale_that_is_a_whole_number_is_read() -> None:
+    """Dia's logits are not scaled: its attribute `scaling` is the int 1."""
+    attention = DiaSelfAttention(
+        DiaDecoderConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32), layer_idx=0
+    )
+    (finding,) = found_by_rule(attention).values()
+    assert [path.scale for path in finding.paths] == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -102,3 +103,28 @@ def test_an_optimizer_that_keeps_a_copy_of_the_weights_is_warned_of() -> None:
     optimizer = KeepsCopies(model.parameters(), lr=0.1)
     with QuacK(model, optimizer, budget=BUDGET), pytest.warns(UserWarning, match="KeepsCopies keeps a copy.*'master'"):
         steps(model, optimizer, 1)
+
+
+class Wrapper(Optimizer):
+    """As timm's Lookahead: has the tables of hooks, and no hooks in its step, as torch's constructor is not run."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base_optimizer, self.param_groups, self.state = base, base.param_groups, base.state
+        self.defaults = base.defaults
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base_optimizer.step(closure)
+
+
+def test_a_wrapper_whose_step_runs_no_hooks_is_attached_to_inside() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Separate())
+    wrapper = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    with QuacK(model, wrapper, budget=BUDGET) as quack:
+        assert quack.optimizers == [wrapper.base_optimizer]
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        wrapper.step()
+        assert quack.changes()["0"].given.tolist() == pytest.approx([BUDGET] * 4, rel=1e-2)

@@ -52,7 +52,7 @@ def check(
     forward and backward passes, and 10 forward passes for each doubling of layers, heads and head size; holds six
     copies of the parameters.
     """
-    optimizers = as_optimizers(optimizer)
+    optimizers = as_optimizers(optimizer, linear=budget is None)
     _validate(optimizers, steps, growth)
     validate_not_sharded(model, "check", "check it in one process, before it is sharded: the rows are the same")
     devices = {param.device for param in model.parameters() if param.device.type != "cpu"}

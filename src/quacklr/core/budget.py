@@ -6,12 +6,13 @@
 
 sigma is the largest singular value of the step, ||v|| the Frobenius norm of the weights before it, and the inner sizes
 are the numbers of features between the weights of a path. `asked` bounds the root mean square of the change of head h's
-logits by the unscaled step, for independent inputs of unit variance. docs/theory.md has the proof, and says for which
-paths it is a bound and for which an estimate.
+logits by the unscaled step, to first order, for independent inputs of unit variance. docs/theory.md has the proof, and
+says for which paths it is a bound and for which an estimate.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import Rule
+from quacklr.core.weight import Weight
 
-MAX_RATE = 1000.0  # so that rounding errors are not amplified to a step, where a head has almost no gradient
+MAX_RATE = 100.0  # so that rounding errors are not amplified to a step, where a head has almost no gradient
 
 
 class ScaledStep(NamedTuple):
@@ -54,9 +56,11 @@ class BudgetRule:
             self.heads[name] = slice(first, self.total_heads)
             reads = [rule.flat_reads(path) for path in paths]
             sizes = [rows[read[path.meeting]] for path, read in zip(paths, reads, strict=True)]
-            usual_scale = torch.stack(sizes).sum(0).rsqrt()
+            parts = first_of_features([[rule.canonical[weight] for weight in _meeting(path)] for path in paths])
+            usual_scale = torch.stack([sizes[i] for i in parts]).sum(0).rsqrt()
             for path, read, size in zip(paths, reads, sizes, strict=True):
                 scale = usual_scale if path.scale is None else torch.full_like(size, abs(path.scale))
+                scale = scale * abs(math.prod(weight.gain for weight in path.weights))
                 inner_sizes = reduce(torch.mul, [rows[block] for block in read]) / size
                 heads = torch.arange(first, self.total_heads, device="cpu")
                 padding = [torch.full_like(heads, self.total_blocks)] * (most_weights - len(read))
@@ -84,9 +88,9 @@ class BudgetRule:
         sizes = steps * self.sqrt_rows
         terms = self._terms(norms, sizes)
         asked = self._of_heads(terms)
-        first = self._rates(share / asked, allowed)
+        first = self._rates(asked, share, allowed)
         terms = self._terms(norms + first * sizes, sizes)
-        rates = torch.minimum(first, self._rates(share / self._of_heads(terms), allowed))
+        rates = torch.minimum(first, self._rates(self._of_heads(terms), share, allowed))
         return ScaledStep(rates, asked, self._of_heads(terms * rates[self.block]))
 
     def _terms(self, norms: Tensor, sizes: Tensor) -> Tensor:
@@ -97,12 +101,32 @@ class BudgetRule:
     def _of_heads(self, terms: Tensor) -> Tensor:
         return terms.new_zeros(self.total_heads).index_add_(0, self.head, terms)
 
-    def _rates(self, of_head: Tensor, allowed: Tensor) -> Tensor:
-        """The rates of all blocks from those of heads, for a budget of 1; a block takes its heads' smallest."""
-        limits = of_head.where(of_head > 0, torch.inf)  # NaN or 0 if the step is not finite: then there is no limit
+    def _rates(self, changes: Tensor, share: Tensor, allowed: Tensor) -> Tensor:
+        """The rates of all blocks from the changes of heads; a block takes the smallest rate of its heads."""
+        limits = (share / changes).where((changes > 0) & changes.isfinite(), torch.inf)
         smallest = limits.new_full((self.total_blocks,), torch.inf)
-        rates = allowed * smallest.scatter_reduce_(0, self.block, limits[self.head], "amin")
-        return rates.clamp(max=MAX_RATE).where(rates.isfinite(), 1)
+        smallest.scatter_reduce_(0, self.block, limits[self.head], "amin")
+        return (allowed * smallest).clamp(max=MAX_RATE).where(smallest.isfinite(), 1)
+
+
+def _meeting(path: LogitPath) -> Sequence[Weight]:
+    """The query weight and the key weight whose rows are multiplied."""
+    return path.weights[path.meeting : path.meeting + 2]
+
+
+def first_of_features(meetings: Sequence[Sequence[Weight]]) -> list[int]:
+    """The indices of the paths that are the first to read a part of a head's features.
+
+    `meetings` are the weights where each path's query and key meet. Two paths that share one of them read the same
+    features, as those of LoRA do; the two paths of MLA share none, and read different parts.
+    """
+    parts: list[tuple[int, set[Weight]]] = []
+    for i, weights in enumerate(meetings):
+        same = [part for part in parts if part[1].intersection(weights)]
+        first = min([i, *(index for index, _ in same)])
+        parts = [part for part in parts if part not in same]
+        parts.append((first, set(weights).union(*(each for _, each in same))))
+    return sorted(index for index, _ in parts)
 
 
 def attentions_of(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:

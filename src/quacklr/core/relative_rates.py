@@ -15,6 +15,11 @@ from quacklr.core.state import Saved, norm_name, read_state, write_state
 from quacklr.core.validate import FLOAT32, validate_norms
 from quacklr.core.weight import Weight
 
+RESUMED_ALONE = (
+    "the optimizer's state was loaded but QuacK's was not, so all rates start again from tau; "
+    "call quack.load_state_dict(...) too when you resume a run"
+)
+
 
 class RelativeRates:
     """Rates relative to the sensitivities at the start, computed from the weights before each step.
@@ -38,6 +43,9 @@ class RelativeRates:
         self.target = tau * self.start
         if not self.adapt:
             self.rates.fill_(tau)
+
+    def no_step(self, tensors: Collection[int], new_iteration: bool) -> None:
+        """A step that changes nothing, because every lr is 0, leaves everything as it is."""
 
     def before_step(self, tensors: Collection[int], new_iteration: bool) -> Copies:
         """Compute the rates if an iteration begins; returns copies of the rows of these tensors (by id)."""

@@ -113,9 +113,18 @@ def _key(group: BlockGroup) -> str:
     return name if len(group.blocks) == len(sizes) else f"{name}[{sizes[group.blocks[0]]} rows]"
 
 
+def validate_version(state: Mapping[str, Any]) -> None:
+    """Raise ValueError if a newer quacklr has written the state."""
+    if state.get("version", 1) not in (1, VERSION):
+        raise ValueError(
+            f"the state has version {state['version']}, so it was written by a newer quacklr; use that one"
+        )
+
+
 def _validate_same_weights(rule: Rule, norm: Norm, state: Any) -> None:
     if not isinstance(state, Mapping):
         raise ValueError(f"this is not the state of a QuacK: it is a {type(state).__name__}")
+    validate_version(state)
     if set(state) == {"version"}:
         raise ValueError(
             "the state is that of a QuacK with a budget, which has no sensitivities at the start; pass the same "
@@ -123,10 +132,6 @@ def _validate_same_weights(rule: Rule, norm: Norm, state: Any) -> None:
         )
     if missing := {"norm", "shape", "sensitivity"} - set(state):
         raise ValueError(f"this is not the state of a QuacK: it has no {', '.join(sorted(missing))}")
-    if state.get("version", 1) not in (1, VERSION):
-        raise ValueError(
-            f"the state has version {state['version']}, so it was written by a newer quacklr; use that one"
-        )
     if state["norm"] != norm_name(norm):
         raise ValueError(f"the state was made with norm={state['norm']}, but this QuacK has norm={norm_name(norm)}")
     saved = {name: (list(shape), _length(state["sensitivity"].get(name))) for name, shape in state["shape"].items()}

@@ -7,7 +7,7 @@ and attention that no rule applies to is measured.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,13 @@ UNSEEN = (
     "attention): then train it without. Otherwise: scaled_dot_product_attention and a softmax written out are seen, "
     "a kernel of its own such as flash or flex attention is not; switch the model to sdpa or eager, or leave it out"
 )
-UNSCALED = {"GPTNeoSelfAttention"}  # its logits are not scaled, and it has no attribute `scaling`
+SCALES: dict[str, Callable[[Any], float | None]] = {  # classes whose attribute `scaling` is not the scale of the logit
+    "GPTNeoSelfAttention": lambda _: 1.0,  # it has none: its logits are not scaled
+    "EsmSelfAttention": lambda _: None,  # it scales the query before
+    "EvollaSaProtSelfAttention": lambda _: None,
+    "OpenAIPrivacyFilterAttention": lambda module: module.scaling**2,  # applied to the query and to the key
+    "MptAttention": lambda module: module.softmax_scale,
+}
 NOT_SEEN = "not recognised, and not seen to attend in a forward of the sample"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
 TAKE_MEASURED = (
@@ -116,8 +122,9 @@ def found_by_rule(model: nn.Module) -> dict[str, Finding]:
 
 def _with_scale(finding: Finding, module: Any) -> Finding:
     """Set the scale of the paths, if the module has the attribute `scaling` of transformers' attention."""
-    scale = 1.0 if type(module).__name__ in UNSCALED else getattr(module, "scaling", None)
-    if not isinstance(scale, float) or not 0 < scale < float("inf"):
+    scale_of = SCALES.get(type(module).__name__)
+    scale = getattr(module, "scaling", None) if scale_of is None else scale_of(module)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
         return finding
     return replace(finding, paths=[replace(path, scale=scale) for path in finding.paths])
 

@@ -76,7 +76,7 @@ def _optimizers_to_hook(given: Any, notes: list[str], linear: bool) -> list[Opti
     if not inner or name in SHARD_STATE:
         return [given]
     if not linear:
-        hooked = isinstance(given, Optimizer) and hasattr(given, "_optimizer_step_post_hooks")
+        hooked = isinstance(given, Optimizer) and _runs_hooks(given)
         return [given] if hooked else [each for one in inner for each in _optimizers_to_hook(one, notes, linear)]
     inside = _probed(given, inside=True)
     if not _is_linear(inside) and isinstance(given, Optimizer) and _is_linear(_probed(given)):
@@ -97,9 +97,14 @@ def _is_linear(found: Linearity | str) -> bool:
     return isinstance(found, Linearity) and found.constant <= LINEAR
 
 
+def _runs_hooks(optimizer: Optimizer) -> bool:
+    """Whether its `step` runs hooks; not if its constructor does not call that of torch.optim.Optimizer."""
+    return getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
 def _validate_hooks(optimizer: Optimizer) -> None:
     name, step = type(optimizer).__name__, type(optimizer).step
-    if not getattr(step, "hooked", False) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
+    if not _runs_hooks(optimizer):
         raise ValueError(
             f"{name}.step runs no hooks, because its constructor does not call that of torch.optim.Optimizer, so QuacK "
             "would never see a step; pass the optimizer that moves the weights"

@@ -133,6 +133,7 @@ def _lora(module: Any) -> list[ProjectionWeight]:
             return []
         suffix = "" if adapter == "default" else f"_{adapter}"
         one_block = torch.zeros(a.weight.shape[0], dtype=torch.long)
-        before = Weight(f"lora_A{suffix}", a.weight, one_block, rated=False)
+        gain = float(module.scaling[adapter])
+        before = Weight(f"lora_A{suffix}", a.weight, one_block, rated=False, gain=gain)
         found.append(ProjectionWeight(b.weight, before=before, suffix=f"_lora_B{suffix}"))
     return found
