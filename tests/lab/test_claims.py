@@ -231,9 +231,10 @@ def test_every_study_can_be_planned_at_every_scale(name: Any) -> None:
 
 def test_an_unfinished_sweep_is_judged_on_the_seeds_that_all_settings_have() -> None:
     config = SCALE.run("mha", Quack(), HIGH)
-    whole = dict(enumerate(seeds_of(config, [3.0, 3.0, 3.0])))
-    better = dict(enumerate(seeds_of(replace(config, method=Quack(3.0)), [2.0, 2.0])))
-    assert by_seed(leave_one_out_best([whole, better]), loss) == {0: 2.0, 1: 2.0}
+    whole = dict(enumerate(seeds_of(config, [3.0, 3.0, 3.0, 3.0])))
+    better = dict(enumerate(seeds_of(replace(config, method=Quack(3.0)), [2.0, 2.0, 2.0])))
+    begun = dict(enumerate(seeds_of(replace(config, method=Quack(0.3)), [1.0, 1.0])))
+    assert by_seed(leave_one_out_best([whole, better, begun]), loss) == {0: 2.0, 1: 2.0, 2: 2.0}
     with pytest.raises(NotRun):
         leave_one_out_best([{0: whole[0]}, {1: whole[1]}])
 

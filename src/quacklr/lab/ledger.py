@@ -27,7 +27,8 @@ from quacklr.lab.typed import fits
 from quacklr.util.atomic_files import flush_folder, make_folder
 
 DIGITS = 4
-MEASURED = ("step", "val_loss", "logits", "change_steps", "norm", "rate")  # keys of a row that a ledger keeps
+MEASURED = ("step", "val_loss", "logits", "change_steps")  # keys of a row that a ledger keeps
+OF_BLOCKS = ("norm", "rate")  # and those that it keeps for seed 0 only, because they are half of a line
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,11 @@ def crashed(config: Config, path: Path, reason: str) -> Entry:
 
 def measurements(config: Config, folder: Folder, rows: list[Row]) -> dict[str, Any]:
     """The fields of an entry that are computed from the rows of the run."""
+    kept = MEASURED + OF_BLOCKS if config.training.seed == 0 else MEASURED
     speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
     return {
         "history": [
-            {name: rounded(row[name]) for name in MEASURED if name in row}
+            {name: rounded(row[name]) for name in kept if name in row}
             for row in rows
             if "val_loss" in row or "logits" in row
         ],

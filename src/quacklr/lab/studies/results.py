@@ -136,10 +136,10 @@ def matching_setting(method: Method, wanted: type[Method] | Method) -> Method | 
 def leave_one_out_best(settings: Iterable[RunsBySeed]) -> RunsBySeed:
     """For each seed, the run of the setting with the lowest mean loss on all other seeds.
 
-    Only seeds that all settings have are used. A setting with a single seed is ignored if others have more.
+    Only seeds that all settings have are used. A setting with fewer than three seeds is ignored if others have more.
     """
     candidates = list(settings)
-    enough = min(2, max(len(runs) for runs in candidates))
+    enough = min(3, max(len(runs) for runs in candidates))
     candidates = [runs for runs in candidates if len(runs) >= enough]
     seeds = set.intersection(*(set(runs) for runs in candidates))
     if not seeds:
