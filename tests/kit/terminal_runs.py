@@ -104,7 +104,9 @@ def hung_up(out: Path, options: list[str]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def shown(_todo: object, _ledger: object, _place: object, _runs: object, show: Callable[[State], None]) -> State:
+def shown(
+    _todo: object, _ledger: object, _place: object, _runs: object, show: Callable[[State], None], _more: object
+) -> State:
     """In place of a sweep: its display, without the runs."""
     state = State(waiting=deque(), ended=[made(scale_of(Size()).run("mha", Default(), 0.1), 3.0)])
     show(state)

@@ -29,8 +29,10 @@ SCALES: dict[str, Callable[[Any], float | None]] = {  # classes whose attribute 
     "GPTNeoSelfAttention": lambda _: 1.0,  # it has none: its logits are not scaled
     "EsmSelfAttention": lambda _: None,  # it scales the query before
     "EvollaSaProtSelfAttention": lambda _: None,
-    "OpenAIPrivacyFilterAttention": lambda module: module.scaling**2,  # applied to the query and to the key
-    "MptAttention": lambda module: module.softmax_scale,
+    "OpenAIPrivacyFilterAttention": lambda module: (
+        getattr(module, "scaling", 0) ** 2
+    ),  # applied to the query and to the key
+    "MptAttention": lambda module: getattr(module, "softmax_scale", None),
 }
 NOT_SEEN = "not recognised, and not seen to attend in a forward of the sample"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
