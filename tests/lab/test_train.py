@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab_runs import ATTENTIONS, METHODS, comparable, environment, make_corpus, quacklr, read_rows, small
+from lab_runs import ATTENTIONS, METHODS, comparable, environment, heed_ctrl_c, make_corpus, quacklr, read_rows, small
 from paused import MINUTES, pause, wait_until_paused
 from quacklr import LogitMonitor
 from quacklr.lab.config import Config
@@ -248,7 +248,8 @@ def test_a_stopped_run_saves_its_last_step_and_says_how_to_go_on(
     options += f" --steps 20 --warmup 4 --heads 2 --kv-heads 2 --head-dim 8 --out {tmp_path / 'run'}"
     command = [sys.executable, "-m", "quacklr.cli", "train", *options.split()]
     pause(tmp_path / "run", 12)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes, env=environment(), preexec_fn=heed_ctrl_c)
     wait_until_paused(tmp_path / "run", process.poll)
     process.send_signal(signum)
     _, err = process.communicate(timeout=60 * MINUTES)
