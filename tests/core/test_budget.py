@@ -590,10 +590,12 @@ def test_torchs_defaults_do_not_matter(setting: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0, math.nan, math.inf, "1"])
-def test_a_scale_must_be_a_number_other_than_0(scale: Any) -> None:
+def test_a_scale_and_a_gain_must_be_numbers_other_than_0(scale: Any) -> None:
     (path,) = Separate().logit_paths()
     with pytest.raises(ValueError, match="the factor between product and logit"):
         LogitPath(path.weights, 4, scale=scale)
+    with pytest.raises(ValueError, match="a constant factor is a number other than 0"):
+        Weight("q", torch.randn(4, 4), torch.arange(4), gain=scale)
 
 
 def test_a_scale_of_the_logit_is_part_of_the_change() -> None:

@@ -22,7 +22,7 @@ from quacklr.lab.methods import (
 )
 from quacklr.lab.methods import SigmaReparametrised as Sigma
 from quacklr.lab.optim import AdamWRecipe
-from quacklr.lab.studies.budget_table import ADAMW_RATE
+from quacklr.lab.studies.budget_table import ADAMW_RELATIVE_RATE
 from quacklr.lab.studies.questions import ADAPTIVE_STUDIES, STUDIES, runs_of
 from quacklr.lab.sweep.sweep import missing
 from swept_runs import made, tiny_scale
@@ -37,7 +37,7 @@ def as_the_paper_says(config: Config) -> tuple[float, float, float]:
     """Loss, largest logit and change of a step, such that every claim holds."""
     lr, mla = config.optimizer.lr, "MLA" in type(config.attention).__name__
     if isinstance(config.optimizer, AdamWRecipe):  # its rates are a third of Muon's
-        lr = float(f"{lr / ADAMW_RATE:.6g}")
+        lr = float(f"{lr / ADAMW_RELATIVE_RATE:.6g}")
     broken = (5.0 + mla, 5000.0, 50.0)
     if lr == LOW:
         return (3.0 + 0.01 * (not isinstance(config.method, QKNorm)), 5.0, 0.01)

@@ -54,6 +54,9 @@ class Weight:
 
     def __post_init__(self) -> None:
         self._validate_param(self.param)
+        gain: object = self.gain
+        if not isinstance(gain, int | float) or not 0 < abs(gain) < math.inf:
+            raise ValueError(f"{self.name}: gain={gain!r}; a constant factor is a number other than 0")
         object.__setattr__(self, "dim", self._valid_dim())
         object.__setattr__(self, "block_of_row", self._valid_block_of_row())
         if self.bias is None:

@@ -20,7 +20,7 @@ from quacklr.lab.studies.tuning import TUNING_SEED, Runs, Selection, nearest, ne
 
 BUDGET = 0.02  # chosen before, on other seeds: docs/log.md
 OTHER_BUDGETS = (0.007, 0.06)  # a third of it, and three times it
-ADAMW_RATE = 0.3  # learning rates of AdamW, relative to those of Muon
+ADAMW_RELATIVE_RATE = 0.3  # learning rates of AdamW, relative to those of Muon
 FIXED = "QuacK, tau * lr fixed"
 MOST_SEEDS = 16
 
@@ -66,12 +66,13 @@ class Cell:
     latent_norm: bool
     adamw: bool
     muon_lr: float
-    """The learning rate of Muon in this cell; AdamW's is ADAMW_RATE of it."""
+    """The learning rate of Muon in this cell; AdamW's is ADAMW_RELATIVE_RATE of it."""
 
     @property
     def lr(self) -> float:
         """The learning rate."""
-        return float(f"{self.muon_lr * ADAMW_RATE:.6g}") if self.adamw else self.muon_lr  # 0.003, not 0.0029999999
+        exact = float(f"{self.muon_lr * ADAMW_RELATIVE_RATE:.6g}")  # 0.003, not 0.0029999999999999996
+        return exact if self.adamw else self.muon_lr
 
     def __str__(self) -> str:
         return f"{self.model_and_optimizer}, lr {self.lr:g}"
