@@ -6,13 +6,15 @@ READY := $(VENV)/ready
 LAB := $(VENV)/lab
 
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+BESIDE := $(MAKE) --no-print-directory --jobs=3  # lint and types, which have one process each, run beside the tests
 
-.PHONY: help test quick mutants lint types unit demo study results models bench clean
+.PHONY: help test quick quick-unit mutants lint types unit demo study results models bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-test: lint types unit  ## everything CI runs
+test: $(READY)  ## everything CI runs
+	@$(BESIDE) lint types unit
 
 lint: $(READY)  ## ruff: format and lint; import-linter: layers
 	$(BIN)/ruff format --check .
@@ -25,17 +27,21 @@ types: $(READY)  ## mypy, strict
 unit: $(READY)  ## the test suite, on all cores
 	$(BIN)/pytest $(PARALLEL)
 
-quick: lint types  ## lint, types, and the tests of core, find and logits
+quick: $(READY)  ## lint, types, and the tests of core, find and logits
+	@$(BESIDE) lint types quick-unit
+
+quick-unit: $(READY)
 	$(BIN)/pytest $(PARALLEL) tests/core tests/find tests/logits
 
-mutants: $(READY)  ## change a line of each module of core and list the changes that no test notices (many minutes)
-	$(BIN)/python benchmarks/mutants.py core
+mutants: $(READY)  ## change a line or two of each module and list the changes that no test notices (an hour or two)
+	$(BIN)/python benchmarks/mutants.py .
 
 demo: $(LAB)  ## see in minutes what QuacK is for: the default breaks, QuacK does not
 	$(BIN)/quacklr demo
 
-study: $(LAB)  ## what is missing of the study in results/ (hours on two cores; resumes), then its figures and claims
-	$(BIN)/quacklr sweep interventions rivals sensitivity latents absorbed norms adamw critical
+study: $(LAB)  ## what is missing of the study in results/ until its claims are decided (hours on two cores; resumes), then figures and claims
+	$(BIN)/quacklr sweep interventions norms critical budgets
+	$(BIN)/quacklr sweep --until-decided
 	$(BIN)/quacklr sweep speed --seeds 4
 	$(BIN)/quacklr report
 	$(BIN)/python benchmarks/fill_documents.py

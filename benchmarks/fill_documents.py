@@ -24,8 +24,8 @@ from pathlib import Path
 
 from quacklr.lab.demo import sentence, table
 from quacklr.lab.ledger import Ledger
-from quacklr.lab.report.command import claim_results
 from quacklr.lab.report.summary import summary
+from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
 
@@ -37,7 +37,7 @@ BLOCK = re.compile(r"(<!-- (results/[\w./-]+\.md)(?:: ([^\n]*?))? -->\n).*?(<!--
 def made() -> dict[Path, str]:
     """The texts that are made here: what `quacklr demo` printed, and the study in short."""
     entries = list(Ledger(ROOT / "results/ledger.jsonl").entries().values())
-    demo, study = Results(entries, scale_of(Size(steps=150))), Results(entries, scale_of(Size()))
+    demo, study = Results(entries, scale_of(Size(steps=150)), [0]), Results(entries, scale_of(Size()))
     shown = "\n".join(f"    {line}".rstrip() for line in table(demo).splitlines())
     return {
         ROOT / "results/demo.md": f"# What `quacklr demo` prints\n\n{shown}\n\n{sentence(demo)}\n",

@@ -15,6 +15,7 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start: threads that wait for a busy core spin
 PAUSING = str(Path(__file__).parent / "kit/pausing")  # see paused.py
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [PAUSING, os.environ.get("PYTHONPATH")]))
 
@@ -58,6 +59,8 @@ SLOWEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slowest files come first, so that no core waits for the last one."""
+    """On several cores the slowest files come first, so that no core waits for the last one."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
     order = {name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))

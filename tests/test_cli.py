@@ -8,6 +8,7 @@ import pytest
 
 import quacklr
 from quacklr.cli import COMMANDS, main
+from quacklr.util.arguments import unusable_argument
 
 
 @pytest.mark.usefixtures("stdlib")
@@ -63,3 +64,19 @@ def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypa
         monkeypatch.delitem(sys.modules, name)
     assert main(["report"]) == 2
     assert "quacklr report needs matplotlib: pip install 'quacklr[lab]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--out", ""], "--out is empty"),
+        (["--out="], "--out is empty"),
+        ([""], "an argument is empty"),
+        (["--out=here", ""], "an argument is empty"),
+        (["--out", "a\0"], "--out has a NUL character in it"),
+        (["--out=\udcff"], "--out is no text in UTF-8"),
+    ],
+)
+def test_an_argument_that_nothing_can_be_made_of_is_named(argv: list[str], message: str) -> None:
+    assert (unusable_argument(argv) or "").startswith(message)
+    assert unusable_argument(["--out", "here", "--force", "--name=a"]) is None

@@ -68,19 +68,20 @@ class QuacK:
         adapt: if False, all rates stay at tau (the constant-tau ablation of the paper).
         floor: a lower bound on all norms, for weights that are all zeros when QuacK is attached.
         budget: instead of tau, norm, adapt and floor: how much one step may change the logits of a head, in nats (root
-            mean square). The step of each head is scaled to this change, also upwards. The budget follows the schedule
-            of lr: it is multiplied by lr / initial lr. 0.02 is where to start. Optimizers need not be linear in lr, and
-            rates are computed from the step instead of the weights before it.
+            mean square). The step of each head is scaled to this change, down or up. The budget follows the schedule of
+            lr: it is multiplied by lr / initial lr. Begin with 0.02. Optimizers need not be linear in lr. There is no
+            state to save. docs/attach.md says when to use it.
         verify: measure attention that was found by rule, on a few tokens of the first batch. If the rule was wrong, the
             first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; there is
             then a warning if the class of its attention is not one that quacklr has tested.
 
-    Rates are computed from the weights before a step. With several optimizers, all that step in one iteration use the
-    same rates; an iteration ends when a parameter steps again. Sharded parameters (FSDP2, HSDP, tensor parallelism) are
-    supported: attach QuacK after sharding, in every process. A step then takes one small all-reduce.
+    Rates are computed from the weights before a step; with a budget, from the step itself. With several optimizers and
+    no budget, all that step in one iteration use the same rates; an iteration ends when a parameter steps again.
+    Sharded parameters (FSDP2, HSDP, tensor parallelism) are supported: attach QuacK after sharding, in every process. A
+    step then takes one small all-reduce; with a budget also an all-to-all.
 
     A step costs a copy of the rows on the paths (on the CPU its memory is kept for the next step), one pass over them
-    for the norms, and one to scale the step. QuacK never waits for the device.
+    for the norms, and one to scale the step. Only the checks in the first step wait for the device.
     """
 
     def __init__(

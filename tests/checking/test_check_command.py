@@ -13,6 +13,7 @@ from torch.optim import SGD
 from model_source import MODELS
 from models import PerHead, layers
 from quacklr import check
+from quacklr.checking.command import parser
 from quacklr.cli import main
 
 MORE = """
@@ -122,3 +123,10 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"a picture needs matplotlib: pip install 'quacklr\[lab\]'"):
         report.save(tmp_path / "check.png")
+
+
+def test_the_defaults_are_those_in_the_help() -> None:
+    options = {action.dest: action for action in parser()._actions}
+    for name in ("optimizer", "lr", "tau", "steps", "growth"):
+        said = (options[name].help or "").rpartition("(")[2].rstrip(")")
+        assert options[name].default == (said if name == "optimizer" else float(said))

@@ -219,6 +219,15 @@ def test_there_are_no_rates_before_a_step() -> None:
         assert "frozen" not in str(quack)
 
 
+@pytest.mark.parametrize(("method", "whose"), [({"budget": BUDGET}, "last rates"), ({"tau": 0.5}, "rates now")])
+def test_the_printed_rates_are_of_the_last_step_with_a_budget_and_of_the_next_without(
+    method: dict[str, float], whose: str
+) -> None:
+    model = nn.Sequential(Separate())
+    with QuacK(model, SGD(model.parameters(), lr=0.1), **method) as quack:  # type: ignore[arg-type]
+        assert whose in str(quack)
+
+
 def changes_with(lr: Callable[[Optimizer], Any], steps: int = 4) -> list[float]:
     """The change given in each step, with a schedule."""
     torch.manual_seed(0)
@@ -585,7 +594,7 @@ def test_torchs_defaults_do_not_matter(setting: str) -> None:
                 both.append((quack.rates(), {name: change.given for name, change in quack.changes().items()}))
         finally:
             torch.set_default_dtype(torch.float32)
-            torch.set_default_device("cpu")
+            torch.set_default_device(None)
     assert_equal(*both)
 
 

@@ -52,6 +52,15 @@ def test_without_its_state_a_resumed_run_would_differ() -> None:
     assert (QuacK(model, optimizer, tau=0.5).rates()["0.q"] - rates["0.q"]).abs().min() > 0.001
 
 
+def test_the_optimizers_state_may_be_loaded_after_quacks() -> None:
+    model, optimizer, quack = run(Separate, frobenius)
+    train(model, optimizer, steps=2)
+    resumed, resumed_optimizer, resumed_quack = run(Separate, frobenius, seed=9)
+    resumed_quack.load_state_dict(quack.state_dict())
+    resumed_optimizer.load_state_dict(optimizer.state_dict())
+    train(resumed, resumed_optimizer, steps=1)  # with a warning, an error here, if QuacK's state was not loaded
+
+
 def test_a_state_is_a_copy_that_training_does_not_change() -> None:
     model, optimizer, quack = run(Separate, spectral)
     state = quack.state_dict()

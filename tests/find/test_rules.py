@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
 from quacklr import QuacK, logit_paths
 from quacklr.find.finding import QK_NORM
@@ -58,6 +59,18 @@ def test_sizes_are_read_under_many_names(sizes: dict[str, int]) -> None:
     finding = by_rule(Attention("q_proj", "k_proj", 32, 16, **sizes))
     assert finding is not None
     assert [(path.heads, path.weights[1].blocks) for path in finding.paths] == [(4, 2)]
+
+
+def test_the_rows_of_a_gate_in_the_query_projection_are_on_no_path() -> None:
+    config = Qwen3NextConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    attention: Any = Qwen3NextAttention(config, layer_idx=0)
+    attention.q_norm = attention.k_norm = nn.Identity()  # with its norms there is nothing to control
+    finding = by_rule(attention)
+    assert finding is not None
+    ((q, k),) = (path.weights for path in finding.paths)
+    assert q.block_of_row.view(4, 2, 8)[:, 0].tolist() == [[head] * 8 for head in range(4)]
+    assert q.block_of_row.view(4, 2, 8)[:, 1].eq(-1).all()
+    assert k.block_of_row.tolist() == [0] * 8 + [1] * 8
 
 
 @pytest.mark.parametrize(

@@ -383,11 +383,13 @@ def test_gradients_are_left_as_they_were() -> None:
         ((torch.zeros(5, 12, dtype=torch.long),), [(2, 8)]),
         ((torch.zeros(5, 12, 16),), [(2, 8, 16)]),
         ((torch.zeros(12, dtype=torch.long),), [(12,)]),
+        ((torch.zeros(5, 12),), [(2, 12)]),
         ((torch.zeros(5, 3, 32, 32),), [(2, 3, 32, 32)]),
         ((torch.zeros(3, 5, 12, dtype=torch.long), torch.zeros(5, 12, dtype=torch.long)), [(3, 2, 8), (2, 8)]),
         ((torch.zeros(5, 12, dtype=torch.long), torch.zeros(3, 5, 12, dtype=torch.long)), [(2, 8), (3, 2, 8)]),
         ((torch.zeros(5, 12, dtype=torch.long), [torch.zeros(5, 1, 12, 12)]), [(2, 8), (2, 1, 8, 8)]),
         ((torch.zeros(5, 12, dtype=torch.long), {"y": torch.zeros(5, 9, dtype=torch.long)}), [(2, 8), (2, 8)]),
+        ((torch.zeros(5, 12, 16), torch.zeros(5, 9, 16)), [(2, 8, 16), (2, 9, 16)]),
         ((torch.zeros(1, 4, dtype=torch.long),), [(1, 4)]),
     ],
 )

@@ -36,29 +36,29 @@ def inspected(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0
 
 EXPECTED = {  # the beginnings of some of the lines
     "llama": """
-model.layers.{0-31}.self_attn (32) LlamaAttention separate q, k 32/32/128 q[32] k[32] q ~ 1/|k|
+model.layers.{0-31}.self_attn (32) LlamaAttention separate q, k 32/32/128 q[32] k[32] 0.08839 q ~ 1/|k|
 QuacK(model, optimizer) attaches to 32 attention layers, 1.07 billion parameters (15.9 % of all)""",
     "deepseek_v3": """
-model.layers.{0-60}.self_attn (61) DeepseekV3Attention MLA, low-rank queries 128/128/128+64 uq[128] uk[128] uq ~ 1/|uk|
+model.layers.{0-60}.self_attn (61) DeepseekV3Attention MLA, low-rank queries 128/128/128+64 uq[128] uk[128] 0.07217 uq
 + qr[128] kr uk ~ 1/|uq|
 qr ~ 1/|kr|
 kr ~ 1/max|qr|
 model.layers.{0-60}.self_attn.dq (61): cut off by the norm on the latent
 model.layers.{0-60}.self_attn.dkv (61): cut off by the norm on the latent""",
     "gpt2": """
-transformer.h.{0-11}.attn (12) GPT2Attention fused [q|k|v] 12/12/64 q[12] k[12] q ~ 1/|k|""",
+transformer.h.{0-11}.attn (12) GPT2Attention fused [q|k|v] 12/12/64 q[12] k[12] 0.125 q ~ 1/|k|""",
     "qwen3": """
 model.layers.{0-31}.self_attn (32): QK norm: its logit does not depend on
 QuacK(model, optimizer) would raise: it has nothing to control, since all of its 32 attention layers are left alone""",
     "jamba": """
-model.layers.{4,12,20,28}.self_attn (4) JambaAttention separate q, k 32/8/128 q[32] k[8] q ~ 1/|k|
+model.layers.{4,12,20,28}.self_attn (4) JambaAttention separate q, k 32/8/128 q[32] k[8] 0.08839 q ~ 1/|k|
 k ~ 1/max|q|""",
     "bart": """
-decoder.layers.{0-11}.encoder_attn (12) BartAttention separate q, k 16/16/64 q[16] k[16] q ~ 1/|k|
-encoder.layers.{0-11}.self_attn (12) BartAttention separate q, k 16/16/64 q[16] k[16] q ~ 1/|k|""",
+decoder.layers.{0-11}.encoder_attn (12) BartAttention separate q, k 16/16/64 q[16] k[16] 0.125 q ~ 1/|k|
+encoder.layers.{0-11}.self_attn (12) BartAttention separate q, k 16/16/64 q[16] k[16] 0.125 q ~ 1/|k|""",
     "t5": """
-encoder.block.{0-5}.layer.0.SelfAttention (6) T5Attention separate q, k 8/8/64 q[8] k[8] q ~ 1/|k|
-decoder.block.{0-5}.layer.1.EncDecAttention (6) T5Attention separate q, k 8/8/64 q[8] k[8] q ~ 1/|k|""",
+encoder.block.{0-5}.layer.0.SelfAttention (6) T5Attention separate q, k 8/8/64 q[8] k[8] 1 q ~ 1/|k|
+decoder.block.{0-5}.layer.1.EncDecAttention (6) T5Attention separate q, k 8/8/64 q[8] k[8] 1 q ~ 1/|k|""",
 }
 
 
@@ -84,6 +84,7 @@ def test_json_has_every_row_of_llama(capsys: pytest.CaptureFixture[str]) -> None
     q, k = (f"model.layers.7.self_attn.{name}_proj.weight" for name in "qk")
     assert weights(layer) == {"q": (q, 0, blocks(32, 128, 0, 128)), "k": (k, 0, blocks(32, 128, 0, 128))}
     assert layer["agrees"] is True
+    assert [path["scale"] for path in layer["paths"]] == [128**-0.5]
     assert (report["left_alone"], report["controlled"], report["parameters"]) == ({}, 32 * 2 * 4096**2, 6738415616)
     assert report["measured_on"] == "a small model of the same kind"
     assert len(report["small"]) == 2
@@ -142,7 +143,7 @@ def test_an_attention_that_no_rule_knows_is_found_by_measuring(capsys: pytest.Ca
     text = inspected(capsys, f"{mine}:unheard_of", code=1)
     assert "not recognised" in text
     text = inspected(capsys, f"{mine}:unheard_of", "--measure")
-    assert "{0-2} (3) UnheardOfAttention separate q, [k|v] 2/2/8 q[2] k[2] q ~ 1/|k|" in text
+    assert "{0-2} (3) UnheardOfAttention separate q, [k|v] 2/2/8 q[2] k[2] 1/sqrt(8) q ~ 1/|k|" in text
     assert "QuacK(logit_paths(model, batch), optimizer) attaches to 3 attention layers" in text
 
 
@@ -164,8 +165,11 @@ def test_a_layer_that_did_not_run_is_not_said_to_agree(capsys: pytest.CaptureFix
 
 def test_frozen_and_zero_weights_are_reported(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     text = inspected(capsys, f"{mine}:half_frozen")
-    assert "0 MultiheadAttention fused [q|k|v], and bias_k 2/2/8 q[2] k[2] q has none" in text
-    assert "{1-2} (2) MultiheadAttention fused [q|k|v], and bias_k 2/2/8 q[2] k[2] q ~ 1/max(|k|, |bias_k|)" in text
+    assert "0 MultiheadAttention fused [q|k|v], and bias_k 2/2/8 q[2] k[2] 1/sqrt(8) q has none" in text
+    assert (
+        "{1-2} (2) MultiheadAttention fused [q|k|v], and bias_k 2/2/8 q[2] k[2] 1/sqrt(8) q ~ 1/max(|k|, |bias_k|)"
+        in text
+    )
     assert "0.q: frozen: no rate, counts in its partners' norms" in text
     assert "attaches to 2 attention layers" in text
     text = inspected(capsys, f"{mine}:silent", code=1)

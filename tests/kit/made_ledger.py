@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,10 @@ from quacklr.lab.methods import (
 )
 from quacklr.lab.methods import SigmaReparametrised as Sigma
 from quacklr.lab.optim import AdamWRecipe
-from quacklr.lab.studies.budget_table import ADAMW_RELATIVE_RATE
-from quacklr.lab.studies.questions import ADAPTIVE_STUDIES, STUDIES, runs_of
+from quacklr.lab.studies.all_claims import claim_results
+from quacklr.lab.studies.questions import GRIDS, STUDIES, runs_of
+from quacklr.lab.studies.results import Results
+from quacklr.lab.studies.scale import ADAMW_RELATIVE_RATE
 from quacklr.lab.sweep.sweep import missing
 from swept_runs import made, tiny_scale
 
@@ -60,16 +62,28 @@ def as_the_paper_says(config: Config) -> tuple[float, float, float]:
 
 
 def ledger(
-    values: Callable[[Config], tuple[float, float, float]] = as_the_paper_says, adaptive: bool = False
+    values: Callable[[Config], tuple[float, float, float]] = as_the_paper_says, budgets: bool = False
 ) -> list[Entry]:
-    """All studies, three seeds, with these numbers; adaptive studies, which take longer to plan, if asked for."""
+    """All studies with these numbers, judged on three seeds; that of budgets, which is the largest, if asked for."""
     known: dict[str, Entry] = {}
-    for name in (*STUDIES, *(ADAPTIVE_STUDIES if adaptive else ())):
+
+    def run(configs: Iterable[Config], **environment: bool) -> None:
+        for config in configs:
+            final, top, change = values(config)
+            noise = NOISE[config.training.seed % len(NOISE)]
+            seconds = {Quack: 1.0, QKNorm: 1.1, QKClipping: 1.2}.get(type(config.method), 0.99)
+            entry = replace(made(config, final + noise, top, change, seconds + noise), environment=environment)
+            known[entry.key] = entry
+
+    for name in (*(name for name in STUDIES if budgets or name != "budgets"), *GRIDS):
         while todo := missing(runs_of(name, SCALE, known, 3), known):
-            for config in todo:
-                final, top, change = values(config)
-                noise = NOISE[config.training.seed % len(NOISE)]
-                seconds = {Quack: 1.0, QKNorm: 1.1, QKClipping: 1.2}.get(type(config.method), 0.99)
-                entry = made(config, final + noise, top, change, seconds + noise)
-                known[entry.key] = replace(entry, environment={"turns": True}) if name == "speed" else entry
+            run(todo, **{"turns": True} if name == "speed" else {})
+    while todo := tuning_of_rates(known):
+        run(todo)
     return list(known.values())
+
+
+def tuning_of_rates(known: dict[str, Entry]) -> list[Config]:
+    """The runs that select learning rates; they are in no study."""
+    (claim,) = claim_results(Results(known.values(), SCALE), ["tuned"])
+    return list(claim.needed)

@@ -56,7 +56,7 @@ def seeds_of(config: Config, values: list[float], **more: Any) -> Iterator[Entry
 
 
 def main(corpus: Path, out: Path) -> None:
-    ledger = Ledger(out / "ledger.jsonl")
+    ledger = Ledger(out / "ledger.jsonl", details=True)
     state = sweep(missing(three(corpus), ledger.entries()), ledger, Local(jobs=2, threads=1), out / "runs")
     sys.exit(0 if state.stopped is None else 128 + state.stopped)
 

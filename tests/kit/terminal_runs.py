@@ -105,7 +105,7 @@ def hung_up(out: Path, options: list[str]) -> int:
 
 
 def shown(
-    _todo: object, _ledger: object, _place: object, _runs: object, show: Callable[[State], None], _more: object
+    _todo: object, _ledger: object, _place: object, _runs: object, show: Callable[[State], None], *_: object
 ) -> State:
     """In place of a sweep: its display, without the runs."""
     state = State(waiting=deque(), ended=[made(scale_of(Size()).run("mha", Default(), 0.1), 3.0)])

@@ -14,10 +14,12 @@ from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import Budget, ConstantTau, Default, QKNorm, Quack
 from quacklr.lab.report import markdown
-from quacklr.lab.studies.budget_table import FIXED, BudgetTable, cells
+from quacklr.lab.studies.budget_table import methods_in
 from quacklr.lab.studies.extra_claims import budget_and_learning_rate, budget_needs_no_tuning
+from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.questions import runs_of
-from quacklr.lab.studies.results import NotRun, Results
+from quacklr.lab.studies.results import Results
+from quacklr.lab.studies.tuned_methods import SAME_TAU_LR
 from quacklr.lab.studies.tuning import VALUES, nearest, select
 from quacklr.lab.studies.verdicts import Claim, ClaimResult, check
 from quacklr.lab.sweep.sweep import missing
@@ -36,7 +38,7 @@ def searched(first: float, value_of: Callable[[float], float]) -> tuple[float | 
     known: dict[str, Entry] = {}
     tried: list[float] = []
     for _ in range(len(VALUES)):
-        found = select(lambda tau: SCALE.run("mha", Quack(tau), 0.1), first, known)
+        found = select(lambda tau: SCALE.cell("mha", 0.1).run(Quack(tau), 0), first, known)
         if not found.needed:
             return found.value, tried
         for config in found.needed:
@@ -52,7 +54,7 @@ def searched(first: float, value_of: Callable[[float], float]) -> tuple[float | 
 def test_a_search_ends_at_the_lowest_loss_with_its_neighbours_tried(first: float, best: float) -> None:
     found, tried = searched(first, lambda tau: 2 + abs(math.log(tau / best)))
     assert found == best
-    assert len(tried) == len(set(tried)), "no value is tried twice"
+    assert len(tried) == len(set(tried)), "no value is run twice"
     assert set(tried[:3]) == set(VALUES[VALUES.index(first) - 1 : VALUES.index(first) + 2])
     index = VALUES.index(best)
     assert set(VALUES[max(0, index - 1) : index + 2]) <= set(tried)
@@ -103,17 +105,17 @@ def whole_ledger() -> dict[str, Entry]:
 
 def test_settings_are_selected_on_seed_0_and_judged_on_others() -> None:
     known = swept(seeds=2)
-    table = BudgetTable(SCALE, known)
-    assert len(table.cells) == 18
-    for cell in table.cells:
-        for name in table.columns(cell):
-            runs = table.runs(cell, name)
-            assert list(runs) == [1, 2], "seed 0 has selected the setting"
-            method = runs[1].config.method
-            assert runs[2].config.method == method
-            if name in ("QuacK", "QuacK, literal", "constant tau"):
-                assert getattr(method, "tau", 1.0) == best_tau(runs[1].config), name
-                assert getattr(method, "literal", False) == (name == "QuacK, literal")
+    results = Results(known.values(), SCALE)
+    assert len(SCALE.cells()) == 18
+    for cell in SCALE.cells():
+        for method in methods_in(cell):
+            runs = results.runs(cell, method)
+            assert list(runs.runs) == [1, 2], "seed 0 has selected the setting"
+            used = runs.runs[1].config.method
+            assert runs.runs[2].config.method == used
+            if method.name in ("QuacK", "QuacK, literal", "constant tau"):
+                assert getattr(used, "tau", 1.0) == best_tau(runs.runs[1].config), method.name
+                assert getattr(used, "literal", False) == (method.name == "QuacK, literal")
     budgets = {e.config.training.seed for e in known.values() if isinstance(e.config.method, Budget | QKNorm)}
     assert budgets == {1, 2}, "a method without a setting is not run on the seed that selects"
 
@@ -132,23 +134,24 @@ def test_a_setting_is_not_selected_by_the_seeds_that_judge_it() -> None:
         other = config.training.seed > 0 and getattr(config.method, "tau", 1.0) == best_tau(config)
         return made(config, 9.0) if other else made_by_hand(config)
 
-    table = BudgetTable(SCALE, swept(2, result))
-    assert {entry.result["val_loss"] for entry in table.runs(table.cells[0], "QuacK").values()} == {9.0}
+    results = Results(swept(2, result).values(), SCALE)
+    assert set(results.runs(SCALE.cells()[0], Quack).by_seed().values()) == {9.0}
 
 
 def test_tau_times_lr_is_the_same_in_all_cells_of_an_optimizer() -> None:
-    table = BudgetTable(SCALE, whole_ledger())
+    results = Results(whole_ledger().values(), SCALE)
     for adamw in (False, True):
-        taus = {cell.lr: table.value(cell, FIXED) or 0.0 for cell in table.cells if cell.adamw == adamw}
+        of_optimizer = [cell for cell in SCALE.cells() if cell.adamw == adamw]
+        taus = {cell.lr: results.value(cell, SAME_TAU_LR) for cell in of_optimizer}
         # with Muon 0.3 is the best of 0.03, 0.1 and 0.3; with AdamW 0.03, the best of 0.003, 0.01 and 0.03
         assert {nearest(lr * tau) for lr, tau in taus.items()} == ({0.03} if adamw else {0.3})
-        for cell in table.cells:
-            assert table.runs(cell, FIXED)[1].config.method == Quack(table.value(cell, FIXED) or 0.0)
+        for cell in of_optimizer:
+            assert results.runs(cell, SAME_TAU_LR).runs[1].config.method == Quack(taus[cell.lr])
 
 
 def test_learning_rates_of_adamw_are_a_third_of_muons() -> None:
-    lrs = {cell.adamw: set[float]() for cell in cells(SCALE)}
-    for cell in cells(SCALE):
+    lrs: dict[bool, set[float]] = {False: set(), True: set()}
+    for cell in SCALE.cells():
         lrs[cell.adamw].add(cell.lr)
     assert lrs == {False: {0.1, 0.01, 0.001}, True: {0.03, 0.003, 0.0003}}
 
@@ -172,15 +175,13 @@ def test_the_table_has_a_row_for_each_method_and_says_what_was_selected() -> Non
 
 def test_a_table_of_a_sweep_that_has_not_ended_has_what_was_run() -> None:
     known = whole_ledger()
-    first = next(iter(cells(SCALE)))
-    gone = {fingerprint(first.run(Budget())), *(key for key, each in known.items() if each.config.training.seed == 0)}
+    gone = {*(key for key, each in known.items() if each.config.training.seed == 0)}
     results = Results((each for key, each in known.items() if key not in gone), SCALE)
     assert "QuacK" not in markdown.budget(results), "no setting is selected"
     assert "| MHA, Muon, lr 0.1 | 1.85" in markdown.budget(results)
     assert "| default |" in markdown.budget(results)
-    table = BudgetTable.of(results)
-    with pytest.raises(NotRun, match="QuacK was not run: MHA, Muon, lr 0.1"):
-        table.runs(table.cells[0], "QuacK")
+    with pytest.raises(NotRun, match="the tau of QuacK is not selected yet in MHA, Muon, lr 0.1"):
+        results.runs(SCALE.cells()[0], Quack)
     assert markdown.budget(Results([], SCALE)).count("## ") == 7
 
 
@@ -216,7 +217,7 @@ def test_the_claim_about_the_learning_rate() -> None:
     def low(config: Config) -> bool:
         return config.optimizer.lr in (0.001, 0.0003)
 
-    assert checked(budget_and_learning_rate).verdict == "undecided", "both are 0"
+    assert checked(budget_and_learning_rate).verdict == "the same", "both are 0"
     assert checked(budget_and_learning_rate, by=0.3, where=low).verdict == "fails"
     text = checked(budget_and_learning_rate, by=0.3, where=low).summary
     assert "MLA with latent norms, AdamW 0.100 (QK norm 0.000)" in text

@@ -68,7 +68,7 @@ def test_the_demos_sentence_is_honest_whichever_way_it_went() -> None:
         for attention in scale.attentions:
             for method, (loss, top) in ((Default(), default), (Quack(), quack)):
                 entries.append(made(scale.run(attention, method, scale.high), loss, top))
-        return sentence(Results(entries, scale))
+        return sentence(Results(entries, scale, [0]))
 
     assert "With MLA the default broke and QuacK stayed stable" in told((3.0, 9000.0), (2.0, 40.0))
     assert "largest logit 9,000 against 40.1, validation loss 3.000 against 2.000" in told((3.0, 8999.9), (2.0, 40.0))
@@ -89,11 +89,11 @@ def test_a_sweep_and_its_report(tiny: Path, capsys: pytest.CaptureFixture[str]) 
     assert "to do" not in capsys.readouterr().out
     assert main(["report"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^ +(holds|fails|undecided)  a: Lowering", out, re.MULTILINE)
+    assert re.search(r"^ *(holds|fails|the same|undecided)  a: Lowering", out, re.MULTILINE)
     assert "not run  b: At the lowest learning rate" in out
     assert "8 runs at the scale cpu" in out
     for name in ("claims.md", "methods.md", "report.html", "figures/figure-1-critical-rate.pdf"):
-        assert (tiny / "results" / name).stat().st_size > 500, name
+        assert (tiny / "results" / name).stat().st_size > 400, name
     claims = (tiny / "results/claims.md").read_text()
     assert "| a | Lowering the learning rates of query and key weights alone" in claims
     assert main(["report", "--steps", "77"]) == 2

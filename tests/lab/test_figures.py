@@ -10,19 +10,20 @@ import pytest
 from matplotlib.colors import to_hex
 
 from made_ledger import HIGH, SCALE, ledger
-from quacklr.lab.methods import Default, Quack
+from quacklr.lab.methods import Default, Method, Quack
 from quacklr.lab.report.command import draw
 from quacklr.lab.report.figures import FIGURES, critical_rate, heatmaps, interventions, logits, norms, sensitivity
 from quacklr.lab.report.style import COLOURS
-from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS
+from quacklr.lab.studies.measures import NotRun
+from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS, settings_of
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS
-from quacklr.lab.studies.results import NotRun, Results
+from quacklr.lab.studies.results import Results
 from quacklr.util.figures import RC
 
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return Results(ledger(adaptive=True), SCALE)
+    return Results(ledger(budgets=True), SCALE)
 
 
 def line(axes: Any, label: str) -> Any:
@@ -31,7 +32,7 @@ def line(axes: Any, label: str) -> Any:
 
 
 def mean_curve(results: Results, attention: str, method: Any, *names: str) -> dict[float, Any]:
-    runs = results.best(attention, method, HIGH).values()
+    runs = results.best(attention, method, HIGH).runs.values()
     return {step: mean(dict(run.curve(*names))[step] for run in runs) for step, _ in next(iter(runs)).curve(*names)}
 
 
@@ -41,7 +42,7 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_their_range(results: Result
     expected = mean_curve(results, "mla", Quack, "val_loss")
     assert line(panel, "QuacK") == (list(expected)[1:], pytest.approx(list(expected.values())[1:]))
     band: Any = panel.collections[PAPER_METHODS.index(Quack)].get_paths()[0].vertices
-    finals = [run.result["val_loss"] for run in results.best("mla", Quack, HIGH).values()]
+    finals = [run.result["val_loss"] for run in results.best("mla", Quack, HIGH).runs.values()]
     at_the_end = [y for x, y in band if x == SCALE.base.training.steps]
     assert (min(at_the_end), max(at_the_end)) == pytest.approx((min(finals), max(finals)))
 
@@ -51,7 +52,7 @@ def test_final_losses_stand_over_their_learning_rates_for_every_method(results: 
     for method, name in METHOD_NAMES.items():
         rates, losses = line(figure.axes[7], name)
         assert rates == list(SCALE.rates)
-        runs = results.best("mla", method, HIGH).values()
+        runs = results.best("mla", method, HIGH).runs.values()
         assert losses[-1] == pytest.approx(mean(run.result["val_loss"] for run in runs))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(METHOD_NAMES.values())
 
@@ -69,16 +70,16 @@ def test_figure_3_has_every_tau_and_the_default_as_a_constant_tau_of_1(results: 
     assert line(right, "QuacK, Frobenius")[0] == list(QUACK_TAUS)
     taus, losses = line(right, "constant tau")
     assert taus == list(CONSTANT_TAUS)
-    defaults = results.best("mha", Default, HIGH).values()
+    defaults = results.best("mha", Default, HIGH).runs.values()
     assert losses[CONSTANT_TAUS.index(1.0)] == pytest.approx(mean(run.result["val_loss"] for run in defaults))
 
 
 def test_figure_4_follows_one_head(results: Results) -> None:
     left, right = logits(results).axes
     assert left.get_title() == "MLA, lr 0.1, layer 1, head 1"
-    run = next(iter(results.best("mla", Quack, HIGH).values()))
+    runs = list(results.best("mla", Quack, HIGH).runs.values())
     for panel, name in ((left, "max"), (right, "step_change")):
-        expected: Any = {step: table[1][1] for step, table in run.curve("logits", name) if step}
+        expected: Any = {step: table[1][1] for step, table in runs[0].curve("logits", name) if step}
         assert line(panel, "QuacK") == (list(expected), pytest.approx(list(expected.values())))
 
 
@@ -122,8 +123,23 @@ def test_figures_are_written_in_three_formats_and_the_same_twice(results: Result
 def test_a_figure_without_runs_is_left_out_and_one_with_some_shows_them(name: str, tmp_path: Path) -> None:
     with pytest.raises(NotRun):
         FIGURES[name](Results([], SCALE))
-    some = [entry for entry in ledger() if entry.config.training.seed == 0 and entry.config.optimizer.lr == HIGH]
+    some = [entry for entry in ledger() if entry.config.training.seed < 2 and entry.config.optimizer.lr == HIGH]
     if name != "figure-5-sensitivity":
         assert FIGURES[name](Results(some, SCALE)).axes
     assert draw({name: FIGURES[name]}, Results([], SCALE), tmp_path) == []
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        (Default(), ""),
+        (Quack(), "tau 1"),
+        (Quack(0.3, norm="spectral"), "tau 0.3, norm spectral"),
+        (Quack(floor=0.5, literal=True), "tau 1, floor 0.5, literal"),
+    ],
+)
+def test_the_settings_of_a_method_are_its_first_and_those_that_are_not_at_their_default(
+    method: Method, text: str
+) -> None:
+    assert settings_of(method) == text

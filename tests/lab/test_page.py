@@ -20,9 +20,9 @@ from quacklr.lab.ledger import Entry, entry_of
 from quacklr.lab.methods import Default, QKNorm, Quack
 from quacklr.lab.optim import AdamWRecipe
 from quacklr.lab.report.page import PageFigure, overview, page, unusual_options
+from quacklr.lab.studies.comparison import Comparison, less
 from quacklr.lab.studies.names import describe
-from quacklr.lab.studies.results import Comparison
-from quacklr.lab.studies.verdicts import ClaimResult
+from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 from quacklr.lab.train.runner import run
 
 HOSTILE = '</script><script>window.hacked=1</script>"><img src=x onerror="window.hacked=1">{{7*7}}&amp;'
@@ -30,8 +30,8 @@ SVG = '<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg" width="300
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 PATIENCE = 600_000  # milliseconds, on a machine that has better things to do
 EVIDENCE = (
-    Comparison("QuacK - default", -0.5, -0.61, -0.39, seeds=5, spread=0.1),
-    Comparison("once", 0.1, math.nan, math.nan, seeds=1, spread=math.nan),
+    ClaimPart(less, Comparison("QuacK - default", -0.5, -0.61, -0.39, (-0.4, -0.5, -0.6), same_within=0.02)),
+    ClaimPart(less, Comparison("once", 0.1, -math.inf, math.inf, (0.1,))),
 )
 FINDINGS = (
     ClaimResult("rivals", "Is soft-capping enough?", "own", "not run", "cpu", "Nobody has looked."),
@@ -147,8 +147,12 @@ def test_the_papers_claims_come_first_with_their_verdict_in_words_and_their_evid
         assert ("holds" in first.inner_text(), "not run" in second.inner_text()) == (True, True)
         first.locator("summary").click()
         rows = first.locator("tbody tr").all_inner_texts()
-        assert rows[0].split() == ["QuacK", "-", "default", "-0.5", "-0.61", "to", "-0.39", "5", "0.1"]
-        assert first.locator("svg").count() == 1  # an interval without ends is not drawn
+        assert rows[0].split() == ["QuacK", "-", "default", "holds", "-0.5", "-0.61", "to", "-0.39", "3", "0.1"]
+        assert "undecided" in rows[1]
+        assert "too few seeds for an interval" in rows[1]
+        assert [svg.locator(".ends").count() for svg in first.locator("svg").all()] == [1, 0]
+        assert [svg.locator(".seed").count() for svg in first.locator("svg").all()] == [3, 1]
+        assert [svg.locator(".same").count() for svg in first.locator("svg").all()] == [1, 0]
 
 
 def test_a_header_sorts_by_its_column_both_ways_and_runs_without_a_number_stay_last(study: Study) -> None:
@@ -241,7 +245,8 @@ def test_hostile_text_is_shown_as_text_and_runs_nothing(browser: Browser, entrie
     config = replace(entries[0].config, training=replace(entries[0].config.training, corpus=HOSTILE))
     history = [row | {"rate": {HOSTILE: row["norm"]["uq"]}} for row in entries[0].history if "norm" in row]
     bad = Entry(config, "crashed", HOSTILE, {}, history, environment={"system": HOSTILE})
-    finding = ClaimResult(HOSTILE, HOSTILE, "paper", "holds", HOSTILE, HOSTILE, (replace(EVIDENCE[0], label=HOSTILE),))
+    hostile = ClaimPart(less, replace(EVIDENCE[0].comparison, label=HOSTILE))
+    finding = ClaimResult(HOSTILE, HOSTILE, "paper", "holds", HOSTILE, HOSTILE, (hostile,))
     study = made(browser, tmp_path, [bad], [finding], [PageFigure(HOSTILE, HOSTILE, HOSTILE, SVG)], HOSTILE)
     claim = (".name", "h4", ".claim .quiet", ".claim > p:nth-of-type(2)", ".evidence tbody th")
     run = ("#table .reason", "#run-facts", "#config", "#measure", ".plot .legendtext >> nth=-1")
@@ -288,7 +293,8 @@ def test_a_printed_page_has_claims_figures_and_the_whole_table_but_no_controls(s
 def test_an_empty_ledger_gives_a_page_that_says_so(browser: Browser, tmp_path: Path) -> None:
     with made(browser, tmp_path, [], [], [], "Nothing").open() as tab:
         tab.goto(f"{tab.url}#run=abc")
-        for said in ("No run has ended yet", "No claim", "No figure", "The ledger is empty", "There is no run abc"):
+        assert "laim" not in tab.locator("body").inner_text(), "the demo has none"
+        for said in ("No run has ended yet", "No figure", "The ledger is empty", "There is no run abc"):
             expect(tab.locator("body")).to_contain_text(said)
 
 

@@ -13,7 +13,7 @@ import pytest
 from quacklr.lab import demo
 from quacklr.lab.ledger import Entry
 from quacklr.lab.report import command
-from quacklr.lab.studies.questions import STUDIES
+from quacklr.lab.studies.questions import GRIDS
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of, seeded
 from swept_runs import made
@@ -24,7 +24,7 @@ NOTHING = [[None] * 4] * 4
 
 def runs(seeds: int = 1) -> list[Entry]:
     """The runs of the demo, which have both kinds of attention."""
-    return [made(config, 3.0 + config.training.seed / 100) for config in seeded(STUDIES["demo"](SCALE), seeds)]
+    return [made(config, 3.0 + config.training.seed / 100) for config in seeded(GRIDS["demo"](SCALE), seeds)]
 
 
 def lost(entry: Entry, history: list[dict[str, Any]]) -> Entry:
@@ -76,11 +76,11 @@ def test_the_number_of_diverged_runs_is_shown_with_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "FIGURES", {})
-    entries = [lost(run, run.history[:1]) if run.config.training.seed else run for run in runs(3)]
+    entries = [lost(run, run.history[:1]) if run.config.training.seed > 1 else run for run in runs(4)]
     assert reported(tmp_path, entries, monkeypatch) == 0
-    assert "24 runs at the scale cpu, 16 of them diverged: " in capsys.readouterr().out
-    assert (tmp_path / "methods.md").read_text().count(", 2 of 3 diverged)") == 10, (
-        "the default counts as a tau of 1 too"
+    assert "32 runs at the scale cpu, 16 of them diverged: " in capsys.readouterr().out
+    assert (tmp_path / "methods.md").read_text().count(", 2 of 3 diverged)") == 4, (
+        "default and QK norm, which have no setting to select; seed 0 is not judged"
     )
 
 
@@ -107,7 +107,7 @@ def test_a_demo_whose_runs_all_diverged_prints_its_table(
 ) -> None:
     monkeypatch.setattr(demo, "draw", lambda figures, results, _: [figure(results) for figure in figures.values()][:0])
     monkeypatch.setattr("quacklr.lab.report.page.get_plotlyjs", lambda: "")
-    demo.show_results(Results([LOSSES[how](run) for run in runs()], SCALE), tmp_path)
+    demo.show_results(Results([LOSSES[how](run) for run in runs()], SCALE, [0]), tmp_path)
     out = capsys.readouterr().out
     assert out.count("diverged") >= (8 if "never" not in how and "negative" not in how else 0)
     assert "With MLA the default" in out

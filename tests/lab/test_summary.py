@@ -5,8 +5,8 @@ from __future__ import annotations
 from made_ledger import HIGH, SCALE, as_the_paper_says, ledger
 from quacklr.lab.config import Config
 from quacklr.lab.methods import QKClipping
-from quacklr.lab.report.command import claim_results
 from quacklr.lab.report.summary import summary
+from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.results import Results
 
 
@@ -20,7 +20,7 @@ def test_the_numbers_are_those_of_the_ledger() -> None:
     assert "QuacK ends at 2.200 with logits of 40" in first
     assert "QK clip 4.000 (worse)" in in_mla
     assert "QK clip 3.000 (worse)" in in_mha
-    assert verdicts.endswith("holds 10, fails 0, undecided 0.")
+    assert verdicts.endswith("the 10 claims of the paper's experiments: holds 10.")
 
 
 def test_a_method_below_quack_is_better_and_one_within_the_noise_is_not_decided() -> None:
@@ -33,7 +33,7 @@ def test_a_method_below_quack_is_better_and_one_within_the_noise_is_not_decided(
     def clip_varies(config: Config) -> tuple[float, float, float]:
         found = as_the_paper_says(config)
         clipped = isinstance(config.method, QKClipping) and config.optimizer.lr == HIGH
-        return (2.2 + (config.training.seed - 1) * 0.2, *found[1:]) if clipped else found
+        return (2.2 + (config.training.seed - 2) * 0.2, *found[1:]) if clipped else found
 
     assert "QK clip 2.200 (not decided)" in text_of(Results(ledger(clip_varies), SCALE))
 

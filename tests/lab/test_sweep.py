@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from quacklr.lab.methods import Default, Quack
 from quacklr.lab.sweep import local
 from quacklr.lab.sweep.executor import cores
 from quacklr.lab.sweep.local import Local
-from quacklr.lab.sweep.sweep import ATTEMPTS, State, missing, sweep
+from quacklr.lab.sweep.sweep import ATTEMPTS, Next, State, missing, sweep
 from quacklr.lab.train.checkpoint import checkpoints
 from quacklr.lab.train.runner import run
 from swept_runs import made, three
@@ -35,7 +36,7 @@ def numbers(entry: Entry) -> dict[str, object]:
 
 
 def done(configs: list[Config], out: Path, jobs: int = 2, retry: bool = False) -> State:
-    ledger = Ledger(out / "ledger.jsonl")
+    ledger = Ledger(out / "ledger.jsonl", details=True)
     return sweep(missing(configs, ledger.entries(), retry), ledger, Local(jobs, threads=1), out / "runs")
 
 
@@ -66,12 +67,12 @@ def test_runs_that_are_known_later_are_run_too_and_none_twice(corpus: Path, tmp_
     first, second, third = three(corpus)
     ledger, asked = Ledger(tmp_path / "ledger.jsonl"), list[int]()
 
-    def more() -> list[Config]:
-        """As an adaptive study: all its runs as far as they are known."""
-        asked.append(len(ledger.entries()))
-        return [[first], [first, second], [first, second, third], [first, second, third]][asked[-1]]
+    def plan(ended: Sequence[Entry]) -> Next:
+        """As a study that selects settings: all its runs as far as they are known."""
+        asked.append(len(ended))
+        return Next([[first], [first, second], [first, second, third], [first, second, third]][asked[-1]])
 
-    state = sweep([first], ledger, Local(2, threads=1), tmp_path / "runs", more=more)
+    state = sweep([first], ledger, Local(2, threads=1), tmp_path / "runs", plan=plan)
     assert [entry.key for entry in state.ended] == [fingerprint(config) for config in (first, second, third)]
     assert asked == [1, 2, 3]
     assert len((tmp_path / "ledger.jsonl").read_bytes().splitlines()) == 3
@@ -196,7 +197,7 @@ def test_a_sweep_that_is_killed_or_stopped_resumes_its_runs(corpus: Path, tmp_pa
         decode_step(folder)
     again = subprocess.run(script, env=environment(), capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    entries = Ledger(tmp_path / "ledger.jsonl").entries()
+    entries = Ledger(tmp_path / "ledger.jsonl", details=True).entries()
     for folder in folders:
         assert "from step 20 on" in (folder / "log.txt").read_text()
     run(three(corpus)[1], tmp_path / "whole")
@@ -211,7 +212,7 @@ def wait_until_free(folder: Path) -> None:
 
 def test_a_line_that_a_killed_process_left_unfinished_is_not_read_and_makes_room(corpus: Path, tmp_path: Path) -> None:
     one, two = (made(config, 2.0) for config in three(corpus)[:2])
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger.jsonl", details=True)
     ledger.append(one)
     whole = ledger.path.read_bytes()
     ledger.path.write_bytes(whole + whole[:100])
@@ -238,3 +239,23 @@ def test_a_run_is_known_again_when_configurations_have_got_a_new_field(corpus: P
     del line["config"]["method"]["literal"]
     (tmp_path / "ledger.jsonl").write_text(json.dumps(line) + "\n")
     assert list(Ledger(tmp_path / "ledger.jsonl").entries()) == [entry.key]
+
+
+def test_a_ledger_keeps_what_claims_and_figures_use_and_with_details_all(corpus: Path, tmp_path: Path) -> None:
+    config = small(corpus, Quack(), ATTENTIONS["mla"])
+    run(config, tmp_path / "run")
+    whole = entry_of(config, tmp_path / "run")
+    assert {"norm", "rate"} <= whole.history[-1].keys()
+    assert {"entropy", "sink"} <= whole.history[-1]["logits"].keys()
+    kept = {}
+    for details in (False, True):
+        records = Ledger(tmp_path / f"{details}.jsonl", details)
+        records.append(whole)
+        (kept[details],) = records.entries().values()
+    assert kept[True] == whole
+    short, last = kept[False], kept[False].history[-1]
+    assert last.keys() <= {"step", "val_loss", "logits", "change_steps"}
+    assert last["logits"].keys() == {"max", "step_change"}
+    assert (short.result, short.losses, short.key) == (whole.result, whole.losses, whole.key)
+    for names in (("val_loss",), ("logits", "max"), ("logits", "step_change")):
+        assert list(short.curve(*names)) == list(whole.curve(*names))

@@ -131,7 +131,7 @@ def test_entries_are_the_same_wherever_they_were_made(
     config = configuration(corpus)
     places: dict[str, Executor] = {"here": Local(1, 1), "ray": started_ray, "slurm": slurm}
     for name, each in places.items():
-        ledger = Ledger(tmp_path / name / "ledger.jsonl")
+        ledger = Ledger(tmp_path / name / "ledger.jsonl", details=True)
         sweep([config], ledger, each, tmp_path / name)
         assert entries(ledger) == {fingerprint(config): undisturbed[fingerprint(config)]}
         assert starts(tmp_path / name / fingerprint(config)) == [0]
@@ -158,7 +158,7 @@ def test_a_run_that_is_disturbed_goes_on_and_gives_the_same_entry(
     config = configuration(corpus, checkpoint_every=6 if signum == signal.SIGKILL else NEVER)
     path = tmp_path / fingerprint(config)
     disturbed, show = in_the_middle(path, lambda: send(path, signum))
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger.jsonl", details=True)
     sweep([config], ledger, request.getfixturevalue(on), tmp_path, show)
     assert entries(ledger) == {fingerprint(config): undisturbed[fingerprint(config)]}
     assert starts(path) == [0, 6 if signum == signal.SIGKILL else MIDDLE]
@@ -169,7 +169,7 @@ def test_a_run_that_is_disturbed_goes_on_and_gives_the_same_entry(
 def test_a_worker_that_ray_gives_up_on_is_lost_and_started_again(
     corpus: Path, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    config, ledger = configuration(corpus), Ledger(tmp_path / "ledger.jsonl")
+    config, ledger = configuration(corpus), Ledger(tmp_path / "ledger.jsonl", details=True)
     path = tmp_path / fingerprint(config)
     disturbed, show = in_the_middle(path, lambda: send(path, signal.SIGKILL))
     second = Ray(1, 1, retries=0)
@@ -184,7 +184,7 @@ def test_a_stopped_sweep_leaves_a_checkpoint_and_goes_on_from_it(
     corpus: Path, undisturbed: dict[str, dict[str, Any]], place: Executor, tmp_path: Path
 ) -> None:
     config = configuration(corpus, checkpoint_every=NEVER if isinstance(place, Ray) else 6)
-    ledger, path = Ledger(tmp_path / "ledger.jsonl"), tmp_path / fingerprint(config)
+    ledger, path = Ledger(tmp_path / "ledger.jsonl", details=True), tmp_path / fingerprint(config)
     stopped, show = in_the_middle(path, lambda: signal.raise_signal(signal.SIGINT))
     state = sweep([config], ledger, place, tmp_path, show)
     assert (state.stopped, len(state.waiting), ledger.entries()) == (signal.SIGINT, 1, {})
@@ -199,7 +199,7 @@ def test_a_stopped_sweep_leaves_a_checkpoint_and_goes_on_from_it(
 def test_an_error_of_the_program_is_a_crashed_line_with_its_reason(
     corpus: Path, place: Executor, tmp_path: Path
 ) -> None:
-    config, ledger = configuration(corpus), Ledger(tmp_path / "ledger.jsonl")
+    config, ledger = configuration(corpus), Ledger(tmp_path / "ledger.jsonl", details=True)
     (tmp_path / fingerprint(config)).mkdir()
     (tmp_path / fingerprint(config) / "result.json").write_text("[]")
     state = sweep([config], ledger, place, tmp_path)

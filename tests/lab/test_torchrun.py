@@ -20,7 +20,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from crew import Crew
-from lab_runs import ATTENTIONS, quacklr, read_rows, small
+from lab_runs import ATTENTIONS, read_rows, small
 from paused import MINUTES, decode_step, pause, wait_until_paused
 from quacklr.lab.methods import Quack
 from quacklr.lab.train import runner, storage, world
@@ -37,8 +37,7 @@ KILL_AFTER = 25  # the last checkpoint is that of step 20
 def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The rows of the run in one process that nobody disturbs."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    done = quacklr("train", "--corpus", corpus, *RUN.split(), "--out", out)
-    assert done.returncode == 0, done.stderr
+    assert train(["--corpus", str(corpus), *RUN.split(), "--out", str(out)]) == 0
     return read_rows(out)
 
 
@@ -90,7 +89,7 @@ def assert_same_curve(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) 
 
 
 def test_a_killed_rank_ends_the_run_with_a_sentence_and_one_process_goes_on(
-    corpus: Path, whole: list[dict[str, Any]], tmp_path: Path
+    corpus: Path, whole: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     job = torchrun("--standalone", out, "--corpus", corpus, *RUN.split(), "--parallel", "fsdp")
@@ -104,9 +103,8 @@ def test_a_killed_rank_ends_the_run_with_a_sentence_and_one_process_goes_on(
     )
     assert int(last) == 20
     assert not (out / "result.json").exists()
-    resumed = quacklr("train", "--resume", out)
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"from step {int(last)} on" in resumed.stdout
+    assert train(["--resume", str(out)]) == 0
+    assert f"from step {int(last)} on" in capsys.readouterr().out
     assert_same_curve(read_rows(out), whole)
 
 
@@ -139,8 +137,7 @@ def test_all_ranks_stop_at_the_same_step_and_one_process_goes_on(
     (step,) = re.findall(r"Stopped at step (\d+); go on with: torchrun --nproc-per-node 2 -m quacklr train", said)
     assert int(step) == KILL_AFTER
     assert [path.name for path in checkpoints(out / "checkpoints")] == [f"step-{int(step):07}"]
-    resumed = quacklr("train", "--resume", out)
-    assert resumed.returncode == 0, resumed.stderr
+    assert train(["--resume", str(out)]) == 0
     assert_same_curve(read_rows(out), whole)
 
 

@@ -16,7 +16,7 @@ import quacklr.logits.accumulator
 import quacklr.logits.logits
 from quacklr import LogitMonitor
 from quacklr.logits.accumulator import StatsAccumulator
-from quacklr.logits.axes import HeadOrder
+from quacklr.logits.axes import HeadOrder, is_ambiguous
 from quacklr.logits.logits import EagerLogits, Logits, QKLogits
 
 B, H, Q, K = 2, 4, 5, 6  # sequences, heads, queries, keys
@@ -167,3 +167,25 @@ def test_logits_that_are_not_a_number_are_reported_as_such() -> None:
     x[0, 1, 0, 0] = torch.nan
     stats = LogitMonitor(Broken(), x).measure()[""]
     assert stats.max.isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("lead", "heads", "queries", "ambiguous"),
+    [
+        ((2, 4), 4, 5, False),  # (B, H)
+        ((4, 2), 4, 5, True),  # (H, B), or heads in another order
+        ((4, 4), 4, 5, True),
+        ((3, 2, 2), 4, 5, False),  # (B, G, H / G)
+        ((2, 2, 2), 4, 5, True),
+        ((2, 5), 4, 4, False),  # (B, I, H, J)
+        ((8,), 8, 5, False),  # one sequence
+        ((8,), 1, 5, False),  # one head
+        ((8,), 4, 5, True),  # (B H) or (H B)
+        ((1, 1), 4, 5, False),
+        ((2, 4), None, 5, True),
+    ],
+)
+def test_which_axes_are_the_heads_is_asked_only_where_the_shape_does_not_say(
+    lead: tuple[int, ...], heads: int | None, queries: int, ambiguous: bool
+) -> None:
+    assert is_ambiguous(lead, heads, queries) == ambiguous

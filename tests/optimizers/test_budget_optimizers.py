@@ -101,8 +101,10 @@ def test_the_change_of_every_step_is_the_budget(name: str) -> None:
 def test_an_optimizer_that_keeps_a_copy_of_the_weights_is_warned_of() -> None:
     model = nn.Sequential(Separate())
     optimizer = KeepsCopies(model.parameters(), lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET), pytest.warns(UserWarning, match="KeepsCopies keeps a copy.*'master'"):
+    warned = pytest.warns(UserWarning, match="KeepsCopies keeps a copy.*'master'")
+    with QuacK(model, optimizer, budget=BUDGET), warned as seen:
         steps(model, optimizer, 1)
+    assert seen[0].filename == __file__  # the line that called optimizer.step
 
 
 class Wrapper(Optimizer):

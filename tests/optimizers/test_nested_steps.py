@@ -256,8 +256,9 @@ def test_an_optimizer_that_steps_some_of_the_tensors_is_a_warning_once() -> None
     attached(optimizer, q, k)
     optimizer.param_groups.pop()
     give_gradients(q, k)
-    with pytest.warns(UserWarning, match="^k: its parameter is no longer in an optimizer"):
+    with pytest.warns(UserWarning, match="^k: its parameter is no longer in an optimizer") as seen:
         optimizer.step()
+    assert seen[0].filename == __file__
     optimizer.step()
 
 
@@ -286,8 +287,9 @@ def test_some_parameters_that_are_no_longer_in_the_model_are_a_warning() -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     QuacK(model, optimizer)
     replaced(model[1])
-    with pytest.warns(UserWarning, match=r"^1.q: .* parameters .* were replaced after QuacK was attached"):
+    with pytest.warns(UserWarning, match=r"^1.q: .* parameters .* were replaced after QuacK was attached") as seen:
         train(model, optimizer, steps=1)
+    assert seen[0].filename == train.__code__.co_filename
 
 
 def test_a_first_step_without_any_gradient_is_an_error() -> None:
@@ -305,8 +307,9 @@ def test_a_first_step_without_gradients_of_one_of_two_optimizers_is_a_warning() 
     attached(list(optimizers), q, k)
     give_gradients(q)
     optimizers[0].step()
-    with pytest.warns(UserWarning, match="no weight on a path had a gradient in the first step"):
+    with pytest.warns(UserWarning, match="no weight on a path had a gradient in the first step") as seen:
         optimizers[1].step()
+    assert seen[0].filename == __file__
 
 
 def test_gradients_that_are_exactly_zero_are_gradients() -> None:

@@ -4,10 +4,10 @@
                    sigma(dw[h]) sqrt(rows of w) * prod of ||v[h]|| for the other v / sqrt(prod of the inner sizes)
     rate     = budget * (lr now / initial lr) / asked(h);   a block takes the smallest rate of the heads that read it
 
-sigma is the largest singular value of the step, ||v|| the Frobenius norm of the weights before it, and the inner sizes
-are the numbers of features between the weights of a path. `asked` bounds the root mean square of the change of head h's
-logits by the unscaled step, to first order, for independent inputs of unit variance. docs/theory.md has the proof, and
-says for which paths it is a bound and for which an estimate.
+dw is the optimizer's step, sigma its largest singular value, and ||v|| the Frobenius norm of the weights before it. The
+inner sizes of a path are the numbers of features between its weights. `asked` is the change that the optimizer's own
+step asks for: for a path of two weights, a first-order bound on the root mean square of the change of head h's logits,
+for independent inputs of unit variance; for a longer path (MLA) an estimate of it. docs/theory.md has the proof.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
 
-MAX_RATE = 100.0  # so that rounding errors are not amplified to a step, where a head has almost no gradient
+MAX_RATE = 100.0  # a head with almost no gradient has a step of rounding errors, which must not become a large step
 
 
 class ScaledStep(NamedTuple):
-    """The rates of all blocks, (blocks,), and for all heads the change that was asked for and given, (heads,)."""
+    """The rates of one step.
+
+    Attributes:
+        rates: (blocks,)
+        asked: (heads,) the change of each head's logits by the optimizer's own step, to first order.
+        given: (heads,) an upper bound of the change by the scaled step.
+    """
 
     rates: Tensor
     asked: Tensor
@@ -38,8 +44,9 @@ class ScaledStep(NamedTuple):
 class BudgetRule:
     """The budget for some paths, compiled to index vectors: a few tensor operations for any number of layers and heads.
 
-    A term is a head, a block that it reads through a path, and the other blocks of that path. `heads` gives the range
-    of each attention's heads in vectors of all heads, by the name of its module.
+    A term of (4) in docs/theory.md belongs to a head, a block that the head reads through a path, and the partners of
+    this block: the other blocks of the path. `heads` has, by the name of each attention module, the range of its heads
+    in a vector of all heads.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -78,12 +85,13 @@ class BudgetRule:
         Args:
             norms: Frobenius norms of all blocks before the step.
             steps: largest singular values of their steps; 0 for blocks that did not step.
-            allowed: by block, the budget in nats.
-            share: by head, the part of the budget that this step may use.
+            allowed: by block, the budget in nats, times lr / initial lr.
+            share: by head, the part of the budget that this step may use, from 0 to 1.
 
-        A first rate assumes that the partners of a weight do not change. With it the norms after the step are bounded,
-        and the second rate, which is not larger, uses these. Rates are finite: 1 for a block that changes no logit, and
-        for a step that is not finite: the optimizer's step then stays as it is.
+        The first rates assume that the partners of a block do not change. They give an upper bound on all norms after
+        the step. The second rates use these larger norms, so they are not larger than the first. All rates are finite.
+        A block has rate 1, so its step is not scaled, if it changes no logit, or if the change of every head that reads
+        it is NaN or inf.
         """
         sizes = steps * self.sqrt_rows
         terms = self._terms(norms, sizes)
@@ -94,7 +102,7 @@ class BudgetRule:
         return ScaledStep(rates, asked, self._of_heads(terms * rates[self.block]))
 
     def _terms(self, norms: Tensor, sizes: Tensor) -> Tensor:
-        """The change of a head's logits by the step of one block."""
+        """For each term, the change of its head's logits by the step of its block."""
         norm = torch.cat([norms, self.one])
         return reduce(torch.mul, [norm.take(partners) for partners in self.partners], self.factor * sizes[self.block])
 
@@ -115,10 +123,11 @@ def _meeting(path: LogitPath) -> Sequence[Weight]:
 
 
 def first_of_features(meetings: Sequence[Sequence[Weight]]) -> list[int]:
-    """The indices of the paths that are the first to read a part of a head's features.
+    """One path for each part of a head's features, by index: the sizes of these parts add up to the head size.
 
-    `meetings` are the weights where each path's query and key meet. Two paths that share one of them read the same
-    features, as those of LoRA do; the two paths of MLA share none, and read different parts.
+    `meetings` has, for each path, the query weight and the key weight whose rows are multiplied. Two paths that share
+    one of these weights use the same features, as the paths of LoRA do. The two paths of MLA share none of them, and
+    use different parts.
     """
     parts: list[tuple[int, set[Weight]]] = []
     for i, weights in enumerate(meetings):
@@ -132,8 +141,8 @@ def first_of_features(meetings: Sequence[Sequence[Weight]]) -> list[int]:
 def attentions_of(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
     """The paths of each attention, by the name of its module: the paths whose terms add up to one logit.
 
-    A weight is named after its module, "<module>.<role>". Paths of weights without a module are added up if they share
-    a weight, and have as many heads; they are then named after the first weight.
+    A weight is named after its module, "<module>.<role>". Paths of weights without a module belong to one attention if
+    they share a weight and have the same number of heads; this attention is named after its first weight.
     """
     attentions: dict[str, list[LogitPath]] = {}
     for path in paths:

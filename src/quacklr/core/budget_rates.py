@@ -1,4 +1,4 @@
-"""The rates of a budget: computed from each step after it was taken."""
+"""Rates that follow from a budget. They are computed after each step of the optimizer, from the step itself."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LARGE_FOR_16_BITS = 10.0
 
 
 class HeadChange(NamedTuple):
-    """(heads,) each: how much the last step changes the logits of an attention, in nats; docs/theory.md says exactly.
+    """How much the last step changes the logits of an attention module, in nats. docs/theory.md has the formulas.
 
     Attributes:
-        asked: by the optimizer's own step, to first order.
-        given: by the step as QuacK scaled it, at most.
+        asked: (heads,) the change by the optimizer's own step, to first order.
+        given: (heads,) an upper bound of the change by the step as QuacK scaled it.
     """
 
     asked: Tensor
@@ -41,7 +41,7 @@ class BudgetRates:
     """Rates that hold the change of each head's logits in a step to a budget.
 
     `rates` are those of the last step, NaN for blocks that have not stepped. `stepped` are the ids of the tensors that
-    have stepped in this iteration.
+    have stepped in this iteration. An iteration ends when one of them steps again.
     """
 
     def __init__(self, rule: Rule, budget: float, optimizers: Iterable[Optimizer]) -> None:
@@ -66,7 +66,7 @@ class BudgetRates:
         return self.rule.blocks.copy(tensors)
 
     def no_step(self, tensors: Collection[int], new_iteration: bool) -> None:
-        """Count these tensors (by id) as stepped, without a change so far. If an iteration begins, changes are 0."""
+        """Count these tensors (by id) as stepped. If an iteration begins, set the changes of all heads to 0."""
         if new_iteration:
             self.stepped.clear()
             self.asked = self.given = torch.zeros_like(self.asked)
@@ -91,21 +91,21 @@ class BudgetRates:
         return {name: HeadChange(self.asked[at], self.given[at]) for name, at in self.compiled.heads.items()}
 
     def optimizer_loaded(self, optimizer: Optimizer) -> None:
-        """The state of an optimizer was loaded. It has the initial lrs, unless it was saved without QuacK."""
+        """Keep the initial lrs after an optimizer's state was loaded, unless that state has them."""
         self._lr.remember(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """There is no state."""
+        """Only a version: a budget needs no state."""
         return {"version": VERSION}
 
     def load_state_dict(self, state_dict: object) -> None:
-        """There is no state; ValueError if this is not the state of a QuacK."""
+        """Load nothing, because a budget needs no state; ValueError if this is not the state of a QuacK."""
         if not isinstance(state_dict, Mapping) or not {"version", "norm"} & set(state_dict):
             raise ValueError("this is not the state of a QuacK")
         validate_version(state_dict)
 
     def _allowed(self, optimizer: Optimizer, tensors: Collection[int]) -> Tensor:
-        """By block, the budget in nats, times the lr of its param group relative to its initial lr."""
+        """By block, the budget in nats, times lr / initial lr of its param group."""
         allowed = self.rates.new_zeros(self.rule.blocks.total)
         groups = [group for group in optimizer.param_groups if any(id(param) in tensors for param in group["params"])]
         factors = [self._lr.now(optimizer, group, self.budget) for group in groups]
@@ -138,10 +138,11 @@ class BudgetRates:
         return self._masks[key]
 
     def _share(self, tensors: Collection[int]) -> Tensor:
-        """(heads,): the share of the budget for a step of these tensors (by id); 1 if they are all that a head trains.
+        """(heads,): the share of the budget for a step of these tensors (by id); 1 if a head trains no others.
 
-        If several optimizers step the weights of a head, a parameter counts by the square root of its columns. The
-        first steps of AdamW have norms in this ratio, so rates are nearly those of one optimizer for all of them.
+        If several optimizers step the weights of a head, shares are in proportion to the square root of the number of
+        columns of each parameter. The first steps of AdamW have norms in this proportion, so the rates are nearly those
+        of a single optimizer.
         """
         parts = (part.param for part in self.rule.parts)
         trained = frozenset(id(param) for param in parts if param.requires_grad or id(param) in tensors)

@@ -1,8 +1,8 @@
-"""The lr of each param group relative to its initial lr: a budget is multiplied by it, so it follows the schedule.
+"""The lr of each param group, divided by its initial lr. A budget is multiplied by it, so it follows the schedule.
 
-The initial lr is `initial_lr` of the param group, which torch's schedulers write; `max_lr` if that is larger
-(OneCycleLR). If no scheduler has written it, it is the lr when QuacK was attached, which is kept in the param group
-under a key of its own: so the optimizer's state dict has it, and a run that is resumed has the same initial lr.
+The initial lr is `initial_lr` of the param group, which torch's schedulers write, or `max_lr` if that is larger
+(OneCycleLR). If no scheduler has written it, it is the lr when QuacK was attached. This lr is kept in the param group
+as `quack_initial_lr`, so it is part of the optimizer's state dict, and a resumed run has the same initial lr.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WARN_ABOVE = 1.5
 
 
 class RelativeLr:
-    """Relative lrs of the param groups that have tensors on paths (by id)."""
+    """Relative lrs of the param groups that have tensors on paths. `on_paths` are the ids of these tensors."""
 
     def __init__(self, on_paths: Collection[int]) -> None:
         self._on_paths = on_paths
         self._warn_above = WARN_ABOVE
 
     def remember(self, optimizer: Optimizer) -> None:
-        """Keep the lrs of an optimizer as its initial lrs, unless it has some; ValueError if an lr is 0."""
+        """Keep the lrs of an optimizer as initial lrs where it has none; ValueError if such an lr is 0."""
         for group in optimizer.param_groups:
             if any(id(param) in self._on_paths for param in group["params"]) and not _remember(group):
                 raise ValueError(
@@ -41,8 +41,8 @@ class RelativeLr:
                 )
 
     def now(self, optimizer: Optimizer, group: dict[str, Any], budget: float) -> float | Tensor:
-        """The relative lr of a param group. Warns if it is above 1.5, and again when it is ten times larger."""
-        if "lr" not in group or not _remember(group):  # a group that was added, or a loaded one
+        """The relative lr of a param group. Warns if it is above 1.5, and again at ten times the last warning's."""
+        if "lr" not in group or not _remember(group):  # _remember: the group may be new, or loaded
             return 1.0
         name = "initial_lr" if "initial_lr" in group else "lr when QuacK was attached"
         lr, initial = _readable(group["lr"]), _readable(group.get("initial_lr", group.get(KEY)))
@@ -59,7 +59,7 @@ class RelativeLr:
 
 
 def _remember(group: dict[str, Any]) -> bool:
-    """Keep the lr of a param group, unless it has an initial lr. Returns False if the lr is 0, which is not kept."""
+    """Keep the lr of a param group if it has no initial lr. Returns False if that lr is 0; 0 is not kept."""
     if "initial_lr" in group or KEY in group or "lr" not in group:
         return True
     lr = float(group["lr"])  # if it is a tensor on an accelerator, this waits for the device
@@ -69,5 +69,5 @@ def _remember(group: dict[str, Any]) -> bool:
 
 
 def _readable(lr: Any) -> Any:
-    """The lr as a number; a tensor on an accelerator stays one, because reading it would wait for the device."""
+    """The lr as a number. A tensor on an accelerator is returned as it is: reading it would wait for the device."""
     return float(lr) if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr

@@ -24,8 +24,8 @@ RESUMED_ALONE = (
 class RelativeRates:
     """Rates relative to the sensitivities at the start, computed from the weights before each step.
 
-    `stepped` are the ids of the tensors that have stepped in this iteration. All that step in one iteration use the
-    rates of its first step.
+    `stepped` are the ids of the tensors that have stepped in this iteration. An iteration ends when one of them steps
+    again. All steps of an iteration use the rates that were computed before its first step.
     """
 
     def __init__(self, rule: Rule, tau: float, norm: Norm, adapt: bool, floor: float) -> None:
@@ -45,10 +45,10 @@ class RelativeRates:
             self.rates.fill_(tau)
 
     def no_step(self, tensors: Collection[int], new_iteration: bool) -> None:
-        """A step that changes nothing, because every lr is 0, leaves everything as it is."""
+        """Do nothing: a step with every lr 0 changes no weight, so no rate changes."""
 
     def before_step(self, tensors: Collection[int], new_iteration: bool) -> Copies:
-        """Compute the rates if an iteration begins; returns copies of the rows of these tensors (by id)."""
+        """Compute the rates if an iteration begins. Returns copies of the rows of these tensors (by id)."""
         if new_iteration:
             self.stepped.clear()
         self.stepped |= set(tensors)
@@ -108,4 +108,4 @@ class RelativeRates:
 
 def _largest(sensitivity: Tensor) -> float:
     """The largest finite sensitivity. Waits for the device."""
-    return float(sensitivity.nan_to_num(0, 0, 0).max())
+    return float(sensitivity.nan_to_num(0, 0).max())

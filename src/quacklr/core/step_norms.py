@@ -1,10 +1,10 @@
-"""The largest singular value of each block's step, from above, without memory and without an SVD.
+"""An upper bound of the largest singular value of each block's step, without an SVD and without a state.
 
-    sigma_max(D)  <=  tr((D D')^16)^(1 / 32)  <=  rows^(1 / 32) sigma_max(D)
+    sigma_max(D)  <=  tr((D D')^16)^(1 / 32)  <=  S^(1 / 32) sigma_max(D)
 
-This is the Schatten norm of order 32. It needs three products of the Gram matrix D D', that of the shorter side. It is
-exact for a step of rank one, and at most 11 % too large for a block of 32 rows, 16 % for 128. Eigensolvers wait for the
-device, and a power iteration would need the vectors of the last step.
+The middle is the Schatten norm of order 32 of the step D. It needs the Gram matrix of D (D D' or D' D, the smaller one)
+and three products of S x S matrices. It is exact for a step of rank one, and at most 11 % too large for S = 32, 16 %
+for S = 128. Eigensolvers wait for the device, and a power iteration would need the vectors of the last step.
 
 Shapes: B blocks, R rows, C columns, S the shorter of R and C.
 """
@@ -20,16 +20,17 @@ from quacklr.core.norms import precision
 
 
 def gram(step_BRC: Tensor) -> Tensor:
-    """(B, S, S): the Gram matrices of blocks, in fp32 or better."""
+    """(B, S, S): the Gram matrices of the steps of blocks, in fp32 or better."""
     step_BRC = step_BRC.to(precision(step_BRC))
     wide = step_BRC.shape[1] <= step_BRC.shape[2]
     return torch.bmm(step_BRC, step_BRC.mT) if wide else torch.bmm(step_BRC.mT, step_BRC)  # less overhead than @
 
 
 def largest_singular_values(grams: Sequence[Tensor]) -> list[Tensor]:
-    """(B,) for each (B, S, S): an upper bound of the largest singular value of each block. NaN and inf stay.
+    """(B,) for each (B, S, S): an upper bound of the largest singular value of each block's step. NaN and inf stay.
 
-    All matrices of one size are computed together, so that the number of operations does not grow with the layers.
+    All matrices of one size are computed together, so that the number of operations does not grow with the number of
+    layers.
     """
     bounds: list[Tensor | None] = [None] * len(grams)
     kinds = [(gram_BSS.shape[1], gram_BSS.dtype, gram_BSS.device) for gram_BSS in grams]
@@ -44,10 +45,10 @@ def largest_singular_values(grams: Sequence[Tensor]) -> list[Tensor]:
 def schatten(gram_BSS: Tensor) -> Tensor:
     """(B,): tr(G^16)^(1 / 32) of Gram matrices G."""
     tiny = torch.finfo(gram_BSS.dtype).tiny
-    peak_B = gram_BSS.amax((1, 2)).clamp(min=tiny)  # the norm of very small or large entries would not be finite
+    peak_B = gram_BSS.amax((1, 2)).clamp(min=tiny)  # the norm of very small entries would be 0, of very large ones inf
     gram_BSS = gram_BSS / peak_B[:, None, None]
     norm_B = torch.linalg.vector_norm(gram_BSS, dim=(1, 2))
     power_BSS = gram_BSS / norm_B.clamp(min=tiny)[:, None, None]
     for _ in range(3):
-        power_BSS = torch.bmm(power_BSS, power_BSS)  # at last the 8th power, whose norm is at least rows^-4
+        power_BSS = torch.bmm(power_BSS, power_BSS)  # in the end the 8th power, whose norm is at least S^-4
     return (peak_B * norm_B * torch.linalg.vector_norm(power_BSS, dim=(1, 2)).pow(1 / 8)).sqrt()

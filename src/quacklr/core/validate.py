@@ -89,7 +89,7 @@ def validate_not_attached_twice(weights: Iterable[Weight], taken: Iterable[Weigh
 def validate_norms(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) -> None:
     """Norms must be finite and sensitivities positive, since Lemma 1 needs a lower bound on every norm."""
     weight_of = {int(b): weight for weight, index in rule.blocks.flat_index.items() for b in index}
-    for block in (~norms.isfinite()).nonzero().flatten().tolist()[:1]:
+    for block in (~norms.isfinite()).nonzero().flatten().tolist():
         _raise_not_finite(weight_of[block], bool(norms[block].isnan()))
     rated = torch.tensor([weight_of[b].rated for b in range(len(norms))], device=norms.device)
     invalid = (rated & ~((sensitivity > 0) & sensitivity.isfinite())).nonzero().flatten().tolist()

@@ -63,6 +63,7 @@ def _paths(paths: Sequence[LogitPath], names: Names) -> list[Json]:
     return [
         {
             "heads": path.heads,
+            "scale": path.scale,
             "weights": [
                 _weight(weight, names) | {"block_of_head": read}
                 for weight, read in zip(path.weights, path.reads.tolist(), strict=True)

@@ -55,6 +55,13 @@ class AttentionLayer:
         return " + ".join(" ".join(map(weight_term, path.weights)) for path in self.finding.paths)
 
     @property
+    def scale(self) -> str:
+        """The factor of q . k in the logit, which a budget uses: the module's, or else the usual one."""
+        usual = f"1/sqrt({sum(self.sizes)})"
+        known = [usual if path.scale is None else f"{path.scale:.4g}" for path in self.finding.paths]
+        return " and ".join(dict.fromkeys(known))
+
+    @property
     def weights(self) -> list[Weight]:
         """The weights on its paths, each once."""
         return _weights(self.finding.paths)

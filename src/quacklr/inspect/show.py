@@ -37,7 +37,7 @@ def _table(report: ModelReport) -> list[str]:
     for layer in report.layers:
         if layer.finding.paths:
             key = shape(layer.module), layer.kind, layer.layout, _sizes(layer), layer.logit, str(layer.rates())
-            equal.setdefault((*key, layer.comparison.word), []).append(layer)
+            equal.setdefault((*key, layer.scale, layer.comparison.word), []).append(layer)
     rows = [_row(layers, report) for layers in equal.values()]
     return columns([list(rows[0]), *(list(row.values()) for row in rows)]) if rows else []
 
@@ -53,6 +53,7 @@ def _row(layers: Sequence[AttentionLayer], report: ModelReport) -> dict[str, str
         "layout": textwrap.fill(one.layout, WIDTH, break_long_words=False, break_on_hyphens=False),
         "heads/keys/size": _sizes(one),
         "logit": one.logit.replace(" + ", "\n+ "),
+        "scale": one.scale,
         "rates follow": "\n".join(follow),
     }
     if not _on_meta(report):

@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, type]] = {
         "soft-cap": methods.SoftCap,
         "sigma-reparam": methods.SigmaReparametrised,
         "muon-split": methods.MuonSplit,
+        "compositional-muon": methods.CompositionalMuon,
     },
     "optimizer": {"muon": MuonRecipe, "adamw": AdamWRecipe},
     "schedule": {"constant": Constant, "cosine": Cosine, "wsd": WSD},
@@ -144,8 +145,12 @@ def validate_config(config: Config) -> None:
             f"(--micro-batch {config.training.micro_batch} x --context {config.shape.context})"
         )
     validate_schedule(config.schedule, config.training.steps)
-    if isinstance(config.method, methods.MuonSplit) and not isinstance(config.optimizer, MuonRecipe):
-        raise UserError("--method muon-split is a way to use Muon, so it needs --optimizer muon")
+    of_muon = isinstance(config.method, methods.MuonSplit | methods.CompositionalMuon)
+    if of_muon and not isinstance(config.optimizer, MuonRecipe):
+        kind = kind_of("method", config.method)
+        raise UserError(f"--method {kind} is a way to use Muon, so it needs --optimizer muon")
+    if isinstance(config.method, methods.CompositionalMuon) and config.machine.parallel == "fsdp":
+        raise UserError("--method compositional-muon needs whole matrices, so it needs --parallel ddp")
     if isinstance(config.method, methods.AbsorbedQKNorm) and not isinstance(config.attention, MLA):
         raise UserError("--method absorbed-qk-norm is about latents, so it needs --attention mla")
     if getattr(config.method, "literal", False) and not getattr(config.attention, "latent_norm", False):

@@ -26,17 +26,19 @@ from quacklr.lab.options import read
 from quacklr.lab.report.command import draw, write
 from quacklr.lab.report.page import page
 from quacklr.lab.report.style import method_curve, panels, validation
-from quacklr.lab.studies.names import METHOD_NAMES, readable_number
+from quacklr.lab.studies.comparison import MARGIN
+from quacklr.lab.studies.measures import largest_logit, loss
+from quacklr.lab.studies.names import method_name, readable_number
 from quacklr.lab.studies.questions import demo as grid
-from quacklr.lab.studies.results import Results, largest_logit, loss
+from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, StudyScale, scale_of
-from quacklr.lab.studies.verdicts import MARGIN, STABLE
+from quacklr.lab.studies.verdicts import STABLE
 from quacklr.lab.sweep.display import display
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import missing, sweep
 from quacklr.util import terminal
 
-METHODS: tuple[type[Method], ...] = (Default, QKClipping, Quack, QKNorm)
+METHODS: tuple[Method, ...] = (Default(), QKClipping(), Quack(), QKNorm())
 NEXT = """\
 In your own script, once the weights are initialised or loaded, add two lines; the training loop stays as it is:
 
@@ -75,7 +77,7 @@ def configs_of(options: Demo) -> tuple[StudyScale, list[Config]]:
 def run(options: Demo, argv: Sequence[str]) -> int:
     """Run the demo; 130 or 143 when stopped by a signal."""
     scale, configs = configs_of(options)
-    ledger = Ledger(options.out / "ledger.jsonl")
+    ledger = Ledger(options.out / "ledger.jsonl", details=True)
     todo = missing(configs, ledger.entries(), retry=True)
     with locked(options.out), display("quacklr demo", len(configs) - len(todo)) as show:
         ledger.validate_writable()
@@ -88,7 +90,7 @@ def run(options: Demo, argv: Sequence[str]) -> int:
     for entry in mine:
         if entry.status == "crashed":
             raise UserError(f"a run crashed: {entry.reason}; see {options.out / 'runs' / entry.key / 'log.txt'}")
-    show_results(Results(mine, scale), options.out)
+    show_results(Results(mine, scale, [options.seed]), options.out)
     return 0
 
 
@@ -100,9 +102,9 @@ def show_results(results: Results, out: Path) -> None:
     print(f"\n{sentence(results)}\n\nThe picture is {out / 'demo.png'}, the page {out / 'demo.html'}.\n\n{NEXT}")
 
 
-def only(results: Results, attention: str, method: type[Method]) -> Entry:
+def only(results: Results, attention: str, method: Method) -> Entry:
     """The only run of a method."""
-    return next(iter(results.best(attention, method, results.scale.high).values()))
+    return next(iter(results.best(attention, method, results.scale.high).runs.values()))
 
 
 def table(results: Results) -> str:
@@ -112,7 +114,7 @@ def table(results: Results) -> str:
     rows += [("", [f"{'validation loss':>17}{'max logit':>13}" for _ in attentions])]
     for method in METHODS:
         runs = [only(results, attention, method) for attention in attentions]
-        rows += [(METHOD_NAMES[method], [f"{loss_text(run):>17}{logit_text(run):>13}" for run in runs])]
+        rows += [(method_name(method), [f"{loss_text(run):>17}{logit_text(run):>13}" for run in runs])]
     return "\n".join(f"{name:14}{''.join(cells)}" for name, cells in rows)
 
 
@@ -130,7 +132,7 @@ def sentence(results: Results) -> str:
     """The outcome: whether the default was unstable, and whether QuacK was stable."""
     parts = []
     for attention in reversed(results.scale.attentions):
-        default, quack = only(results, attention, Default), only(results, attention, Quack)
+        default, quack = only(results, attention, Default()), only(results, attention, Quack())
         broken = default.status != "finished" or largest_logit(default) > STABLE
         stable = quack.status == "finished" and largest_logit(quack) < STABLE
         better = stable and (default.status != "finished" or loss(quack) < loss(default) - MARGIN)

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -27,8 +27,10 @@ from quacklr.lab.typed import fits
 from quacklr.util.atomic_files import flush_folder, make_folder
 
 DIGITS = 4
-MEASURED = ("step", "val_loss", "logits", "change_steps")  # keys of a row that a ledger keeps
-OF_BLOCKS = ("norm", "rate")  # and those that it keeps for seed 0 only, because they are half of a line
+MEASURED = ("step", "val_loss", "logits", "change_steps", "norm", "rate")
+"""The keys of a row of metrics.jsonl that an entry keeps, if the row has measurements."""
+NEEDED = {"step": None, "val_loss": None, "logits": ("max", "step_change"), "change_steps": None}
+"""The keys that claims and figures use. For `logits`, the statistics that they use."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,18 @@ class Entry:
     def tables(self) -> Iterator[Table]:
         """Every logit table (layers x heads) in the history."""
         return (table for row in self.history for table in row.get("logits", {}).values())
+
+    def without_details(self) -> Entry:
+        """The entry with only the measurements that claims and figures use. Its line is less than half as long."""
+        history = [
+            {
+                name: row[name] if parts is None else {part: row[name][part] for part in parts if part in row[name]}
+                for name, parts in NEEDED.items()
+                if name in row
+            }
+            for row in self.history
+        ]
+        return replace(self, history=history)
 
     def to_json(self) -> Row:
         """A line of the ledger."""
@@ -129,7 +143,7 @@ def entry_of(config: Config, path: Path) -> Entry:
 
 
 def crashed(config: Config, path: Path, reason: str) -> Entry:
-    """The entry of a run that crashed, with its measurements until then."""
+    """The entry of a run that crashed, with the measurements before the crash."""
     folder = Folder(path)
     try:
         found = measurements(config, folder, folder.rows())
@@ -140,11 +154,10 @@ def crashed(config: Config, path: Path, reason: str) -> Entry:
 
 def measurements(config: Config, folder: Folder, rows: list[Row]) -> dict[str, Any]:
     """The fields of an entry that are computed from the rows of the run."""
-    kept = MEASURED + OF_BLOCKS if config.training.seed == 0 else MEASURED
     speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
     return {
         "history": [
-            {name: rounded(row[name]) for name in kept if name in row}
+            {name: rounded(row[name]) for name in MEASURED if name in row}
             for row in rows
             if "val_loss" in row or "logits" in row
         ],
@@ -164,10 +177,13 @@ def rounded(value: Any) -> Any:
 
 
 class Ledger:
-    """The file `ledger.jsonl`."""
+    """The file `ledger.jsonl`.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    With `details` it keeps all measurements of a run, also entropies and the norms and rates of blocks.
+    """
+
+    def __init__(self, path: Path, details: bool = False) -> None:
+        self.path, self.details = path, details
 
     def entries(self) -> dict[str, Entry]:
         """All runs by fingerprint, in the order of their first lines."""
@@ -199,6 +215,7 @@ class Ledger:
 
     def append(self, entry: Entry) -> None:
         """Append a line and flush it to disk; an incomplete last line is removed first."""
+        entry = entry if self.details else entry.without_details()
         text = json.dumps(entry.to_json(), allow_nan=False, separators=(",", ":")) + "\n"
         with self._opened() as file:
             with suppress(OSError):  # a file system without locks

@@ -6,7 +6,7 @@ methods: it builds the model, calls `alter`, builds the optimizers, calls `attac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,7 @@ from quacklr.lab.errors import UserError, validate_non_negative, validate_positi
 from quacklr.lab.model import Attention, Decoder
 from quacklr.lab.model.sigma import reparametrise
 from quacklr.lab.optim import Muon
+from quacklr.lab.optim.compositional import Composition, Factor
 
 NORMS = {"frobenius": frobenius, "spectral": spectral}
 Attached = QuacK | QKClip
@@ -114,6 +115,21 @@ class MuonSplit:
     """Per-head Muon: the rows of each head of queries, keys and values are orthogonalised separately."""
 
 
+@dataclass(frozen=True)
+class CompositionalMuon:
+    """Compositional Muon: the steps of q, k, v and o are preconditioned by the weight that each is multiplied with."""
+
+    multiplier: float = 1.0
+    """Learning rate of these weights, relative to the base learning rate."""
+    damping: float = 0.01
+    """Added to the eigenvalues of a partner's Gram matrix."""
+    isotropic: bool = False
+    """Precondition by one number for each head, not by a matrix."""
+
+    def __post_init__(self) -> None:
+        validate_positive(multiplier=self.multiplier, damping=self.damping)
+
+
 Method = (
     Default
     | Quack
@@ -125,6 +141,7 @@ Method = (
     | SoftCap
     | SigmaReparametrised
     | MuonSplit
+    | CompositionalMuon
 )
 
 
@@ -164,14 +181,39 @@ def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 return QuacK(model, optimizers, budget=budget)
             case QKClipping(threshold):
                 return QKClip(model, optimizers, threshold)
+            case CompositionalMuon(multiplier, damping, isotropic):
+                products = [product for attention in attentions_of(model) for product in factors(attention)]
+                muon_of(optimizers).compose(Composition(products, multiplier, damping, isotropic))
             case MuonSplit():
-                muon = next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
-                attentions = [module for module in model.modules() if isinstance(module, Attention)]
+                muon, attentions = muon_of(optimizers), attentions_of(model)
                 matrices = [m for attention in attentions for m in attention.matrices().values()]
                 muon.split({linear.weight: blocks for linear, blocks in matrices if blocks > 1})
     except ValueError as error:  # the message names the weight and the fix
         raise UserError(str(error)) from error
     return None
+
+
+def muon_of(optimizers: Sequence[Optimizer]) -> Muon:
+    """The Muon among the optimizers."""
+    return next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
+
+
+def attentions_of(model: nn.Module) -> list[Attention]:
+    """All attention modules."""
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def factors(attention: Attention) -> Iterator[tuple[Factor, Factor]]:
+    """The products of an attention's weights. The heads of the output projection are among its columns."""
+    matrices = attention.matrices()
+    for one, other in attention.product_roles:
+        second = Factor(matrices[other][0].weight, matrices[other][1])
+        first = (
+            Factor(attention.o.weight, attention.o.in_features // (second.param.shape[0] // second.blocks), True)
+            if one == "o"
+            else Factor(matrices[one][0].weight, matrices[one][1])
+        )
+        yield first, second
 
 
 def rates(attached: Attached | None) -> dict[str, Tensor]:

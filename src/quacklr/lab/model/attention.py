@@ -23,6 +23,8 @@ class Attention(nn.Module, ABC):
     """Causal softmax attention over the queries, keys and values of a subclass."""
 
     logit_roles: tuple[str, ...]  # roles of the projections that compute queries and keys
+    product_roles: tuple[tuple[str, str], ...]  # roles whose rows of a head are multiplied; the second may be shared
+    o: nn.Linear
 
     def __init__(self, parts: Sequence[int]) -> None:
         """`parts` are the sizes of the parts that are concatenated to a query or a key."""

@@ -18,6 +18,7 @@ class MultiHead(Attention):
     """MHA or GQA: queries, keys and values are projections of the residual stream."""
 
     logit_roles = ("q", "k")
+    product_roles = (("q", "k"), ("o", "v"))
 
     def __init__(self, shape: Shape, spec: MHA) -> None:
         super().__init__(parts=[spec.head_dim])

@@ -21,6 +21,7 @@ class Latent(Attention):
     """MLA: queries from one low-rank latent, keys and values from another, and a rotary part in both."""
 
     logit_roles = ("dq", "uq", "qr", "dkv", "uk", "kr")
+    product_roles = (("uq", "uk"), ("qr", "kr"), ("o", "uv"))
 
     def __init__(self, shape: Shape, spec: MLA) -> None:
         super().__init__(parts=[spec.nope_dim, spec.rope_dim])

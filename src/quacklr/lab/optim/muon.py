@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from quacklr.core.local import ShardSpec, local_tensor
+from quacklr.lab.optim.compositional import Composition
 from quacklr.lab.optim.newton_schulz import orthogonalise, precision
 from quacklr.lab.optim.shard_exchange import ShardExchange, local_gradient, shard_spec, validate_sharding
 
@@ -66,6 +67,7 @@ class Muon(Optimizer):
         scale: UpdateScale = "jordan",
         blocks: int = 1,
     ) -> None:
+        self.composition: Composition | None = None
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "scale": scale, "blocks": blocks})
 
@@ -95,6 +97,15 @@ class Muon(Optimizer):
             _validate("a parameter", param, blocks)
         self.param_groups[:] = [part for group in self.param_groups for part in _split_group(group, blocks_of_param)]
 
+    def compose(self, composition: Composition) -> None:
+        """Step the weights of these products by Compositional Muon, the others as before. Not for sharded weights."""
+        held = {param for group in self.param_groups for param in group["params"]}
+        for param in composition.params():
+            if param not in held or shard_spec(param) is not None:
+                what = "is sharded" if param in held else "is not this Muon's"
+                raise ValueError(f"a parameter of shape {tuple(param.shape)} is to be composed but {what}")
+        self.composition = composition
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step every parameter that has a gradient."""
@@ -102,6 +113,8 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.composition is not None:
+            self._step_composed(self.composition)
         matrices: Counter[Any] = Counter()  # number of matrices assigned to owners so far, by process group
         for (rows, *_, spec), jobs in self._jobs_by_shape().items():
             if spec is None:
@@ -116,9 +129,10 @@ class Muon(Optimizer):
     def _jobs_by_shape(self) -> dict[Any, list[Job]]:
         """Parameters that can be stacked, by the rows of a block, columns, dtype, device and sharding."""
         found: dict[Any, list[Job]] = {}
+        composed = set() if self.composition is None else self.composition.params()
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
+                if param.grad is not None and param not in composed:
                     rows, columns = param.shape[0] // group["blocks"], param.shape[1]
                     key = (rows, columns, precision(param), param.device, shard_spec(param))
                     found.setdefault(key, []).append((param, group))
@@ -138,6 +152,22 @@ class Muon(Optimizer):
         self._write_updates(jobs, exchange.shards)
         exchange.run_at_owners(lambda stack_RC: _orthogonalise_blocks(stack_RC, rows), self.max_stack_numel)
         _apply_updates(jobs, exchange.shards, rows)
+
+    def _step_composed(self, composition: Composition) -> None:
+        """Step the weights of products; none of a model without gradients."""
+        group_of = {param: group for group in self.param_groups for param in group["params"]}
+
+        def update_of(param: Tensor) -> Tensor:
+            update_RC = torch.empty_like(param)
+            self._write_updates([(param, group_of[param])], [update_RC])
+            return update_RC
+
+        if all(param.grad is not None for param in composition.params()):
+            for param, step in composition.steps(update_of):
+                lr = group_of[param]["lr"]
+                if group_of[param]["weight_decay"]:
+                    param.mul_(1 - lr * group_of[param]["weight_decay"])
+                param.add_(step.to(param.dtype), alpha=-lr)
 
     def _write_updates(self, jobs: list[Job], updates: Iterable[Tensor]) -> None:
         """Update the momentum of each parameter, and write its update before orthogonalisation."""

@@ -18,11 +18,10 @@ from quacklr.lab.report import markdown
 from quacklr.lab.report.figures import FIGURES, Draw
 from quacklr.lab.report.page import PageFigure, page
 from quacklr.lab.report.style import hide_empty_panels
-from quacklr.lab.studies.claims import CLAIMS
-from quacklr.lab.studies.extra_claims import EXTRA_CLAIMS
-from quacklr.lab.studies.results import NotRun, Results
+from quacklr.lab.studies.all_claims import claim_results
+from quacklr.lab.studies.measures import NotRun
+from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
-from quacklr.lab.studies.verdicts import ClaimResult, check
 from quacklr.util import terminal
 from quacklr.util.figures import FORMATS, RC, drawn
 
@@ -37,12 +36,6 @@ class ReportOptions:
     ledger: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DIR")]] = Path("results")
     """Folder with the ledger that `quacklr sweep` wrote; the report is written to the same folder."""
     size: Size = field(default=Size())
-
-
-def claim_results(results: Results) -> list[ClaimResult]:
-    """Check every claim: the paper's, then the others."""
-    paper = [check(name, "paper", claim, results) for name, claim in CLAIMS.items()]
-    return paper + [check(name, "own", claim, results) for name, claim in EXTRA_CLAIMS.items()]
 
 
 def draw(figures: dict[str, Draw], results: Results, folder: Path) -> list[PageFigure]:

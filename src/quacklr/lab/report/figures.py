@@ -1,6 +1,6 @@
 """The paper's four figures and two more, each a function of the results; parts without runs are left out.
 
-Lines are means over seeds, bands their range. A method has its best setting, selected for each seed on the other seeds.
+Lines are means over seeds, bands their range. A method has its best setting, selected on another seed.
 The docstring of a figure is its title and its caption.
 """
 
@@ -18,10 +18,10 @@ from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import ConstantTau, Default, Method, QKNorm, Quack
 from quacklr.lab.report.style import Points, colour, line_with_seeds, method_curve, panels, validation
 from quacklr.lab.studies.claims import BOTH
+from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS
-from quacklr.lab.studies.results import NotRun, Results, RunsBySeed, available, by_seed, loss
-from quacklr.lab.studies.verdicts import method_label
+from quacklr.lab.studies.results import MethodRuns, Results, available
 
 Draw = Callable[[Results], Figure]
 
@@ -78,7 +78,7 @@ def interventions(results: Results) -> Figure:
 
 def final_losses(results: Results, attention: str, method: type[Method], axes: Any) -> None:
     """Draw the final loss of a method against the learning rate."""
-    losses = available(results.scale.rates, lambda lr: by_seed(results.best(attention, method, lr), loss))
+    losses = available(results.scale.rates, lambda lr: results.best(attention, method, lr).by_seed())
     style = {"color": colour(method), "label": METHOD_NAMES[method], "linestyle": linestyle(attention, method)}
     line_with_seeds(axes, losses, marker=".", **style)
 
@@ -117,9 +117,7 @@ def norms(results: Results) -> Figure:
         "constant tau": {tau: ConstantTau(tau) if tau != 1 else Default() for tau in CONSTANT_TAUS},
     }
     for label, settings in kinds.items():
-        losses_of_setting = available(
-            settings.values(), lambda setting: by_seed(results.best("mha", setting, lr), loss)
-        )
+        losses_of_setting = available(settings.values(), lambda setting: results.best("mha", setting, lr).by_seed())
         losses = {tau: losses_of_setting[each] for tau, each in settings.items() if each in losses_of_setting}
         dash = "--" if "spectral" in label else "-"
         line_with_seeds(right, losses, color=colour(next(iter(settings.values()))), label=label, linestyle=dash)
@@ -212,14 +210,14 @@ def labelled_tables(results: Results, attention: str) -> dict[str, list[list[flo
 
     def labelled(method: type[Method]) -> tuple[str, list[list[float]]]:
         runs = results.best(attention, method, results.scale.high)
-        return f"{attention.upper()}, {method_label(runs)}", mean_table(runs)
+        return f"{attention.upper()}, {runs}", mean_table(runs)
 
     return dict(available(PAPER_METHODS, labelled).values())
 
 
-def mean_table(runs: RunsBySeed) -> list[list[float]]:
+def mean_table(runs: MethodRuns) -> list[list[float]]:
     """Layers x heads: the largest logit at the last measurement, mean over the seeds that have one."""
-    measured = ([table for _, table in entry.curve("logits", "max")] for entry in runs.values())
+    measured = ([table for _, table in entry.curve("logits", "max")] for entry in runs.runs.values())
     tables = [tables[-1] for tables in measured if tables]
     if not tables:
         raise NotRun("no logits were measured")

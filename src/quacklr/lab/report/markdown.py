@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import mean
 
-from quacklr.lab.methods import Method
-from quacklr.lab.studies.budget_table import BUDGET, COLUMNS, PAPER, BudgetTable, Cell
-from quacklr.lab.studies.names import METHOD_NAMES
-from quacklr.lab.studies.results import Results, available, by_seed, largest_logit, loss, settings_text
+from quacklr.lab.methods import Budget, Method, QKNorm
+from quacklr.lab.studies.budget_table import PAPER, by_model, methods_in
+from quacklr.lab.studies.cell import Cell
+from quacklr.lab.studies.measures import largest_logit, lr_sensitivity
+from quacklr.lab.studies.names import METHOD_NAMES, settings_of
+from quacklr.lab.studies.results import Results, available
+from quacklr.lab.studies.tuned_methods import TUNED, TunedMethod
 from quacklr.lab.studies.verdicts import ClaimResult, geometric_mean, mean_and_sd
 
 HEADINGS = {"paper": "The paper's claims", "own": "Questions of our own"}
@@ -63,55 +66,55 @@ def method_row(results: Results, attention: str, method: type[Method]) -> list[s
     losses = available(rates, lambda lr: mean_and_sd(results.best(attention, method, lr)))
     logit = available([high], lambda lr: geometric_mean(results.best(attention, method, lr), largest_logit))
     sensitivity = available([high], lambda _: f"{mean(results.lr_sensitivity(attention, method).values()):.3f}")
-    setting = available([high], lambda lr: settings_text(results.best(attention, method, lr)))
+    setting = available([high], lambda lr: settings_of(results.best(attention, method, lr).method))
     cells = [losses.get(lr, "") for lr in rates] + [each.get(high, "") for each in (logit, sensitivity, setting)]
     return [METHOD_NAMES[method], *cells] if losses else []
 
 
 def budget(results: Results) -> str:
     """One budget beside methods that are tuned: a table for each kind of attention and optimizer."""
-    budget_table, parts = BudgetTable.of(results), list[str]()
-    for title, cells in budget_table.by_model().items():
+    parts = list[str]()
+    for model, cells in by_model(results.scale).items():
         head = ("method", *(f"lr {cell.lr:g}" for cell in cells), "lr sensitivity", "tau", "seeds")
-        rows = [budget_row(budget_table, name, cells) for name in budget_table.columns(cells[0])]
-        parts.append(f"## {title}\n\n{table(head, filter(None, rows))}")
-    return f"## In short\n\n{budget_summary(budget_table)}\n" + "\n".join(parts)
+        rows = [budget_row(results, method, cells) for method in methods_in(cells[0])]
+        parts.append(f"## {model}\n\n{table(head, filter(None, rows))}")
+    return f"## In short\n\n{budget_summary(results)}\n" + "\n".join(parts)
 
 
-def budget_summary(budget_table: BudgetTable) -> str:
+def budget_summary(results: Results) -> str:
     """For each cell: the budget, the best method that leaves the model as it is, and QK norm, which changes it."""
-    cells = [cell for of_model in budget_table.by_model().values() for cell in of_model]
-    head = ("", f"budget {BUDGET:g}", "best tuned method", "budget - best", "QK norm")
-    return table(head, filter(None, (budget_summary_row(budget_table, cell) for cell in cells)))
+    cells = [cell for of_model in by_model(results.scale).values() for cell in of_model]
+    head = ("", f"budget {Budget().budget:g}", "best tuned method", "budget - best", "QK norm")
+    return table(head, filter(None, (budget_summary_row(results, cell) for cell in cells)))
 
 
-def budget_summary_row(budget_table: BudgetTable, cell: Cell) -> list[str]:
+def budget_summary_row(results: Results, cell: Cell) -> list[str]:
     """The row of a cell in `budget_summary`; empty if methods are missing."""
-    runs = available(budget_table.columns(cell), lambda name: budget_table.runs(cell, name))
-    losses = {name: by_seed(each, loss) for name, each in runs.items()}
-    tuned = [name for name in losses if name in PAPER and name != "QK norm"]
-    if not tuned or not {"budget", "QK norm"} <= losses.keys():
+    runs = available(methods_in(cell), lambda method: results.runs(cell, method))
+    tuned = [each for method, each in runs.items() if method in PAPER and method is not TUNED[QKNorm]]
+    one, norm = runs.get(TUNED[Budget]), runs.get(TUNED[QKNorm])
+    if not tuned or one is None or norm is None:
         return []
-    best = min(tuned, key=lambda name: mean(losses[name].values()))
-    shared = losses["budget"].keys() & losses[best].keys()
-    gap = f"{mean(losses['budget'][seed] - losses[best][seed] for seed in shared):+.3f}" if shared else ""
-    return [
-        str(cell),
-        mean_and_sd(runs["budget"]),
-        f"{best} {mean_and_sd(runs[best])}",
-        gap,
-        mean_and_sd(runs["QK norm"]),
-    ]
+    best = min(tuned, key=lambda each: each.mean())
+    losses, others = one.by_seed(), best.by_seed()
+    shared = losses.keys() & others.keys()
+    gap = f"{mean(losses[seed] - others[seed] for seed in shared):+.3f}" if shared else ""
+    return [str(cell), mean_and_sd(one), f"{best.tuned.name} {mean_and_sd(best)}", gap, mean_and_sd(norm)]
 
 
-def budget_row(budget_table: BudgetTable, name: str, cells: Sequence[Cell]) -> list[str]:
+def budget_row(results: Results, method: TunedMethod, cells: Sequence[Cell]) -> list[str]:
     """The row of a method in `budget`; empty if it was not run."""
-    runs = available(cells, lambda cell: budget_table.runs(cell, name))
+    runs = available(cells, lambda cell: results.runs(cell, method))
     if not runs:
         return []
     losses = [mean_and_sd(runs[cell]) if cell in runs else "" for cell in cells]
-    sensitivity = available([name], lambda name: f"{mean(budget_table.lr_sensitivity(cells, name).values()):.3f}")
-    tuned = COLUMNS[name].first is not None
-    taus = [f"{budget_table.value(cell, name):g}" for cell in runs] if tuned else []
-    seeds = sorted({len(each) for each in runs.values()})
-    return [name, *losses, sensitivity.get(name, ""), ", ".join(taus), " to ".join(str(n) for n in seeds)]
+    sensitivity = available([method], lambda _: mean(lr_sensitivity(each.by_seed() for each in runs.values()).values()))
+    taus = [f"{each.value:g}" for each in runs.values() if each.value is not None]
+    seeds = sorted({len(each.runs) for each in runs.values()})
+    return [
+        method.name,
+        *losses,
+        f"{sensitivity[method]:.3f}" if sensitivity and len(runs) == len(cells) else "",
+        ", ".join(taus),
+        " to ".join(str(n) for n in seeds),
+    ]

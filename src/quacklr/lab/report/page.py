@@ -10,7 +10,7 @@ import base64
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 from quacklr import __version__
 from quacklr.lab.config import Config, kind_of, to_json
 from quacklr.lab.ledger import Entry, rounded
+from quacklr.lab.studies.comparison import Comparison
 from quacklr.lab.studies.names import METHOD_NAMES, describe, method_name, settings_of
-from quacklr.lab.studies.results import Comparison
 from quacklr.lab.studies.verdicts import ClaimResult
 
 FOLDER = Path(__file__).parent
@@ -188,7 +188,7 @@ def number(value: float | None, digits: str = ".4g") -> str:
     return format(value, digits) if value is not None and finite(value) else "-"
 
 
-def reach(evidence: Sequence[Comparison]) -> float:
-    """The largest absolute end of the intervals, which is the scale for drawing them."""
-    ends = (abs(end) for each in evidence for end in (each.mean, each.low, each.high) if math.isfinite(end))
-    return max(ends, default=0) or 1
+def reach(evidence: Iterable[Comparison]) -> float:
+    """The largest absolute value of seeds and ends of intervals, which is the scale for drawing them."""
+    values = [value for each in evidence for value in (each.mean, each.low, each.high, *each.differences)]
+    return max((abs(value) for value in values if math.isfinite(value)), default=0) or 1

@@ -12,13 +12,26 @@ from matplotlib.figure import Figure
 
 from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import Method
+from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import METHOD_NAMES
-from quacklr.lab.studies.results import NotRun, Results, RunsBySeed
+from quacklr.lab.studies.results import Results
 
 COLOURS: dict[str, str] = dict(
     zip(
         METHOD_NAMES.values(),
-        ("#666666", "#e69f00", "#0072b2", "#d55e00", "#56b4e9", "#0b6e4f", "#7fbf3f", "#cc79a7", "#8c6d31", "#7b5ea7"),
+        (
+            "#666666",
+            "#e69f00",
+            "#0072b2",
+            "#d55e00",
+            "#56b4e9",
+            "#0b6e4f",
+            "#7fbf3f",
+            "#cc79a7",
+            "#8c6d31",
+            "#7b5ea7",
+            "#b03a2e",
+        ),
         strict=True,
     )
 )
@@ -38,9 +51,10 @@ def panels(rows: int, columns: int, width: float = 2.9, height: float = 2.4) -> 
     return figure, [list(row) for row in figure.subplots(rows, columns, squeeze=False)]
 
 
-def curve(axes: Axes, runs: RunsBySeed, points: Points, **line: Any) -> None:
+def curve(axes: Axes, runs: Iterable[Entry], points: Points, **line: Any) -> None:
     """Draw the mean over seeds as a line, their range as a band, and a cross where a run diverged."""
-    values_of_run = [{step: value for step, value in points(run) if value is not None} for run in runs.values()]
+    entries = list(runs)
+    values_of_run = [{step: value for step, value in points(run) if value is not None} for run in entries]
     steps = sorted(set.union(*(set(values) for values in values_of_run)))
     if not steps:  # all runs diverged before the first measurement
         return
@@ -48,7 +62,7 @@ def curve(axes: Axes, runs: RunsBySeed, points: Points, **line: Any) -> None:
     (drawn,) = axes.plot(steps, [mean(values) for values in at_step], linewidth=1.5, **line)
     bottom, top = [min(values) for values in at_step], [max(values) for values in at_step]
     axes.fill_between(steps, bottom, top, color=drawn.get_color(), alpha=0.2, linewidth=0)
-    for run, values in zip(runs.values(), values_of_run, strict=True):
+    for run, values in zip(entries, values_of_run, strict=True):
         if run.status == "diverged" and values:
             axes.plot(*max(values.items()), marker="x", color=drawn.get_color())
 
@@ -59,7 +73,8 @@ def method_curve(
     """Draw the curve of a method at its best setting, if the ledger has its runs."""
     name = METHOD_NAMES[method if isinstance(method, type) else type(method)]
     with suppress(NotRun):
-        curve(axes, results.best(attention, method, lr), points, **{"color": COLOURS[name], "label": name} | line)
+        runs = results.best(attention, method, lr).runs.values()
+        curve(axes, runs, points, **{"color": COLOURS[name], "label": name} | line)
 
 
 def line_with_seeds(axes: Axes, values: Mapping[float, Mapping[int, float]], **line: Any) -> None:

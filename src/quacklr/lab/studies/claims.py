@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from quacklr.lab.methods import ConstantTau, Default, Method, QKClipping, QKNorm, Quack
-from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS
+from quacklr.lab.studies.comparison import MARGIN, Comparison, Test, agree, below, compare, difference, less, more
+from quacklr.lab.studies.intervals import MOST_SEEDS
+from quacklr.lab.studies.measures import NotRun, largest_logit, middle_step_change, step_change, step_time
+from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS, method_name
 from quacklr.lab.studies.questions import DECADES, timed
-from quacklr.lab.studies.results import (
-    Results,
-    by_seed,
-    compare,
-    largest_logit,
-    loss,
-    middle_step_change,
-    step_change,
-    step_time,
-)
+from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.verdicts import (
     LOGIT,
-    MARGIN,
     Answer,
     Claim,
-    Tested,
-    agree,
     answer,
-    below,
-    difference,
     geometric_mean,
-    less,
     logit_above_stable,
     mean_and_sd,
     method_means,
-    more,
-    place,
 )
 
 BOTH = ("mha", "mla")
@@ -44,15 +31,15 @@ below_double = partial(below, limit=0.3)  # log10 of 2
 
 def lowering_stabilises(results: Results) -> Answer:
     """Lowering the learning rates of query and key weights alone stabilises a high learning rate."""
-    where, lr = place("mha", results.scale.high), results.scale.high
+    lr = results.scale.high
     default, lowered = results.best("mha", Default, lr), results.best("mha", ConstantTau(0.1), lr)
     text = (
         f"with a tenth of the rate on queries and keys the loss is {mean_and_sd(lowered)} instead of "
         f"{mean_and_sd(default)}, the largest logit {geometric_mean(lowered, largest_logit)} instead of "
-        f"{geometric_mean(default, largest_logit)} ({where})"
+        f"{geometric_mean(default, largest_logit)} ({default.cell})"
     )
-    calm, wild = logit_above_stable(where, lowered), logit_above_stable(where, default)
-    return answer(text, (less, difference(where, lowered, default)), (less, calm), (more, wild))
+    calm, wild = logit_above_stable(lowered), logit_above_stable(default)
+    return answer(text, (less, difference(lowered, default)), (less, calm), (more, wild))
 
 
 def low_rate_agreement(results: Results) -> Answer:
@@ -60,8 +47,8 @@ def low_rate_agreement(results: Results) -> Answer:
     lr, tested = results.scale.rates[0], []
     for attention in BOTH:
         norm = results.best(attention, QKNorm, lr)
-        others = (results.best(attention, method, lr) for method in PAPER_METHODS if method is not QKNorm)
-        tested += [(agree, difference(place(attention, lr), runs, norm)) for runs in others]
+        others = [results.best(attention, method, lr) for method in PAPER_METHODS if method is not QKNorm]
+        tested += [(agree, difference(runs, norm)) for runs in others]
     text = "; ".join(method_means(results, attention, PAPER_METHODS, lr) for attention in BOTH)
     return answer(f"{text} (the same is within {MARGIN:g})", *tested)
 
@@ -79,8 +66,8 @@ def compare_rates(results: Results, rates: Sequence[float], pairs: Sequence[tupl
         for method in (QKNorm, Quack):
             runs = {lr: results.best(attention, method, lr) for lr in rates}
             for one, other in pairs:
-                where = f"{place(attention, one)} - lr {other:g}"
-                tested.append((less, difference(where, runs[one], runs[other])))
+                where = f"{attention.upper()}, lr {one:g} - lr {other:g}"
+                tested.append((less, difference(runs[one], runs[other], where=where)))
             means = ", ".join(f"{mean_and_sd(runs[lr])} at {lr:g}" for lr in rates)
             texts.append(f"{attention.upper()} {METHOD_NAMES[method]} {means}")
     return answer("; ".join(texts), *tested)
@@ -91,33 +78,35 @@ def clip_is_not_enough(results: Results) -> Answer:
     lr, gaps, evidence = results.scale.high, {}, []
     for attention in BOTH:
         clip, quack = results.best(attention, QKClipping, lr), results.best(attention, Quack, lr)
-        evidence.append(difference(place(attention, lr), clip, quack))
-        gaps[attention] = {seed: loss(clip[seed]) - loss(quack[seed]) for seed in clip.keys() & quack.keys()}
-    evidence.append(compare(f"QK clip's gap to QuacK, MLA - MHA, lr {lr:g}", gaps["mla"], gaps["mha"]))
+        evidence.append(difference(clip, quack))
+        clips, quacks = clip.by_seed(), quack.by_seed()
+        gaps[attention] = {seed: clips[seed] - quacks[seed] for seed in clips.keys() & quacks.keys()}
+    compared = [runs for each in evidence for runs in each.compared]
+    evidence.append(compare(f"QK clip's gap to QuacK, MLA - MHA, lr {lr:g}", gaps["mla"], gaps["mha"], *compared))
     text = "; ".join(method_means(results, attention, (Default, QKClipping, Quack), lr) for attention in BOTH)
     return answer(text, *((more, each) for each in evidence))
 
 
 def constant_loses(results: Results) -> Answer:
     """A constant tau is stable, but loses to QuacK in MHA and in MLA."""
-    lr, tested = results.scale.high, []
+    lr = results.scale.high
+    tested: list[tuple[Test, Comparison]] = []
     for attention in BOTH:
-        where = place(attention, lr)
         constant, quack = results.best(attention, ConstantTau, lr), results.best(attention, Quack, lr)
-        tested += [(more, difference(where, constant, quack)), (less, logit_above_stable(where, constant))]
+        tested += [(more, difference(constant, quack)), (less, logit_above_stable(constant))]
     text = "; ".join(method_means(results, attention, (ConstantTau, Quack), lr) for attention in BOTH)
     return answer(text, *tested)
 
 
 def norm_is_slightly_better(results: Results) -> Answer:
     """QuacK is slightly worse than QK norm in MHA: behind it, but nearer to it than to the default."""
-    lr, where = results.scale.high, place("mha", results.scale.high)
+    lr = results.scale.high
     quack, norm, default = (results.best("mha", method, lr) for method in (Quack, QKNorm, Default))
-    behind = difference(where, quack, norm)
-    losses = [by_seed(runs, loss) for runs in (quack, norm, default)]
-    shared = set.intersection(*(set(each) for each in losses))
-    middle = {seed: (losses[1][seed] + losses[2][seed]) / 2 for seed in shared}
-    near = compare(f"{where}: QuacK - the middle of QK norm and default, validation loss", losses[0], middle)
+    behind = difference(quack, norm)
+    norms, defaults = norm.by_seed(), default.by_seed()
+    middle = {seed: (norms[seed] + defaults[seed]) / 2 for seed in norms.keys() & defaults.keys()}
+    label = f"{quack.cell}: {quack} - the middle of QK norm and default, validation loss"
+    near = compare(label, quack.by_seed(), middle, quack, norm, default)
     return answer(method_means(results, "mha", (QKNorm, Quack, Default), lr), (more, behind), (less, near))
 
 
@@ -128,9 +117,9 @@ def best_for_latent_decoding(results: Results) -> Answer:
 
 def best_in_mla(results: Results, others: Sequence[type[Method]], lr: float | None) -> Answer:
     """Whether QuacK has the lowest loss in MLA, at a learning rate or with each method at its best rate."""
-    where = "MLA, each at its best lr" if lr is None else place("mla", lr)
+    where = "MLA, each at its best lr" if lr is None else ""
     quack = results.best("mla", Quack, lr)
-    tested = [(less, difference(where, quack, results.best("mla", other, lr))) for other in others]
+    tested = [(less, difference(quack, results.best("mla", other, lr), where=where)) for other in others]
     return answer(method_means(results, "mla", (Quack, *others, QKNorm), lr), *tested)
 
 
@@ -139,7 +128,7 @@ def norms_differ_little(results: Results) -> Answer:
     lr, evidence = results.scale.high, []
     for tau in DECADES:
         spectral, frobenius = results.best("mha", Quack(tau, norm="spectral"), lr), results.best("mha", Quack(tau), lr)
-        evidence.append(difference(place("mha", lr), spectral, frobenius))
+        evidence.append(difference(spectral, frobenius))
     widest = max(evidence, key=lambda each: abs(each.mean))
     text = f"over {len(evidence)} values of tau the difference is at most {abs(widest.mean):.3f} ({widest})"
     return answer(f"{text}; little is within {MARGIN:g}", *((agree, each) for each in evidence))
@@ -148,36 +137,39 @@ def norms_differ_little(results: Results) -> Answer:
 def both_bounded(results: Results) -> Answer:
     """QuacK controls the largest logit as well as the change in logits."""
     lr, texts = results.scale.high, []
-    tested: list[Tested] = []
+    tested: list[tuple[Test, Comparison]] = []
     for attention in BOTH:
-        where = place(attention, lr)
         quack, default = results.best(attention, Quack, lr), results.best(attention, Default, lr)
-        label = f"{where}: QuacK's change at the end - in the middle of training, {CHANGE}"
-        growth = compare(label, by_seed(quack, step_change), by_seed(quack, middle_step_change))
+        label = f"{quack.cell}: {quack}, change at the end - in the middle of training, {CHANGE}"
+        growth = compare(label, quack.by_seed(step_change), quack.by_seed(middle_step_change), quack)
         tested += [
-            (less, difference(where, quack, default, largest_logit, LOGIT)),
-            (less, difference(where, quack, default, step_change, CHANGE)),
-            (less, logit_above_stable(where, quack)),
+            (less, difference(quack, default, largest_logit, LOGIT)),
+            (less, difference(quack, default, step_change, CHANGE)),
+            (less, logit_above_stable(quack)),
             (below_double, growth),
         ]
         logits, changes = (
             f"{geometric_mean(quack, measure)} (default {geometric_mean(default, measure)})"
             for measure in (largest_logit, step_change)
         )
-        texts.append(f"{where}: largest logit {logits}, mean change of a step {changes}")
+        texts.append(f"{quack.cell}: largest logit {logits}, mean change of a step {changes}")
     return answer("; ".join(texts), *tested)
 
 
 def faster(results: Results) -> Answer:
     """A step with QuacK is faster than one with QK norm, and than one with QK clip."""
-    interleaved = Results((each for each in results.ledger if each.environment.get("turns")), timed(results.scale))
+    repetitions = (each for each in results.ledger if each.environment.get("turns"))
+    interleaved = Results(repetitions, timed(results.scale), range(MOST_SEEDS))
     lr, evidence, texts = results.scale.high, [], []
     for attention in BOTH:
-        quack = interleaved.best(attention, Quack, lr)
-        for rival in (QKNorm, QKClipping):
-            runs = interleaved.best(attention, rival, lr)
-            evidence.append(difference(attention.upper(), runs, quack, step_time, TIME))
-            texts.append(f"{attention.upper()} {METHOD_NAMES[rival]} / QuacK {10 ** evidence[-1].mean:.3f}")
+        try:
+            quack, *rivals = (interleaved.best(attention, each, lr) for each in (Quack(), QKNorm(), QKClipping()))
+        except NotRun:
+            raise NotRun("needs the runs of `quacklr sweep speed`") from None
+        for runs in rivals:
+            found = difference(runs, quack, step_time, TIME)
+            evidence.append(replace(found, compared=()))  # a repetition is run by `quacklr sweep speed` only
+            texts.append(f"{attention.upper()} {method_name(runs.method)} / QuacK {10**found.mean:.3f}")
     return answer(f"time of a step, {', '.join(texts)}", *((more, each) for each in evidence))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from statistics import mean
 
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
+    Budget,
     ConstantTau,
     Default,
     Method,
@@ -19,29 +19,17 @@ from quacklr.lab.methods import (
     SigmaReparametrised,
     SoftCap,
 )
-from quacklr.lab.optim import AdamWRecipe
-from quacklr.lab.studies.budget_table import PAPER, BudgetTable
+from quacklr.lab.studies.budget_table import PAPER, by_model, methods_in
 from quacklr.lab.studies.claims import BOTH, best_in_mla, compare_rates
+from quacklr.lab.studies.comparison import MARGIN, SAME, below, compare, difference, less, more
+from quacklr.lab.studies.measures import lr_sensitivity
 from quacklr.lab.studies.names import METHOD_NAMES
-from quacklr.lab.studies.questions import ADAMW_RATE
-from quacklr.lab.studies.results import NotRun, Results, by_seed, compare, loss
-from quacklr.lab.studies.verdicts import (
-    MARGIN,
-    Answer,
-    Claim,
-    answer,
-    below,
-    difference,
-    less,
-    mean_and_sd,
-    method_label,
-    more,
-    place,
-)
+from quacklr.lab.studies.results import AnyMethod, MethodRuns, Results, as_tuned
+from quacklr.lab.studies.tuned_methods import LITERAL, QUACK, fixed
+from quacklr.lab.studies.tuning import neighbour
+from quacklr.lab.studies.verdicts import Answer, Claim, answer, mean_and_sd
 
 below_margin = partial(below, limit=MARGIN)
-TUNING_MARGIN = 0.02
-"""Nats of validation loss that tuning may be worth where a claim says that it is not needed."""
 
 
 def no_need_for_quack(sentence: str, rival: type[Method] | Method, attentions: Sequence[str] = BOTH) -> Claim:
@@ -51,8 +39,8 @@ def no_need_for_quack(sentence: str, rival: type[Method] | Method, attentions: S
         lr, tested, texts = results.scale.high, [], []
         for attention in attentions:
             other, quack = results.best(attention, rival, lr), results.best(attention, Quack, lr)
-            tested.append((below_margin, difference(place(attention, lr), other, quack)))
-            means = ", ".join(f"{method_label(runs)} {mean_and_sd(runs)}" for runs in (other, quack))
+            tested.append((below_margin, difference(other, quack)))
+            means = ", ".join(f"{runs} {mean_and_sd(runs)}" for runs in (other, quack))
             texts.append(f"{attention.upper()} {means}")
         return answer(f"at lr {lr:g}: {'; '.join(texts)}", *tested)
 
@@ -63,23 +51,19 @@ def no_need_for_quack(sentence: str, rival: type[Method] | Method, attentions: S
 def latent_cut(results: Results) -> Answer:
     """Where latents have norms, cutting the paths there beats Algorithm 2 taken literally."""
     lr = results.scale.high
-    methods: dict[str, Method] = {"cut": Quack(), "literal": Quack(literal=True), "default": Default()}
+    methods: dict[str, AnyMethod] = {"cut": QUACK, "literal": LITERAL, "default": Default}
     runs = {name: results.best("mla", method, lr, latent_norm=True) for name, method in methods.items()}
-    better = difference(f"MLA with latent norms, lr {lr:g}", runs["cut"], runs["literal"])
     text = ", ".join(f"{name} {mean_and_sd(each)}" for name, each in runs.items())
-    return answer(f"MLA with latent norms at lr {lr:g}: {text}", (less, better))
+    return answer(f"{runs['cut'].cell}: {text}", (less, difference(runs["cut"], runs["literal"])))
 
 
 def with_adamw(results: Results) -> Answer:
     """With AdamW instead of Muon, QuacK beats the default and a constant tau too."""
-    runs = {
-        method: results.best("mha", method, ADAMW_RATE, optimizer=AdamWRecipe)
-        for method in (Default, QKNorm, ConstantTau, Quack)
-    }
-    where = f"MHA, AdamW lr {ADAMW_RATE:g}"
-    tested = [(less, difference(where, runs[Quack], runs[each])) for each in (Default, ConstantTau)]
-    text = ", ".join(f"{method_label(each)} {mean_and_sd(each)}" for each in runs.values())
-    return answer(f"MHA with AdamW at lr {ADAMW_RATE:g}: {text}", *tested)
+    methods = (Default, QKNorm, ConstantTau, Quack)
+    runs = {method: results.best("mha", method, results.scale.high, adamw=True) for method in methods}
+    tested = [(less, difference(runs[Quack], runs[each])) for each in (Default, ConstantTau)]
+    text = ", ".join(f"{each} {mean_and_sd(each)}" for each in runs.values())
+    return answer(f"{runs[Quack].cell}: {text}", *tested)
 
 
 def highest_is_best(results: Results) -> Answer:
@@ -96,51 +80,42 @@ def best_when_tuned(results: Results) -> Answer:
 
 def tau_is_forgiving(results: Results) -> Answer:
     """QuacK needs its tau less well known than a constant tau: a threefold error on either side costs less."""
-    lr = results.scale.high
-    costs = {method: _cost_of_wrong_tau(results, method, lr) for method in (ConstantTau, Quack)}
-    gap = compare(f"MHA, lr {lr:g}: constant tau - QuacK, worst loss of a threefold error", *costs.values())
+    lr, costs, compared = results.scale.high, {}, list[MethodRuns]()
+    for method in (ConstantTau, Quack):
+        best = results.best("mha", method, lr)
+        assert best.value is not None
+        others = [as_tuned(method).of_value(neighbour(best.value, steps)) for steps in (-1, 1)]
+        wrong = [results.runs(best.cell, fixed(other)) for other in others]
+        compared += [best, *wrong]
+        low, at_it, high = (runs.by_seed() for runs in (wrong[0], best, wrong[1]))
+        seeds = low.keys() & at_it.keys() & high.keys()
+        costs[method] = {seed: max(low[seed], high[seed]) - at_it[seed] for seed in seeds}
+    label = f"{compared[0].cell}: {compared[0]} - {compared[3]}, worst loss of a threefold error"
+    gap = compare(label, costs[ConstantTau], costs[Quack], *compared, same_within=SAME)
     text = ", ".join(f"{METHOD_NAMES[method]} {mean(each.values()):.3f}" for method, each in costs.items())
     return answer(f"MHA at lr {lr:g}, loss added by the worse of a third and three times tau: {text}", (more, gap))
 
 
-def _cost_of_wrong_tau(results: Results, method: type[ConstantTau | Quack], lr: float) -> dict[int, float]:
-    """By seed: the increase of the loss at the worse neighbour of the best tau."""
-    losses = {
-        setting.tau: by_seed(runs, loss)
-        for (setting, _), runs in results.runs("mha", method, lr).items()
-        if isinstance(setting, ConstantTau | Quack)
-    }
-    taus, name = sorted(losses), METHOD_NAMES[method]
-    if len(taus) < 3:
-        raise NotRun(f"{name} was run with {len(taus)} values of tau, and an error on both sides needs three")
-    best = min(range(1, len(taus) - 1), key=lambda index: mean(losses[taus[index]].values()))
-    near = taus[best - 1 : best + 2]
-    if max(larger / smaller for smaller, larger in pairwise(near)) > 4:
-        raise NotRun(f"{name} was not run with a third and three times its best tau, {taus[best]:g}")
-    below_it, at_it, above_it = (losses[tau] for tau in near)
-    seeds = below_it.keys() & at_it.keys() & above_it.keys()
-    return {seed: max(below_it[seed], above_it[seed]) - at_it[seed] for seed in seeds}
-
-
 def budget_needs_no_tuning(results: Results) -> Answer:
     """One budget is enough: in every cell its loss is at most 0.02 above that of the paper's best method there."""
-    table, tested, behind = BudgetTable.of(results), [], []
-    for cell in table.cells:
-        runs = {name: table.runs(cell, name) for name in PAPER if name in table.columns(cell)}
-        best = min(runs.values(), key=lambda each: mean(by_seed(each, loss).values()))
-        compared = difference(str(cell), table.runs(cell, "budget"), best)
-        tested.append((partial(below, limit=TUNING_MARGIN), compared))
-        behind += [f"{compared.mean:+.3f} in {cell}"] if compared.mean > TUNING_MARGIN else []
-    counts = f"the mean is within {TUNING_MARGIN:g} in {len(tested) - len(behind)} of {len(tested)} cells"
+    tested, behind = [], []
+    for cell in results.scale.cells():
+        best = min((results.runs(cell, method) for method in methods_in(cell, PAPER)), key=MethodRuns.mean)
+        compared = difference(results.runs(cell, Budget), best)
+        tested.append((partial(below, limit=SAME), compared))
+        behind += [f"{compared.mean:+.3f} in {cell}"] if compared.mean > SAME else []
+    counts = f"the mean is within {SAME:g} in {len(tested) - len(behind)} of {len(tested)} cells"
     return answer(f"{counts}; others: {', '.join(behind)}" if behind else counts, *tested)
 
 
 def budget_and_learning_rate(results: Results) -> Answer:
     """With one budget the loss depends less on the learning rate than with QK norm."""
-    table, tested, texts = BudgetTable.of(results), [], []
-    for model, cells in table.by_model().items():
-        one, other = (table.lr_sensitivity(cells, name) for name in ("budget", "QK norm"))
-        tested.append((less, compare(f"{model}: budget - QK norm, lr sensitivity", one, other)))
+    tested, texts = [], []
+    for model, cells in by_model(results.scale).items():
+        budget, norm = ([results.runs(cell, method) for cell in cells] for method in (Budget, QKNorm))
+        one, other = (lr_sensitivity(runs.by_seed() for runs in each) for each in (budget, norm))
+        label = f"{model}: budget - QK norm, lr sensitivity"
+        tested.append((less, compare(label, one, other, *budget, *norm, same_within=SAME)))
         texts.append(f"{model} {mean(one.values()):.3f} (QK norm {mean(other.values()):.3f})")
     return answer(f"lr sensitivity: {'; '.join(texts)}", *tested)
 
@@ -161,4 +136,6 @@ EXTRA_CLAIMS: dict[str, Claim] = {
     "highest rate": highest_is_best,
     "tuned": best_when_tuned,
     "tau": tau_is_forgiving,
+    "budget": budget_needs_no_tuning,
+    "budget and learning rate": budget_and_learning_rate,
 }

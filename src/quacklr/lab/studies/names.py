@@ -6,6 +6,7 @@ from quacklr.lab.config import Config, kind_of, values_of
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
     Budget,
+    CompositionalMuon,
     ConstantTau,
     Default,
     Method,
@@ -28,6 +29,7 @@ METHOD_NAMES: dict[type, str] = {
     MuonSplit: "per-head Muon",
     SoftCap: "soft-capping",
     SigmaReparametrised: "sigma-Reparam",
+    CompositionalMuon: "compositional Muon",
 }
 """By type of method, in the order of all tables and legends."""
 
@@ -41,7 +43,7 @@ def method_name(method: Method) -> str:
 
 
 def settings_of(method: Method) -> str:
-    """The first setting and all that are not at their default: `tau 0.3, norm spectral`."""
+    """The first setting, and all others that are not at their default: `tau 0.3, norm spectral`."""
     defaults = values_of(type(method)())
     shown = [
         f"{name} {value:g}" if isinstance(value, float) else name if value is True else f"{name} {value}"
@@ -52,7 +54,7 @@ def settings_of(method: Method) -> str:
 
 
 def readable_number(number: float) -> str:
-    """A number without exponent, with at least three digits."""
+    """A number below 100 with three significant digits, a larger one as an integer with commas."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 

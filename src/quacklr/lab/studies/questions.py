@@ -1,7 +1,7 @@
-"""The studies: each is a question, and the grid of runs that answers it.
+"""The studies: each is a question, and the methods and cells whose runs answer it.
 
-`quacklr sweep` adds the seeds, and skips runs that are in the ledger. A run that is in two studies is run once. An
-adaptive study selects settings by the runs that have ended, so its later runs depend on its earlier ones.
+`quacklr sweep` first does the runs with seed 0, which select settings, then the runs with the seeds 1, 2, ... It skips
+runs that are in the ledger. A run that is in two studies is done once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from quacklr.lab.config import Config
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
+    CompositionalMuon,
     ConstantTau,
     Default,
     Method,
@@ -22,62 +23,49 @@ from quacklr.lab.methods import (
     SigmaReparametrised,
     SoftCap,
 )
-from quacklr.lab.optim import AdamWRecipe, Constant
-from quacklr.lab.studies.budget_table import BudgetTable
+from quacklr.lab.optim import Constant
+from quacklr.lab.studies.budget_table import methods_in
+from quacklr.lab.studies.cell import Cell
+from quacklr.lab.studies.measures import NotRun
+from quacklr.lab.studies.names import PAPER_METHODS
+from quacklr.lab.studies.results import AnyMethod, Results, as_tuned
 from quacklr.lab.studies.scale import StudyScale, seeded
+from quacklr.lab.studies.tuned_methods import LITERAL, QUACK
 from quacklr.lab.studies.tuning import Runs
 
-Study = Callable[[StudyScale], Iterator[Config]]
-AdaptiveStudy = Callable[[StudyScale, Runs, int], Iterator[Config]]
-"""Gives the runs, with their seeds, from the runs that have ended and the number of seeds."""
+Study = Callable[[StudyScale], Iterator[tuple[Cell, AnyMethod]]]
+Grid = Callable[[StudyScale], Iterator[Config]]
+"""Runs without a setting to select, so their first seed is 0."""
 
 DECADES = (0.01, 0.1, 1.0, 10.0)  # the paper's values of tau
-QUACK_TAUS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0)  # and values between, near the best
-CONSTANT_TAUS = (0.01, 0.03, 0.1, 0.3, 1.0)  # 1 is the default
-OTHERS: tuple[Method, ...] = (MuonSplit(), SoftCap(), SigmaReparametrised())  # not tested by the paper
+QUACK_TAUS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0)  # DECADES, and values between them near the best tau
+CONSTANT_TAUS = (0.01, 0.03, 0.1, 0.3, 1.0)  # a constant tau of 1 is the method `default`
+OTHERS: tuple[type[Method], ...] = (MuonSplit, SoftCap, SigmaReparametrised, CompositionalMuon)  # not in the paper
 TIMED_STEPS = 60
-ADAMW_RATE = 3e-2  # where the default is unstable with AdamW, at the scale `cpu`
 
 
-def critical(scale: StudyScale) -> Iterator[Config]:
+def critical(scale: StudyScale) -> Iterator[tuple[Cell, AnyMethod]]:
     """Figure 1: does lowering the learning rate of queries and keys alone stabilise a high learning rate?
 
     Scientific: the learning rate of query and key weights. Fixed: MHA, the highest learning rate for everything else.
     """
     for method in (Default(), QKNorm(), ConstantTau(0.1), ConstantTau(0.01)):
-        yield scale.run("mha", method, scale.high)
+        yield scale.cell("mha", scale.high), method
 
 
-def method_settings(rank: int) -> list[Method]:
-    """The paper's methods with the settings to select from; `rank` 0 is the highest learning rate.
-
-    The lower the learning rate, the larger the best tau. A constant tau of 1 is the default.
-    """
-    thresholds = ((100.0, 30.0), (100.0,), (100.0,))[rank]
-    constant = ((0.1, 0.3, 0.03), (3.0,), (3.0, 10.0))[rank]
-    quack = ((1.0, 3.0, 0.3), (3.0, 10.0), (3.0, 10.0))[rank]
-    return [
-        Default(),
-        QKNorm(),
-        *(QKClipping(threshold) for threshold in thresholds),
-        *(ConstantTau(tau) for tau in constant),
-        *(Quack(tau) for tau in quack),
-    ]
-
-
-def interventions(scale: StudyScale) -> Iterator[Config]:
+def interventions(scale: StudyScale) -> Iterator[tuple[Cell, AnyMethod]]:
     """Figures 2 and 4: which of the paper's methods reaches the lowest loss, in MHA and in MLA, and at which rate?
 
     Scientific: the method, the attention, the learning rate. Nuisance, best of each: tau, threshold. Fixed: model,
     data, steps; the answer holds for those only.
     """
-    for rank, lr in enumerate(reversed(scale.rates)):
-        for method in method_settings(rank):
+    for lr in reversed(scale.rates):
+        for method in PAPER_METHODS:
             for attention in scale.attentions:
-                yield scale.run(attention, method, lr)
+                yield scale.cell(attention, lr), method
 
 
-def norms(scale: StudyScale) -> Iterator[Config]:
+def norms(scale: StudyScale) -> Iterator[tuple[Cell, AnyMethod]]:
     """Figure 3: does the norm matter, and how sensitive is the loss to tau?
 
     Scientific: Frobenius norm, spectral norm, or a constant tau; tau. Fixed: MHA at the highest rate.
@@ -85,65 +73,68 @@ def norms(scale: StudyScale) -> Iterator[Config]:
     spectral = (Quack(tau, norm="spectral") for tau in DECADES)
     constant = (ConstantTau(tau) if tau != 1 else Default() for tau in CONSTANT_TAUS)
     for method in (*constant, *spectral, *(Quack(tau) for tau in QUACK_TAUS)):
-        yield scale.run("mha", method, scale.high)
+        yield scale.cell("mha", scale.high), method
 
 
-def rivals(scale: StudyScale) -> Iterator[Config]:
-    """Does per-head Muon, soft-capping or sigma-Reparam remove the need for QuacK at the highest learning rate?
+def rivals(scale: StudyScale) -> Iterator[tuple[Cell, AnyMethod]]:
+    """Does per-head or Compositional Muon, soft-capping or sigma-Reparam remove the need for QuacK at a high rate?
 
-    Scientific: the method, the attention. Nuisance: which weights sigma-Reparam normalises. Fixed: the learning rate.
+    Scientific: the method, the attention, which weights sigma-Reparam normalises. Nuisance: the cap. Fixed: the
+    learning rate.
     """
     for method in (*OTHERS, SigmaReparametrised("qk")):
         for attention in scale.attentions:
-            yield scale.run(attention, method, scale.high)
+            yield scale.cell(attention, scale.high), method
 
 
-def sensitivity(scale: StudyScale) -> Iterator[Config]:
-    """With `interventions` and `rivals`: how sensitive is each method to the learning rate?
+def sensitivity(scale: StudyScale) -> Iterator[tuple[Cell, AnyMethod]]:
+    """How sensitive is each method to the learning rate? (Together with the runs of `interventions` and `rivals`.)
 
-    Scientific: the method, the learning rate. Fixed: the rivals' settings.
+    Scientific: the method, the learning rate. Nuisance: the cap. Fixed: the attention's sizes.
     """
     for lr in reversed(scale.rates[:-1]):
         for method in OTHERS:
             for attention in scale.attentions:
-                yield scale.run(attention, method, lr)
+                yield scale.cell(attention, lr), method
 
 
-def latents(scale: StudyScale) -> Iterator[Config]:
+def latents(scale: StudyScale) -> Iterator[tuple[Cell, AnyMethod]]:
     """If latents have norms, does QuacK do better with paths that end at the norms, without dq and dkv?
 
-    Scientific: Algorithm 2 literally, or with the shorter paths. Fixed: MLA with latent norms, the highest rate, tau 1.
+    Scientific: Algorithm 2 literally, or with the shorter paths. Nuisance: tau. Fixed: MLA with latent norms, the
+    highest rate.
     """
-    for method in (Default(), Quack(), Quack(literal=True)):
-        yield scale.with_latent_norms().run("mla", method, scale.high)
+    for method in (Default, QUACK, LITERAL):
+        yield scale.cell("mla", scale.high, latent_norm=True), method
 
 
-def absorbed(scale: StudyScale) -> Iterator[Config]:
+def absorbed(scale: StudyScale) -> Iterator[tuple[Cell, AnyMethod]]:
     """Does the QK norm that keeps latent decoding (arXiv 2606.16310) remove the need for QuacK in MLA?
 
-    Scientific: the norm on both parts of queries and keys; the runs to compare with are in `interventions`. Fixed:
-    MLA, the learning rates.
+    Scientific: the method; the runs of QuacK to compare with are in `interventions`. Fixed: MLA, the learning rates.
     """
     for lr in reversed(scale.rates):
-        yield scale.run("mla", AbsorbedQKNorm(), lr)
+        yield scale.cell("mla", lr), AbsorbedQKNorm
 
 
-def adamw(scale: StudyScale) -> Iterator[Config]:
+def adamw(scale: StudyScale) -> Iterator[tuple[Cell, AnyMethod]]:
     """Do the results hold with AdamW instead of Muon?
 
     Scientific: the method. Nuisance: tau. Fixed: MHA, AdamW for all weights at a rate where the default is unstable.
     """
-    for method in (Default(), QKNorm(), Quack(0.3), Quack(0.1), ConstantTau(0.1)):
-        yield scale.run("mha", method, ADAMW_RATE, optimizer=AdamWRecipe())
+    for method in (Default, QKNorm, ConstantTau, Quack):
+        yield scale.cell("mha", scale.high, adamw=True), method
 
 
-def budgets(scale: StudyScale, known: Runs, seeds: int) -> Iterator[Config]:
+def budgets(scale: StudyScale) -> Iterator[tuple[Cell, AnyMethod]]:
     """Does one budget fit all learning rates, kinds of attention and optimizers?
 
-    Scientific: the attention, the optimizer, the learning rate, and the budget itself. Nuisance: tau, selected on seed
-    0 for each learning rate. All methods are judged on the seeds from 1 on.
+    Scientific: the attention, the optimizer, the learning rate, and the budget itself. Nuisance: tau. Fixed: model,
+    data, steps.
     """
-    return BudgetTable(scale, known).needed(seeds)
+    for cell in scale.cells():
+        for method in methods_in(cell):
+            yield cell, method
 
 
 def timed(scale: StudyScale) -> StudyScale:
@@ -175,13 +166,24 @@ def demo(scale: StudyScale) -> Iterator[Config]:
 
 STUDIES: dict[str, Study] = {
     study.__name__: study
-    for study in (critical, interventions, rivals, latents, absorbed, norms, adamw, sensitivity, speed, demo)
+    for study in (critical, interventions, rivals, latents, absorbed, norms, adamw, sensitivity, budgets)
 }
-ADAPTIVE_STUDIES: dict[str, AdaptiveStudy] = {"budgets": budgets}
+GRIDS: dict[str, Grid] = {"speed": speed, "demo": demo}
 
 
 def runs_of(study: str, scale: StudyScale, known: Runs, seeds: int) -> Iterator[Config]:
-    """All runs of a study that are known to be needed; for an adaptive study that depends on the runs that ended."""
-    if study in ADAPTIVE_STUDIES:
-        return ADAPTIVE_STUDIES[study](scale, known, seeds)
-    return seeded(STUDIES[study](scale), seeds)
+    """All runs of a study that are known to be needed. More may follow when settings are selected."""
+    if study in GRIDS:
+        yield from seeded(GRIDS[study](scale), seeds)
+        return
+    results, judged = Results(known.values(), scale), []
+    for cell, method in STUDIES[study](scale):
+        tuned = as_tuned(method)
+        if tuned.first is not None and not tuned.same_in_all_cells:
+            yield from results.selection(cell, tuned).tried
+        try:
+            judged.append(results.planned(cell, tuned))
+        except NotRun as not_selected:
+            yield from not_selected.needed
+    for seed in results.seeds[:seeds]:
+        yield from (each.config(seed) for each in judged)

@@ -1,103 +1,176 @@
-"""Queries on a ledger: the runs of a method, its best setting, and differences between methods, paired by seed.
+"""Queries on a ledger: the runs of a method in a cell, at the setting that was selected there.
 
-The runs of one method at one learning rate differ in its settings (tau, threshold). Methods are compared at their best
-setting. For each seed the setting is selected on the other seeds, so no run is selected by its own result.
+Settings (tau, threshold) are selected on seed 0, once. Methods are judged on the seeds 1, 2, ..., so no run is used for
+both.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from statistics import mean, stdev
-from typing import Any, TypeVar
+from statistics import mean
+from typing import TypeVar
 
-from quacklr.lab.config import values_of
+from quacklr.lab.config import Config, fingerprint
+from quacklr.lab.errors import UserError
 from quacklr.lab.ledger import Entry
-from quacklr.lab.methods import Budget, ConstantTau, Default, Method
-from quacklr.lab.model import MLA
-from quacklr.lab.optim import MuonRecipe
-from quacklr.lab.studies.names import METHOD_NAMES, method_name, settings_of
+from quacklr.lab.methods import Method
+from quacklr.lab.studies.cell import TUNING_SEED, Cell
+from quacklr.lab.studies.intervals import FEWEST_SEEDS, MOST_SEEDS
+from quacklr.lab.studies.measures import Measure, NotRun, loss, lr_sensitivity
 from quacklr.lab.studies.scale import StudyScale
+from quacklr.lab.studies.tuned_methods import TUNED, TunedMethod, fixed
+from quacklr.lab.studies.tuning import Selection, neighbour, select, tuning_loss
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-RunsBySeed = dict[int, Entry]
-Measure = Callable[[Entry], float]
-DIVERGED_LOG10 = 38.0
-"""log10 of the largest float32, which stands for the logits of a run that diverged."""
+AnyMethod = type[Method] | Method | TunedMethod
+"""A type is a method whose setting is selected in each cell. An instance is a method at the setting that it has."""
 
-
-class NotRun(Exception):  # noqa: N818 - not an error: a study may be partly done
-    """The ledger has no runs, or too few seeds, for a question."""
+JUDGING_SEEDS = range(TUNING_SEED + 1, TUNING_SEED + 1 + MOST_SEEDS)
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A mean difference between two quantities measured with the same seeds, and its confidence interval."""
+class MethodRuns:
+    """The runs of a method in a cell, at one setting."""
 
-    label: str
-    """Which minus which, such as `MLA, lr 0.1: QuacK (tau 1) - constant tau (tau 0.1), validation loss`."""
-    mean: float
-    low: float
-    high: float
-    """Ends of the 95 % interval of the mean over seeds (Student's t)."""
-    seeds: int
-    spread: float
-    """Standard deviation over the seeds."""
+    cell: Cell
+    tuned: TunedMethod
+    value: float | None
+    """The selected value of its setting; None for a method without one."""
+    runs: dict[int, Entry]
+    """By seed."""
+    crashed: frozenset[int] = frozenset()
+    """Seeds whose runs crashed."""
 
     def __str__(self) -> str:
-        interval = f"[{self.low:+.3g}, {self.high:+.3g}]"
-        return f"{self.label}: {self.mean:+.3g} {interval}, {self.seeds} seeds, sd {self.spread:.2g}"
+        return self.tuned.label(self.value)
+
+    @property
+    def method(self) -> Method:
+        """The method at its setting."""
+        return self.tuned.of_value(self.value or 0.0)
+
+    def config(self, seed: int) -> Config:
+        """The run with this seed."""
+        return self.cell.run(self.method, seed)
+
+    def by_seed(self, measure: Measure = loss) -> dict[int, float]:
+        """The measure of each run, by seed."""
+        return {seed: measure(entry) for seed, entry in self.runs.items()}
+
+    def mean(self) -> float:
+        """The mean loss over the seeds."""
+        return mean(self.by_seed().values())
 
 
 class Results:
-    """The runs of a ledger that belong to one scale."""
+    """The runs of a ledger, with queries for the runs of one scale.
 
-    def __init__(self, entries: Iterable[Entry], scale: StudyScale) -> None:
-        self.scale, self.ledger = scale, list(entries)
+    `seeds` are the seeds that methods are judged on.
+    """
+
+    def __init__(self, entries: Iterable[Entry], scale: StudyScale, seeds: Sequence[int] = JUDGING_SEEDS) -> None:
+        self.scale, self.ledger, self.seeds = scale, list(entries), seeds
+        self.known = {entry.key: entry for entry in self.ledger}
         of_scale = [entry for entry in self.ledger if scale.contains(entry.config)]
         self.entries = [entry for entry in of_scale if entry.status != "crashed"]
         self.crashed = [entry for entry in of_scale if entry.status == "crashed"]
+        self._selections: dict[tuple[Cell, TunedMethod], Selection] = {}
 
-    def runs(
-        self,
-        attention: str,
-        method: type[Method] | Method,
-        lr: float | None = None,
-        optimizer: type = MuonRecipe,
-        latent_norm: bool = False,
-    ) -> dict[tuple[Method, float], RunsBySeed]:
-        """The runs of a method by setting and learning rate, then by seed.
-
-        A type selects all values of its first field (tau, threshold), which its paper sweeps; ConstantTau includes the
-        default, which has tau 1. Budget selects its default only. An instance selects only itself.
-        """
-        spec = self.scale.attentions[attention]
-        spec = replace(spec, latent_norm=latent_norm) if isinstance(spec, MLA) else spec
-        found: dict[tuple[Method, float], RunsBySeed] = {}
-        for entry in self.entries:
-            config = entry.config
-            setting = matching_setting(config.method, method)
-            selected = config.attention == spec and isinstance(config.optimizer, optimizer)
-            if setting is not None and selected and lr in (None, config.optimizer.lr):
-                run = replace(entry, config=replace(config, method=setting))
-                found.setdefault((setting, config.optimizer.lr), {})[config.training.seed] = run
-        if not found:
-            name = (
-                METHOD_NAMES[method] if isinstance(method, type) else f"{method_name(method)} ({settings_of(method)})"
-            )
-            raise NotRun(f"no run of {name} with {attention.upper()}" + (f" at lr {lr:g}" if lr else ""))
+    def planned(self, cell: Cell, method: AnyMethod) -> MethodRuns:
+        """A method at the setting that was selected in this cell, without its runs."""
+        tuned = as_tuned(method)
+        found = MethodRuns(cell, tuned, None if tuned.first is None else self.value(cell, tuned), {})
+        try:
+            found.config(TUNING_SEED)
+        except UserError as not_for_this_model:
+            raise NotRun(str(not_for_this_model)) from None
         return found
 
-    def best(self, attention: str, method: type[Method] | Method, lr: float | None = None, **where: Any) -> RunsBySeed:
-        """The runs of a method by seed, each at the best setting (and learning rate, unless given) on other seeds."""
-        return leave_one_out_best(self.runs(attention, method, lr, **where).values())
+    def runs(self, cell: Cell, method: AnyMethod) -> MethodRuns:
+        """The runs of a method at the setting that was selected in this cell."""
+        planned = self.planned(cell, method)
+        keys = {seed: fingerprint(planned.config(seed)) for seed in self.seeds}
+        entries = {seed: self.known[key] for seed, key in keys.items() if key in self.known}
+        crashed = frozenset(seed for seed, entry in entries.items() if entry.status == "crashed")
+        runs = {seed: entry for seed, entry in entries.items() if seed not in crashed}
+        if not runs:
+            seeds = [seed for seed in self.seeds if seed not in crashed]
+            raise NotRun(f"no run of {planned} in {cell}", map(planned.config, seeds[:FEWEST_SEEDS]))
+        return replace(planned, runs=runs, crashed=crashed)
 
-    def lr_sensitivity(self, attention: str, method: type[Method]) -> dict[int, float]:
+    def best(
+        self,
+        attention: str,
+        method: AnyMethod,
+        lr: float | None = None,
+        *,
+        adamw: bool = False,
+        latent_norm: bool = False,
+    ) -> MethodRuns:
+        """The runs of a method at its best setting, and at its best learning rate unless that is given."""
+        rates = self.scale.rates if lr is None else (lr,)
+        cells = [self.scale.cell(attention, each, adamw=adamw, latent_norm=latent_norm) for each in rates]
+        return self.runs(self._best_cell(cells, as_tuned(method)), method)
+
+    def lr_sensitivity(self, attention: str, method: AnyMethod) -> dict[int, float]:
         """The sensitivity to the learning rate by seed, of a method at its best setting at every rate."""
-        return lr_sensitivity([self.best(attention, method, lr) for lr in self.scale.rates])
+        return lr_sensitivity(self.best(attention, method, lr).by_seed() for lr in self.scale.rates)
+
+    def value(self, cell: Cell, tuned: TunedMethod) -> float:
+        """The value of a method's setting that was selected for this cell."""
+        assert tuned.first is not None
+        if tuned.same_in_all_cells:
+            return neighbour(tuned.first(cell), self._same_steps(cell, tuned))
+        found = self.selection(cell, tuned)
+        if found.value is None:
+            raise NotRun(f"the {tuned.setting} of {tuned.name} is not selected yet in {cell}", found.needed)
+        return found.value
+
+    def selection(self, cell: Cell, tuned: TunedMethod) -> Selection:
+        """The search for the best value of a method's setting in this cell."""
+        assert tuned.first is not None
+        if (cell, tuned) not in self._selections:
+            found = select(lambda value: cell.run(tuned.of_value(value), TUNING_SEED), tuned.first(cell), self.known)
+            self._selections[cell, tuned] = found
+        return self._selections[cell, tuned]
+
+    def _best_cell(self, cells: Sequence[Cell], tuned: TunedMethod) -> Cell:
+        """The cell with the lowest loss on the tuning seed."""
+        if len(cells) == 1:
+            return cells[0]
+        values = [0.0 if tuned.first is None else self.value(cell, tuned) for cell in cells]
+        runs = [cell.run(tuned.of_value(value), TUNING_SEED) for cell, value in zip(cells, values, strict=True)]
+        losses = self._tuning_losses(runs, f"{tuned.name}: its learning rate is not selected yet")
+        return cells[losses.index(min(losses))]
+
+    def _same_steps(self, cell: Cell, tuned: TunedMethod) -> int:
+        """How many positions in VALUES the setting is from its first value, the same for all cells of an optimizer."""
+        assert tuned.first is not None
+        cells = [each for each in self.scale.cells() if each.adamw == cell.adamw]
+        firsts = [tuned.first(each) for each in cells]
+        means = {}
+        for steps in (0, -1, 1):
+            methods = [tuned.of_value(neighbour(first, steps)) for first in firsts]
+            runs = [each.run(method, TUNING_SEED) for each, method in zip(cells, methods, strict=True)]
+            means[steps] = mean(self._tuning_losses(runs, f"the {tuned.setting} of {tuned.name} is not selected yet"))
+        return min(means, key=lambda steps: means[steps])
+
+    def _tuning_losses(self, runs: Sequence[Config], reason: str) -> list[float]:
+        entries = [self.known.get(fingerprint(run)) for run in runs]
+        needed = [run for run, entry in zip(runs, entries, strict=True) if entry is None]
+        if needed:
+            raise NotRun(reason, needed)
+        return [tuning_loss(entry) for entry in entries if entry is not None]
+
+
+def as_tuned(method: AnyMethod) -> TunedMethod:
+    """A method, and how its setting is selected."""
+    if isinstance(method, TunedMethod):
+        return method
+    return TUNED[method] if isinstance(method, type) else fixed(method)
 
 
 def available(keys: Iterable[Key], query: Callable[[Key], Value]) -> dict[Key, Value]:
@@ -107,129 +180,3 @@ def available(keys: Iterable[Key], query: Callable[[Key], Value]) -> dict[Key, V
         with suppress(NotRun):
             found[key] = query(key)
     return found
-
-
-def lr_sensitivity(of_rates: Sequence[RunsBySeed]) -> dict[int, float]:
-    """Learning-rate sensitivity by seed (Wortsman et al. 2023): mean minus minimum of the loss over learning rates.
-
-    The loss of a run that diverged is that of the untrained model.
-    """
-    rows = [by_seed(runs, loss) for runs in of_rates]
-    seeds = sorted(set.intersection(*(set(row) for row in rows)))
-    if not seeds:
-        raise NotRun("its learning rates have no seed in common")
-    return {seed: mean(row[seed] for row in rows) - min(row[seed] for row in rows) for seed in seeds}
-
-
-def matching_setting(method: Method, wanted: type[Method] | Method) -> Method | None:
-    """The method, if it equals `wanted`, or has this type and only its first field is not at the default; else None."""
-    if wanted is Budget:  # one budget for all runs
-        wanted = Budget()
-    if not isinstance(wanted, type):
-        return method if method == wanted else None
-    if wanted is ConstantTau and method == Default():
-        return ConstantTau(1.0)
-    matches = type(method) is wanted and list(values_of(method).values())[1:] == list(values_of(wanted()).values())[1:]
-    return method if matches else None
-
-
-def leave_one_out_best(settings: Iterable[RunsBySeed]) -> RunsBySeed:
-    """For each seed, the run of the setting with the lowest mean loss on all other seeds.
-
-    Only seeds that all settings have are used. A setting with fewer than three seeds is ignored if others have more.
-    """
-    candidates = list(settings)
-    enough = min(3, max(len(runs) for runs in candidates))
-    candidates = [runs for runs in candidates if len(runs) >= enough]
-    seeds = set.intersection(*(set(runs) for runs in candidates))
-    if not seeds:
-        raise NotRun("its settings have no seed in common")
-    if len(candidates) == 1:
-        return {seed: candidates[0][seed] for seed in sorted(seeds)}
-
-    def best_without(seed: int) -> RunsBySeed:
-        others = seeds - {seed} or seeds
-        return min(candidates, key=lambda runs: mean(loss(runs[other]) for other in others))
-
-    return {seed: best_without(seed)[seed] for seed in sorted(seeds)}
-
-
-def loss(entry: Entry) -> float:
-    """The final validation loss; for a run that diverged, that of the untrained model (Wortsman et al. 2023)."""
-    if entry.status == "finished":
-        return float(entry.result["val_loss"])
-    for _, value in entry.curve("val_loss"):
-        return float(value)
-    raise NotRun(f"{entry.key} has no validation loss, not even of the untrained model")
-
-
-def largest_logit(entry: Entry) -> float:
-    """log10 of the largest logit over layers and heads at the last measurement."""
-    return _log10_of_largest(entry, "max", -1)
-
-
-def step_change(entry: Entry) -> float:
-    """log10 of the mean change of the logits by one step, of the head where it is largest, at the last measurement."""
-    return _log10_of_largest(entry, "step_change", -1)
-
-
-def middle_step_change(entry: Entry) -> float:
-    """`step_change` in the middle of training."""
-    return _log10_of_largest(entry, "step_change", sum(1 for _ in entry.curve("logits", "step_change")) // 2)
-
-
-def step_time(entry: Entry) -> float:
-    """log10 of the median time of a step."""
-    if not entry.step_seconds or entry.step_seconds < 0:
-        raise NotRun(f"{entry.key} has no times")
-    return math.log10(entry.step_seconds)
-
-
-def _log10_of_largest(entry: Entry, name: str, index: int) -> float:
-    """log10 of the largest value over layers and heads in one measurement; DIVERGED_LOG10 if the run diverged."""
-    tables = [table for _, table in entry.curve("logits", name)]
-    values = [value for row in tables[index] for value in row] if tables else []
-    if entry.status == "diverged" or None in values:
-        return DIVERGED_LOG10
-    if not values:
-        raise NotRun(f"{entry.key} has no measurement of {name}")
-    return math.log10(max(*values, 1e-12))
-
-
-def compare(label: str, one: Mapping[int, float], other: Mapping[int, float]) -> Comparison:
-    """The mean difference over the seeds that both have, with its 95 % interval."""
-    shared = sorted(one.keys() & other.keys())
-    if len(shared) < 2:
-        raise NotRun(f"{label}: {len(shared)} seeds in common, an interval needs two")
-    differences = [one[seed] - other[seed] for seed in shared]
-    center, spread = mean(differences), stdev(differences)
-    half = t_quantile(len(shared) - 1) * spread / math.sqrt(len(shared))
-    return Comparison(label, center, center - half, center + half, len(shared), spread)
-
-
-def by_seed(runs: RunsBySeed, measure: Measure) -> dict[int, float]:
-    """The measure of each run, by seed."""
-    return {seed: measure(entry) for seed, entry in runs.items()}
-
-
-def settings_text(runs: RunsBySeed) -> str:
-    """The settings of these runs of one method, such as `tau 1` or `tau 0.1 or tau 0.3`."""
-    return " or ".join(dict.fromkeys(text for entry in runs.values() if (text := settings_of(entry.config.method))))
-
-
-def t_quantile(freedom: int, level: float = 0.975) -> float:
-    """Quantile of Student's t distribution, by bisection of its integral; scipy is not a dependency of the lab."""
-    scale = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
-
-    def cdf(t: float) -> float:
-        # substituting t = sqrt(freedom) tan(a) makes the density a power of cos(a), which Simpson's rule integrates
-        angle, parts = math.atan(t / math.sqrt(freedom)), 400
-        values = [math.cos(angle * k / parts) ** (freedom - 1) for k in range(parts + 1)]
-        simpson = values[0] + values[-1] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2])
-        return 0.5 + scale * math.sqrt(freedom) * simpson * angle / parts / 3
-
-    low, high = 0.0, 1e3
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (middle, high) if cdf(middle) < level else (low, middle)
-    return low

@@ -12,13 +12,17 @@ from quacklr.lab.config import Config
 from quacklr.lab.errors import UserError
 from quacklr.lab.methods import Method
 from quacklr.lab.model import MHA, MLA
+from quacklr.lab.optim import AdamWRecipe
 from quacklr.lab.presets import ATTENTIONS, PRESETS
+from quacklr.lab.studies.cell import Cell, cell_of, with_seed
 
 RATES: dict[str, tuple[float, ...]] = {
-    "cpu": (1e-3, 1e-2, 1e-1),  # above the paper's, because the rate at which logits explode falls as models grow
+    "cpu": (1e-3, 1e-2, 1e-1),  # higher than the paper's: in a smaller model, logits explode at a higher rate
     "100m": (3e-4, 3e-3, 3e-2),
     "paper": (3e-4, 3e-3, 3e-2),
 }
+ADAMW_RELATIVE_RATE = 0.3
+"""Learning rates of AdamW, relative to those of Muon. The default is unstable at the highest rate of each."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +40,32 @@ class StudyScale:
         """The highest learning rate."""
         return self.rates[-1]
 
-    def run(self, attention: str, method: Method, lr: float, **changes: Any) -> Config:
-        """One configuration of a study; `changes` replace other parts of the base."""
-        optimizer = replace(changes.pop("optimizer", self.base.optimizer), lr=lr)
-        config = replace(self.base, attention=self.attentions[attention], **changes)
-        return replace(config, method=method, optimizer=optimizer)
+    def run(self, attention: str, method: Method, lr: float) -> Config:
+        """The run of a method with Muon, with seed 0."""
+        return self.cell(attention, lr).run(method, 0)
 
-    def with_latent_norms(self) -> StudyScale:
-        """The scale with norms on the latents of MLA."""
-        normed = {
-            name: replace(spec, latent_norm=True) if isinstance(spec, MLA) else spec
-            for name, spec in self.attentions.items()
-        }
-        return replace(self, attentions=normed)
+    def cell(self, attention: str, lr: float, *, adamw: bool = False, latent_norm: bool = False) -> Cell:
+        """A cell. `lr` is the learning rate of Muon; with `adamw`, it is multiplied by ADAMW_RELATIVE_RATE."""
+        spec = self.attentions[attention]
+        spec = replace(spec, latent_norm=latent_norm) if isinstance(spec, MLA) else spec
+        lr = float(f"{lr * ADAMW_RELATIVE_RATE:.6g}") if adamw else lr  # 0.003, not 0.0029999999999999996
+        optimizer = replace(AdamWRecipe() if adamw else self.base.optimizer, lr=lr)
+        norms = " with latent norms" if latent_norm else ""
+        model = f"{attention.upper()}{norms}, {'AdamW' if adamw else 'Muon'}"
+        return cell_of(model, replace(self.base, attention=spec, optimizer=optimizer))
+
+    def cells(self) -> list[Cell]:
+        """All kinds of attention, optimizers and learning rates; the highest learning rate first."""
+        models = [(attention, False) for attention in self.attentions] + [("mla", True)]
+        return [
+            self.cell(attention, lr, adamw=adamw, latent_norm=latent_norm)
+            for attention, latent_norm in models
+            for adamw in (False, True)
+            for lr in reversed(self.rates)
+        ]
 
     def contains(self, config: Config) -> bool:
-        """Whether a run is of this scale: equal to the base in everything that studies do not vary."""
+        """Whether a run belongs to this scale: its configuration is the base in everything that studies do not vary."""
         base = self.base
         varied = {name: getattr(base, name) for name in ("attention", "method", "optimizer")}
         training = replace(config.training, seed=base.training.seed)
@@ -66,9 +80,9 @@ class Size:
     scale: Annotated[Literal["cpu", "100m", "paper"], tyro.conf.arg(help_behavior_hint="")] = "cpu"
     """The size of the models; the larger ones need GPUs."""
     corpus: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
-    """Training data; that of the scale unless given."""
+    """Training data; by default that of the scale."""
     steps: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Steps of each run; those of the scale unless given."""
+    """Steps of each run; by default those of the scale."""
 
 
 def scale_of(size: Size) -> StudyScale:
@@ -92,8 +106,3 @@ def seeded(configs: Iterator[Config], seeds: int) -> Iterator[Config]:
     for seed in range(seeds):
         for config in grid:
             yield with_seed(config, seed)
-
-
-def with_seed(config: Config, seed: int) -> Config:
-    """The run with another seed."""
-    return replace(config, training=replace(config.training, seed=seed))

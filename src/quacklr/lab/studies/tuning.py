@@ -1,7 +1,8 @@
 """Selection of a method's setting on one seed; the selected setting is then judged on other seeds.
 
-The values to select from are 1, 3, 10, 30 and so on. A search tries a first value and its two neighbours, and goes on
-until the best value has been compared with both of its neighbours, so the best is never at the edge of what was tried.
+The values to select from are 0.0001, 0.0003, 0.001, ..., 30,000. A search tries a first value and its two neighbours,
+and goes on until the best value has been compared with both of its neighbours. So the best is not at the edge of the
+values that were tried, unless it is the first or the last of all.
 """
 
 from __future__ import annotations
@@ -11,11 +12,8 @@ from typing import NamedTuple
 
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.ledger import Entry
-from quacklr.lab.studies.results import loss
-from quacklr.lab.studies.scale import with_seed
+from quacklr.lab.studies.measures import loss
 
-TUNING_SEED = 0
-"""The seed that settings are selected on. Methods are judged on 1, 2, ..."""
 VALUES = tuple(float(f"{digit}e{exponent}") for exponent in range(-4, 5) for digit in (1, 3))
 
 Runs = Mapping[str, Entry]
@@ -23,10 +21,14 @@ Runs = Mapping[str, Entry]
 
 
 class Selection(NamedTuple):
-    """The selected value; None as long as runs are needed to select it."""
+    """The result of a search."""
 
     value: float | None
+    """The selected value; None while runs are missing that select it."""
     needed: list[Config]
+    """The runs that are missing."""
+    tried: list[Config]
+    """The runs of all values that were tried, and of those that are tried next."""
 
 
 def nearest(value: float) -> float:
@@ -35,7 +37,7 @@ def nearest(value: float) -> float:
 
 
 def neighbour(value: float, steps: int) -> float:
-    """The value that is some steps further in VALUES, or its last one."""
+    """The value that is `steps` positions further in VALUES; at its ends, the first or the last value."""
     return VALUES[min(max(VALUES.index(value) + steps, 0), len(VALUES) - 1)]
 
 
@@ -43,22 +45,24 @@ def select(run: Callable[[float], Config], first: float, known: Runs) -> Selecti
     """The value with the lowest loss on the tuning seed, or the runs that are needed before it is known.
 
     Args:
-        run: the run for a value.
+        run: the run for a value, with the tuning seed.
         first: where the search begins.
         known: runs that have ended.
 
     Of values with equal losses, the nearest to `first` is selected.
     """
-    configs = {value: with_seed(run(value), TUNING_SEED) for value in VALUES}
+    configs = {value: run(value) for value in VALUES}
     entries = {value: known.get(fingerprint(config)) for value, config in configs.items()}
     losses = {value: tuning_loss(entry) for value, entry in entries.items() if entry is not None}
     by_distance = sorted(losses, key=lambda value: abs(VALUES.index(value) - VALUES.index(first)))
+    tried: dict[float, Config] = {}
     for center in (first, min(by_distance, key=lambda value: losses[value], default=first)):
-        tried = dict.fromkeys(neighbour(center, steps) for steps in (0, -1, 1))
-        needed = [configs[value] for value in tried if value not in losses]
+        around = {value: configs[value] for value in (neighbour(center, steps) for steps in (0, -1, 1))}
+        tried |= {value: configs[value] for value in losses} | around
+        needed = [config for value, config in around.items() if value not in losses]
         if needed:
-            return Selection(None, needed)
-    return Selection(center, [])
+            return Selection(None, needed, list(tried.values()))
+    return Selection(center, [], list(tried.values()))
 
 
 def tuning_loss(entry: Entry) -> float:

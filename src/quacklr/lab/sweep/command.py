@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import tyro
 
@@ -17,39 +17,50 @@ from quacklr.lab.errors import UserError, exit_code, validate_at_most, validate_
 from quacklr.lab.files import locked
 from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.options import read
-from quacklr.lab.studies.questions import ADAPTIVE_STUDIES, STUDIES, AdaptiveStudy, Study, runs_of
-from quacklr.lab.studies.scale import Size, scale_of
+from quacklr.lab.progress import duration
+from quacklr.lab.studies.all_claims import CLAIM_NAMES, claim_results
+from quacklr.lab.studies.questions import GRIDS, STUDIES, runs_of
+from quacklr.lab.studies.results import Results
+from quacklr.lab.studies.scale import Size, StudyScale, scale_of
+from quacklr.lab.studies.undecided import describe_open, plan
+from quacklr.lab.studies.verdicts import ClaimResult
 from quacklr.lab.sweep.display import display, listing
 from quacklr.lab.sweep.executor import Executor
 from quacklr.lab.sweep.interleaved import Interleaved
 from quacklr.lab.sweep.local import Local
-from quacklr.lab.sweep.sweep import State, missing, sweep
+from quacklr.lab.sweep.sweep import Next, State, missing, sweep
 from quacklr.util import terminal
 
 TIMED = "speed"  # the study whose runs are interleaved
 
-ALL: dict[str, Study | AdaptiveStudy] = STUDIES | ADAPTIVE_STUDIES
+ALL_STUDIES = [*STUDIES, *GRIDS]
 ABOUT = """\
-Run the grids of studies, several runs at once, and append every run that ends to a ledger. Runs in the ledger are not
-repeated, and stopped runs continue from their checkpoints: after Ctrl-C, a crash or a power failure, give the same
-command again. `quacklr report` makes figures, claims and a page from the ledger.
+Run studies, several runs at once, and append every run that ends to a ledger. Runs in the ledger are not repeated, and
+stopped runs continue from their checkpoints: after Ctrl-C, a crash or a power failure, give the same command again.
+Settings such as tau are selected on seed 0, and methods are judged on the seeds 1, 2, ... `quacklr report` makes
+figures, claims and a page from the ledger.
 
-""" + "\n\n".join(f"{name}: {(study.__doc__ or '').splitlines()[0]}" for name, study in ALL.items())
+With --until-decided, NAME is a claim (without a name, all claims): each comparison that is not decided gets one seed
+after another, up to 16.
+
+""" + "\n\n".join(f"{name}: {(study.__doc__ or '').splitlines()[0]}" for name, study in (STUDIES | GRIDS).items())
 
 
 @dataclass(frozen=True)
 class Sweep:
     """Options of `quacklr sweep`."""
 
-    studies: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="STUDY", help_behavior_hint="")]]
-    """The studies to run, in this order."""
+    names: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")]] = ()
+    """The studies to run, in this order. With --until-decided, the claims to decide."""
+    until_decided: bool = False
+    """Add seeds to the comparisons of claims that are not decided, the cheapest first."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """Folder of the ledger."""
     runs: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/sweep")
     """Parent of the folders of the runs, with metrics, logs and checkpoints."""
     size: Size = field(default=Size())
     seeds: Annotated[int, tyro.conf.arg(metavar="INT")] = 3
-    """Number of seeds of each run: 0, 1, ... (budgets: 1, 2, ...; seed 0 selects its settings)"""
+    """Number of seeds that the methods of a study are judged on."""
     on: Literal["here", "ray", "slurm"] = "here"
     """Where to run: this machine, a Ray cluster, or a Slurm cluster."""
     jobs: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -60,20 +71,90 @@ class Sweep:
     """Options for sbatch, such as partition=gpu time=600 (minutes)."""
     retry: bool = False
     """Repeat the runs that crashed."""
+    details: bool = False
+    """Keep all measurements in the ledger, also entropies, norms and rates: lines are more than twice as long."""
     dry_run: bool = False
     """Only list the runs and how they ended."""
 
 
-def configs_of(given: Sweep, known: dict[str, Entry]) -> list[Config]:
-    """Every run of the studies that is known to be needed, each once."""
-    scale = scale_of(given.size)
-    configs = (config for name in given.studies for config in runs_of(name, scale, known, given.seeds))
-    return list({fingerprint(config): config for config in configs}.values())
+class Goal(Protocol):
+    """What a sweep should reach. It computes the next runs from the runs that have ended."""
+
+    def title(self) -> str:
+        """The title of the display."""
+
+    def runs(self, known: dict[str, Entry]) -> list[Config]:
+        """All runs that are known to be needed, also those that have ended."""
+
+    def next(self, known: dict[str, Entry]) -> Next:
+        """The runs to do next, and an estimate of how many follow."""
+
+    def listing(self, known: dict[str, Entry]) -> str:
+        """What --dry-run prints."""
+
+
+@dataclass(frozen=True)
+class StudiesGoal:
+    """All runs of some studies."""
+
+    names: Sequence[str]
+    scale: StudyScale
+    seeds: int
+    retry: bool
+
+    def title(self) -> str:
+        """The names of the studies."""
+        return " ".join(self.names)
+
+    def runs(self, known: dict[str, Entry]) -> list[Config]:
+        """Every run that is known to be needed, each once."""
+        configs = (config for name in self.names for config in runs_of(name, self.scale, known, self.seeds))
+        return list({fingerprint(config): config for config in configs}.values())
+
+    def next(self, known: dict[str, Entry]) -> Next:
+        """The runs that are not in the ledger."""
+        return Next(missing(self.runs(known), known, self.retry))
+
+    def listing(self, known: dict[str, Entry]) -> str:
+        """Each run, and how it ended."""
+        return listing(self.runs(known), known)
+
+
+@dataclass(frozen=True)
+class ClaimsGoal:
+    """Verdicts on some claims, or on all of them."""
+
+    names: Sequence[str]
+    scale: StudyScale
+
+    def title(self) -> str:
+        """The names of the claims."""
+        return f"until decided: {', '.join(self.names) or 'all claims'}"
+
+    def runs(self, known: dict[str, Entry]) -> list[Config]:
+        """The runs to do next."""
+        return plan(self.claims(known), known).runs
+
+    def next(self, known: dict[str, Entry]) -> Next:
+        """The runs to do next, and how many follow if means and spreads do not change."""
+        found = plan(self.claims(known), known)
+        return Next(found.runs, found.left - len(found.runs))
+
+    def listing(self, known: dict[str, Entry]) -> str:
+        """The verdicts, the comparisons that are not decided, and an estimate of the runs that they need."""
+        claims = self.claims(known)
+        found = plan(claims, known)
+        left = f"{found.left} runs left, {duration(found.seconds)} one after another, if mean and sd stay as they are"
+        return f"{describe_open(claims)}\n{left if found.left else 'nothing left to run'}"
+
+    def claims(self, known: dict[str, Entry]) -> list[ClaimResult]:
+        """The claims with their verdicts."""
+        return claim_results(Results(known.values(), self.scale), self.names)
 
 
 def executor_of(given: Sweep, jobs: int) -> Executor:
     """The executor that the options select; UserError if its package is missing."""
-    if TIMED in given.studies:
+    if TIMED in given.names:
         return Interleaved(jobs // given.seeds, given.threads)
     if given.slurm and given.on != "slurm":
         raise UserError("--slurm is about jobs of a Slurm cluster, so it needs --on slurm")
@@ -96,33 +177,37 @@ def execute(given: Sweep) -> State | None:
     counts = {"seeds": given.seeds, "jobs": given.jobs, "threads": given.threads}
     validate_positive(**{name: value for name, value in counts.items() if value is not None})
     validate_at_most(MAX_THREADS, **counts)
-    if TIMED in given.studies and (given.on != "here" or given.jobs or given.slurm or len(given.studies) > 1):
+    if TIMED in given.names and (given.on != "here" or given.jobs or given.slurm or len(given.names) > 1):
         raise UserError(f"{TIMED} compares times of runs in one process: alone, without --on and --jobs")
-    ledger = Ledger(given.out / "ledger.jsonl")
+    ledger, goal = Ledger(given.out / "ledger.jsonl", given.details), goal_of(given)
     known = ledger.entries()
-    if TIMED in given.studies:  # times of runs that were not interleaved cannot be compared
+    if TIMED in given.names:  # times of runs that were not interleaved cannot be compared
         known = {key: entry for key, entry in known.items() if entry.environment.get("turns")}
-    configs = configs_of(given, known)
     if given.dry_run:
-        terminal.answer(listing(configs, known))
+        terminal.answer(goal.listing(known))
         return None
-    todo = missing(configs, known, given.retry)
+    configs, (todo, later) = goal.runs(known), goal.next(known)
+    todo = list(todo)
 
-    def more() -> list[Config]:
-        if ADAPTIVE_STUDIES.keys().isdisjoint(given.studies):
-            return []
-        known = ledger.entries()
-        return missing(configs_of(given, known), known)
+    def next_runs(ended: Sequence[Entry]) -> Next:
+        return goal.next(known | {entry.key: entry for entry in ended})
 
     validate_corpora(configs, known)
     executor = executor_of(given, len(configs))
     try:
         with terminal.tolerant(), locked(given.runs):
             ledger.validate_writable()
-            with display(" ".join(given.studies), len(configs) - len(todo)) as show:
-                return sweep(todo, ledger, executor, given.runs, show, more)
+            with display(goal.title(), len(configs) - len(todo)) as show:
+                return sweep(todo, ledger, executor, given.runs, show, next_runs, later)
     finally:
         executor.close()
+
+
+def goal_of(given: Sweep) -> Goal:
+    """What the options ask for."""
+    if given.until_decided:
+        return ClaimsGoal(given.names, scale_of(given.size))
+    return StudiesGoal(given.names, scale_of(given.size), given.seeds, given.retry)
 
 
 def validate_corpora(configs: list[Config], known: dict[str, Entry]) -> None:
@@ -143,8 +228,10 @@ def main(argv: Sequence[str]) -> int:
 
     def call() -> int:
         given = read(Sweep, "quacklr sweep", argv, ABOUT, tyro.conf.PositionalRequiredArgs)
-        if not given.studies or not set(given.studies) <= set(ALL):
-            raise UserError(f"which study? One or more of {', '.join(ALL)}; see quacklr sweep --help")
+        if given.until_decided and not set(given.names) <= set(CLAIM_NAMES):
+            raise UserError(f"which claim? Some of {', '.join(CLAIM_NAMES)}; without a name all of them")
+        if not given.until_decided and (not given.names or not set(given.names) <= set(ALL_STUDIES)):
+            raise UserError(f"which study? One or more of {', '.join(ALL_STUDIES)}; see quacklr sweep --help")
         state = execute(given)
         return 0 if state is None else print_summary(given, state, argv)
 
@@ -153,7 +240,7 @@ def main(argv: Sequence[str]) -> int:
 
 @terminal.tolerant()
 def print_summary(given: Sweep, state: State, argv: Sequence[str]) -> int:
-    """Print how many runs ended how, and return the exit code."""
+    """Print how many runs ended, diverged and crashed, and return the exit code."""
     if state.stopped is not None:
         print(f"Stopped; go on with: quacklr sweep {shlex.join(argv)}", file=sys.stderr)
         return 128 + state.stopped

@@ -22,7 +22,7 @@ LOG_INTERVAL = 60.0
 
 
 def describe_ending(entry: Entry) -> str:
-    """How a run ended: validation loss and maximum logit, or the reason."""
+    """How a run ended: its validation loss and largest logit, or why it did not finish."""
     if entry.status != "finished":
         return f"{entry.status}: {entry.reason}"
     top = entry.result["max_logit"]
@@ -57,6 +57,8 @@ class TimeEstimate:
             step = last_step(task.path)
             done += step - self._first.setdefault(task.path.name, step)
             remaining += task.config.training.steps - step
+        tasks = [*state.waiting, *state.running]
+        remaining += state.later * (sum(task.config.training.steps for task in tasks) // max(len(tasks), 1))
         seconds = time.monotonic() - self.began
         if not done or seconds < 1:
             return "time left unknown yet"
@@ -65,7 +67,7 @@ class TimeEstimate:
 
 def summary(state: State, known: int, estimate: TimeEstimate) -> str:
     """One line: runs done, running and failed, and the time left."""
-    total = known + len(state.ended) + len(state.running) + len(state.waiting)
+    total = known + len(state.ended) + len(state.running) + len(state.waiting) + state.later
     troubled = sum(entry.status != "finished" for entry in state.ended)
     parts = [f"{known + len(state.ended)} of {total} runs done", f"{len(state.running)} running"]
     parts += [f"{troubled} diverged or crashed"] if troubled else []

@@ -21,7 +21,7 @@ from quacklr.util import terminal
 
 LOG = "log.txt"
 EndReport = tuple[str, Any]
-"""How a run ended, in plain values that can be sent: ("entry", its line), ("crashed", reason), ("halted", None)."""
+"""How a run ended, in values that can be pickled: ("entry", its line), ("crashed", reason), ("halted", None)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Executor(Protocol):
     """Starts runs."""
 
     slots: int
-    """Maximum number of started jobs."""
+    """Maximum number of jobs at the same time."""
     pause: float
     """Seconds between two polls of the jobs."""
 

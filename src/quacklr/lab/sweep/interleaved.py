@@ -1,6 +1,6 @@
 """Runs interleaved step by step in this process, to compare their times.
 
-Other load on the machine then affects all runs equally. There are no checkpoints: such runs are short.
+Other load on the machine then affects all runs equally. These runs are short, so they have no checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quacklr.lab.train.world import World
 
 
 class Interleaved:
-    """Executes `slots` runs in this process."""
+    """Executes `slots` runs in this process, one step of each in turn."""
 
     pause = 0.0
 

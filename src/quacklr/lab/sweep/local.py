@@ -1,8 +1,8 @@
 """Executor on this machine: one process per run.
 
 Processes are forked from a server that has only imported packages, so a run starts quickly. Each has its own session,
-so Ctrl-C reaches the sweep only, which stops the runs. If the sweep dies, a pipe breaks, and each run saves a
-checkpoint and ends.
+so Ctrl-C reaches only the sweep, which then stops the runs. If the sweep dies, each run detects it by a closed pipe,
+saves a checkpoint and ends.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LocalJob:
     def __init__(self, config: Config, path: Path, gpu: str | None) -> None:
         self.gpu = gpu
         self._report, theirs = CONTEXT.Pipe(duplex=False)
-        alive, self._alive = CONTEXT.Pipe(duplex=False)  # breaks when this process ends
+        alive, self._alive = CONTEXT.Pipe(duplex=False)  # is closed when this process ends
         arguments = (to_json(config), str(path), gpu, theirs, alive)
         self.process = CONTEXT.Process(target=_execute, args=arguments, daemon=False)
         self.process.start()

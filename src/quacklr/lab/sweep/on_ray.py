@@ -25,7 +25,7 @@ RETRIES = 2
 STOP_TIMEOUT = 300.0
 """Seconds that a stopped run has for saving its checkpoint."""
 STARTS = 5
-"""Number of attempts to start Ray, whose own limit of 30 seconds is too short on a busy machine."""
+"""Number of attempts to start Ray: its own time limit of 30 seconds is too short on a busy machine."""
 
 
 class Ray:
@@ -88,7 +88,7 @@ class RayJob:
             return None
         try:
             return outcome_of(ray.get(self.reference))
-        except TaskCancelledError:  # before it started
+        except TaskCancelledError:  # cancelled before it started
             return Halted()
         except RayTaskError as error:  # the task could not be loaded
             return Crashed(one_line(error.cause))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.ledger import Entry, Ledger, crashed
@@ -37,8 +38,17 @@ class State:
     waiting: deque[Task]
     running: list[Task] = field(default_factory=list)
     ended: list[Entry] = field(default_factory=list)
+    later: int = 0
+    """Estimated number of runs that will be needed after those in `waiting`."""
     stopped: int | None = None
-    """The signal that ended it early."""
+    """The signal that stopped the sweep early."""
+
+
+class Next(NamedTuple):
+    """The runs that a sweep does next, and the estimated number of runs after them."""
+
+    runs: Iterable[Config]
+    later: int = 0
 
 
 def missing(configs: Iterable[Config], known: dict[str, Entry], retry: bool = False) -> list[Config]:
@@ -54,21 +64,22 @@ def sweep(
     executor: Executor,
     runs: Path,
     show: Callable[[State], None] = lambda _: None,
-    more: Callable[[], Iterable[Config]] = lambda: (),
+    plan: Callable[[Sequence[Entry]], Next] | None = None,
+    later: int = 0,
 ) -> State:
     """Execute all runs, each in the folder `runs / fingerprint`, and append them to the ledger.
 
-    `more` is called when a run has ended and none is waiting; of the runs that it returns, those that have not been
-    started are executed too. A run whose process dies is resumed from its checkpoint, with three starts at most. After
-    SIGINT or SIGTERM all runs save a checkpoint, and the function returns.
+    When a run has ended, `plan` is called with all entries of this sweep. The runs that it returns replace the waiting
+    ones. `later` is an estimate of how many runs `plan` will add. A run whose process dies is resumed from its
+    checkpoint, with three starts at most. After SIGINT or SIGTERM all runs save a checkpoint, and the function returns.
     """
-    state, queued = State(deque()), set[Path]()
+    state, tasks = State(deque(), later=later), dict[Path, Task]()
 
     def queue(configs: Iterable[Config]) -> None:
-        for task in (Task(config, runs / fingerprint(config)) for config in configs):
-            if task.path not in queued:
-                queued.add(task.path)
-                state.waiting.append(task)
+        busy = {task.path for task in state.running} | {runs / entry.key for entry in state.ended}
+        wanted = {runs / fingerprint(config): config for config in configs}
+        queued = (tasks.setdefault(path, Task(config, path)) for path, config in wanted.items() if path not in busy)
+        state.waiting = deque(queued)
 
     queue(configs)
     with stop_signals() as caught:
@@ -79,8 +90,9 @@ def sweep(
                     _job(task).stop()
             while state.waiting and len(state.running) < executor.slots and state.stopped is None:
                 _start(state.waiting.popleft(), state, executor)
-            if _collect(state, ledger) and not state.waiting and state.stopped is None:
-                queue(more())
+            if _collect(state, ledger) and plan is not None and state.stopped is None:
+                planned, state.later = plan(state.ended)
+                queue(planned)
             show(state)
             time.sleep(executor.pause)
     return state

@@ -1,0 +1,205 @@
+"""Sweeps until claims are decided: on runs whose losses are made from known differences and noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from made_ledger import HIGH, SCALE, as_the_paper_says, ledger
+from quacklr.lab.config import Config, fingerprint
+from quacklr.lab.ledger import Entry, Ledger
+from quacklr.lab.methods import ConstantTau, Default, Quack
+from quacklr.lab.studies.all_claims import claim_results
+from quacklr.lab.studies.comparison import Comparison, agree, less, seeds_to_decide
+from quacklr.lab.studies.intervals import MOST_SEEDS
+from quacklr.lab.studies.results import Results
+from quacklr.lab.studies.undecided import describe_open, plan
+from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
+from quacklr.lab.sweep import command
+from quacklr.lab.sweep.command import ClaimsGoal
+from quacklr.lab.sweep.executor import Job, Outcome
+from quacklr.lab.sweep.sweep import Next, sweep
+from swept_runs import made
+
+Known = dict[str, Entry]
+
+
+def noisy(spread: float, shift: float = 0.0) -> Callable[[Config], Entry]:
+    """Runs as in the paper; at the highest rate a constant tau is behind QuacK by `shift`, with noise."""
+
+    def run(config: Config) -> Entry:
+        loss, top, change = as_the_paper_says(config)
+        if isinstance(config.method, ConstantTau) and config.optimizer.lr == HIGH:
+            noise = random.Random(repr((config.training.seed, type(config.attention), config.method))).gauss(0, spread)
+            loss = 2.2 + shift + 0.1 * (config.method.tau != 0.1) + noise
+        return made(config, loss, top, change)
+
+    return run
+
+
+def until_decided(run: Callable[[Config], Entry], names: Collection[str], known: Known) -> tuple[ClaimResult, ...]:
+    """Do all runs that the claims ask for, one round after another."""
+    while True:
+        claims = claim_results(Results(known.values(), SCALE), names)
+        found = plan(claims, known)
+        if not found.runs:
+            return tuple(claims)
+        assert found.left >= len(found.runs)
+        assert not {fingerprint(config) for config in found.runs} & known.keys(), "nothing is run twice"
+        known |= {fingerprint(config): run(config) for config in found.runs}
+
+
+def seeds_in(known: Known, method: type) -> int:
+    judged = {each.config.training.seed for each in known.values() if isinstance(each.config.method, method)} - {0}
+    return max(judged, default=0)
+
+
+def test_a_clear_difference_takes_three_seeds_and_a_small_one_more_and_both_are_decided() -> None:
+    clear: Known = {}
+    (found,) = until_decided(noisy(0.01, shift=0.3), ["e"], clear)
+    assert (found.verdict, seeds_in(clear, Quack)) == ("holds", 3)
+    small: Known = {}
+    (found,) = until_decided(noisy(0.04, shift=0.05), ["e"], small)
+    assert found.verdict == "holds"
+    assert 4 <= seeds_in(small, Quack) <= MOST_SEEDS
+
+
+def test_no_difference_is_the_same_or_undecided_at_the_cap() -> None:
+    (found,) = until_decided(noisy(0.01), ["e"], {})
+    assert found.verdict == "the same"
+    known: Known = {}
+    (found,) = until_decided(noisy(0.3), ["e"], known)
+    assert (found.verdict, seeds_in(known, Quack)) == ("undecided", MOST_SEEDS)
+    assert "over 200 would decide it" in describe_open([found]) or " would decide it" not in describe_open([found])
+
+
+def test_a_claim_that_has_failed_asks_for_nothing_more() -> None:
+    """In MHA it fails at once; in MLA it would take all seeds."""
+
+    def run(config: Config) -> Entry:
+        in_mha = "MHA" in type(config.attention).__name__
+        return noisy(0.0, shift=-0.3)(config) if in_mha else noisy(0.5)(config)
+
+    known: Known = {}
+    (found,) = until_decided(run, ["e"], known)
+    assert (found.verdict, seeds_in(known, Quack)) == ("fails", 3)
+
+
+def test_only_the_open_comparison_gets_more_seeds() -> None:
+    """Claim g compares QuacK in MLA with the default, QK clip and a constant tau; only the last is noisy."""
+    known: Known = {}
+    until_decided(noisy(0.05, shift=0.05), ["g"], known)
+    seeds = {kind: seeds_in(known, kind) for kind in (Default, Quack, ConstantTau)}
+    assert seeds[Default] == 3
+    assert seeds[Quack] == seeds[ConstantTau] > 3
+
+
+def test_the_cheapest_comparison_comes_first() -> None:
+    """MLA takes ten times as long a step."""
+    entries = {
+        entry.key: replace(entry, step_seconds=10.0 if "MLA" in type(entry.config.attention).__name__ else 1.0)
+        for entry in ledger()
+        if entry.config.training.seed < 3
+    }
+    claims = claim_results(Results(entries.values(), SCALE), ["e"])
+    kinds = [type(config.attention).__name__ for config in plan(claims, entries).runs]
+    assert kinds == sorted(kinds), "MHA before MLA"
+    assert len(set(kinds)) == 2
+
+
+def test_the_time_left_is_that_of_all_runs_until_the_last_is_decided() -> None:
+    known = {entry.key: replace(entry, step_seconds=2.0) for entry in ledger() if entry.config.training.seed < 3}
+    found = plan(claim_results(Results(known.values(), SCALE), ["f"]), known)
+    # seed 3 of QuacK, QK norm and the default in MHA
+    assert (len(found.runs), found.left) == (3, 3)
+    assert found.seconds == pytest.approx(3 * 2.0 * SCALE.base.training.steps)
+
+
+@pytest.mark.parametrize(("mean", "seeds"), [(1.0, 3), (0.2, 6), (0.1, 11), (0.01, None)])
+def test_seeds_to_decide_are_those_whose_interval_would_be_short_enough(mean: float, seeds: int | None) -> None:
+    """Half widths at a standard deviation of 0.1: 0.62 for 3 seeds, 0.21 for 5, 0.17 for 6, 0.107 for 10."""
+    differences = (mean - 0.1 / 2**0.5, mean + 0.1 / 2**0.5)
+    found = Comparison("x", mean, float("-inf"), float("inf"), differences)
+    assert found.spread == pytest.approx(0.1)
+    assert seeds_to_decide(found, less, 16) == seeds
+    assert seeds_to_decide(replace(found, differences=(1.0,)), agree, 16) == 3
+
+
+class Instant:
+    """An executor whose runs end at once; after `limit` starts the sweep is asked to stop."""
+
+    slots, pause = 2, 0.0
+
+    def __init__(self, run: Callable[[Config], Entry], limit: int) -> None:
+        self.run, self.limit, self.started = run, limit, list[str]()
+
+    def start(self, config: Config, path: Path) -> Job:
+        self.started.append(path.name)
+        entry, stopping = self.run(config), len(self.started) > self.limit
+
+        class Done:
+            def outcome(self) -> Outcome | None:
+                if stopping:
+                    raise KeyboardInterrupt
+                return entry
+
+            def stop(self) -> None: ...
+
+        return Done()
+
+    def close(self) -> None: ...
+
+
+def test_a_sweep_that_is_killed_goes_on_where_it_was_and_decides_the_same(tmp_path: Path) -> None:
+    goal, run = ClaimsGoal(["e"], SCALE), noisy(0.04, shift=0.05)
+
+    def swept(folder: Path, limit: int) -> list[str]:
+        records, executor = Ledger(folder / "ledger.jsonl"), Instant(run, limit)
+        known = records.entries()
+
+        def next_runs(ended: Any) -> Next:
+            return goal.next(known | {entry.key: entry for entry in ended})
+
+        sweep(goal.next(known).runs, records, executor, folder, plan=next_runs)
+        return executor.started
+
+    whole = swept(tmp_path / "whole", 10**9)
+    with pytest.raises(KeyboardInterrupt):
+        swept(tmp_path / "killed", 12)
+    before = set(Ledger(tmp_path / "killed/ledger.jsonl").entries())
+    rest = swept(tmp_path / "killed", 10**9)
+    assert before
+    assert not before & set(rest), "what has ended is not run again"
+    assert len(rest) == len(set(rest))
+    one, other = (Ledger(tmp_path / name / "ledger.jsonl").entries() for name in ("whole", "killed"))
+    verdicts = [goal.claims(known)[0].verdict for known in (one, other)]
+    assert verdicts == ["holds", "holds"]
+    assert set(whole) == set(one)
+
+
+def test_a_dry_run_lists_verdicts_and_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = Ledger(tmp_path / "ledger.jsonl")
+    for entry in ledger():
+        if entry.config.training.seed < 3:
+            records.append(entry)
+    monkeypatch.setattr(command, "scale_of", lambda _: SCALE)
+    assert command.main(["--until-decided", "f", "j", "--out", str(tmp_path), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "undecided  f: QuacK is slightly worse than QK norm in MHA" in text
+    assert "MHA, Muon, lr 0.1: QuacK (tau 1) - QK norm, validation loss: +0.1, 2 seeds, sd 0; 3 would decide it" in text
+    assert "3 runs left" in text
+    assert command.main(["--until-decided", "nonsense", "--out", str(tmp_path)]) == 2
+    assert "which claim? Some of a, b, c" in capsys.readouterr().err
+
+
+def test_a_decided_comparison_is_not_open() -> None:
+    decided = ClaimPart(less, Comparison("x", -1.0, -1.1, -0.9, (-1.0, -1.0, -1.0)))
+    claim = ClaimResult("x", "x", "own", "undecided", "tiny", "x", (decided,))
+    assert plan([claim], {}).runs == []
