@@ -36,10 +36,10 @@ quick-unit: $(READY)
 mutants: $(READY)  ## change a line or two of each module and list the changes that no test notices (an hour or two)
 	$(BIN)/python benchmarks/mutants.py .
 
-demo: $(LAB)  ## see in minutes what QuacK is for: the default breaks, QuacK does not
+demo: $(LAB)  ## train small models with and without QuacK at a high learning rate, and compare them (three minutes)
 	$(BIN)/quacklr demo
 
-study: $(LAB)  ## what is missing of the study in results/ until its claims are decided (hours on two cores; resumes), then figures and claims
+study: $(LAB)  ## do the missing runs of the study in results/ (hours on two cores; can be interrupted), then write figures and claims
 	$(BIN)/quacklr sweep interventions norms critical budgets
 	$(BIN)/quacklr sweep --until-decided
 	$(BIN)/quacklr sweep speed --seeds 4
@@ -58,10 +58,10 @@ corpora/speeches/manifest.json: $(LAB)
 results: $(READY)  ## write the numbers of results/ into README and docs
 	$(BIN)/python benchmarks/fill_documents.py
 
-models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)
+models: $(READY)  ## find the attention of the models of transformers, check it independently, and write docs/models.md (minutes)
 	PYTHONPATH=tests/kit $(BIN)/python benchmarks/catalogue.py
 
-bench: $(READY)  ## what QuacK costs a step, whole and sharded, Muon, the lab, measuring a model, watching and clipping logits, a token; what a budget does to real text
+bench: $(READY)  ## run the benchmarks: cost of a step (also sharded), Muon, the lab, measuring, monitoring, clipping, decoding; changes of logits with a budget
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/muon_step.py
 	$(BIN)/python benchmarks/lab_speed.py
