@@ -147,6 +147,14 @@ def test_the_critical_rate_is_found_between_two_learning_rates_and_interpolated(
     assert min(tried) >= 0.003, "the search goes only as far as it must"
 
 
+@pytest.mark.parametrize(("top", "end"), [(5000.0, "0.0001"), (5.0, "30000")])
+def test_a_search_for_a_critical_rate_ends_where_there_is_none(top: float, end: str) -> None:
+    found, known = decided(lambda _: (3.0, top), "size and critical rate")
+    assert found["size and critical rate"].verdict == "not run"
+    assert found["size and critical rate"].summary == f"no critical learning rate of 0.3M: the search has reached {end}"
+    assert len(known) < 20
+
+
 def test_heads_keep_their_size_when_a_model_is_wider() -> None:
     _, known = decided(by_size(), "size and critical rate")
     for entry in known.values():

@@ -1,4 +1,4 @@
-"""The paper's four figures and two more, each a function of the results; parts without runs are left out.
+"""The paper's four figures and three more, each a function of the results; parts without runs are left out.
 
 Lines are means over seeds, bands their range. A method has its best setting, selected on another seed.
 The docstring of a figure is its title and its caption.
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import ConstantTau, Default, Method, QKNorm, Quack
+from quacklr.lab.report.size_figure import sizes
 from quacklr.lab.report.style import Points, colour, line_with_seeds, method_curve, panels, validation
 from quacklr.lab.studies.claims import BOTH
 from quacklr.lab.studies.measures import NotRun
@@ -239,4 +240,5 @@ FIGURES: dict[str, Draw] = {
     "figure-4-logits": logits,
     "figure-5-sensitivity": sensitivity,
     "figure-6-heatmaps": heatmaps,
+    "figure-7-sizes": sizes,
 }

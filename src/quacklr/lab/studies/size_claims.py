@@ -5,16 +5,14 @@ from __future__ import annotations
 from quacklr.lab.methods import Default, Quack
 from quacklr.lab.studies.comparison import compare, difference, less, more
 from quacklr.lab.studies.results import MethodRuns, Results
-from quacklr.lab.studies.sizes import ABOVE_CRITICAL, JUDGED, above_critical, critical_rate
-from quacklr.lab.studies.tuned_methods import QUACK
+from quacklr.lab.studies.sizes import ABOVE_CRITICAL, JUDGED, above_critical, critical_rate, tau_of_size
 from quacklr.lab.studies.verdicts import Answer, Claim, answer, mean_and_sd
 
 
 def methods_above(results: Results, size: str) -> tuple[MethodRuns, MethodRuns]:
-    """QuacK and the default at ten times the critical learning rate. tau * lr is 0.1: the tau of the study's 1M."""
+    """QuacK and the default at ten times the critical learning rate."""
     cell = above_critical(results, size)
-    assert QUACK.first is not None
-    return results.runs(cell, Quack(QUACK.first(cell))), results.runs(cell, Default)
+    return results.runs(cell, Quack(tau_of_size(cell))), results.runs(cell, Default)
 
 
 def larger_is_critical_earlier(results: Results) -> Answer:

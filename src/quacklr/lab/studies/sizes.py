@@ -16,6 +16,7 @@ from quacklr.lab.model import MHA
 from quacklr.lab.studies.cell import TUNING_SEED, Cell, cell_of
 from quacklr.lab.studies.measures import NotRun, largest_logit
 from quacklr.lab.studies.results import MethodRuns, Results
+from quacklr.lab.studies.tuned_methods import QUACK
 from quacklr.lab.studies.tuning import nearest, neighbour
 from quacklr.lab.studies.verdicts import STABLE
 
@@ -58,12 +59,13 @@ def size_cell(results: Results, size: str, lr: float) -> Cell:
 
 def critical_rate(results: Results, size: str) -> CriticalRate:
     """The critical learning rate of the default; NotRun, with the runs that are needed, if it is not known yet."""
-    low = high = FIRST_RATE
-    while logit_at(results, size, low) > STABLE:
-        low = neighbour(low, -1)
-    while logit_at(results, size, high) <= STABLE:
-        high = neighbour(high, 1)
-    low, high = (neighbour(high, -1), high) if high > FIRST_RATE else (low, neighbour(low, 1))
+    step = -1 if logit_at(results, size, FIRST_RATE) > STABLE else 1
+    last, lr = FIRST_RATE, neighbour(FIRST_RATE, step)
+    while (logit_at(results, size, lr) > STABLE) == (step < 0):
+        if lr == last:
+            raise NotRun(f"no critical learning rate of {size}: the search has reached {lr:g}")
+        last, lr = lr, neighbour(lr, step)
+    low, high = sorted((last, lr))
     at_low, at_high = (logit_at(results, size, lr) for lr in (low, high))
     below, above = (results.runs(size_cell(results, size, lr), Default) for lr in (low, high))
     return CriticalRate(below, above, crossing(low, at_low, high, at_high))
@@ -82,6 +84,12 @@ def crossing(low: float, at_low: float, high: float, at_high: float) -> float:
     """log10 of the learning rate where log10 of the logit is STABLE, on a line through two points."""
     slope = (at_high - at_low) / (math.log10(high) - math.log10(low))
     return math.log10(low) + (STABLE - at_low) / slope if slope > 0 else math.nan
+
+
+def tau_of_size(cell: Cell) -> float:
+    """The tau of QuacK in a cell of `above_critical`: tau * lr is 0.1, which is the best for 1M."""
+    assert QUACK.first is not None
+    return QUACK.first(cell)
 
 
 def above_critical(results: Results, size: str) -> Cell:

@@ -19,7 +19,7 @@ from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.options import read
 from quacklr.lab.progress import duration
 from quacklr.lab.studies.all_claims import CLAIM_NAMES, claim_results
-from quacklr.lab.studies.questions import GRIDS, STUDIES, runs_of
+from quacklr.lab.studies.questions import ADAPTIVE, GRIDS, STUDIES, runs_of
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, StudyScale, scale_of
 from quacklr.lab.studies.undecided import describe_open, plan
@@ -33,7 +33,8 @@ from quacklr.util import terminal
 
 TIMED = "speed"  # the study whose runs are interleaved
 
-ALL_STUDIES = [*STUDIES, *GRIDS]
+DOCS: dict[str, str] = {name: study.__doc__ or "" for name, study in (STUDIES | ADAPTIVE | GRIDS).items()}
+ALL_STUDIES = list(DOCS)
 ABOUT = """\
 Run studies, several runs at once, and append every run that ends to a ledger. Runs in the ledger are not repeated, and
 stopped runs continue from their checkpoints: after Ctrl-C, a crash or a power failure, give the same command again.
@@ -43,7 +44,7 @@ figures, claims and a page from the ledger.
 With --until-decided, NAME is a claim (without a name, all claims): each comparison that is not decided gets one seed
 after another, up to 16.
 
-""" + "\n\n".join(f"{name}: {(study.__doc__ or '').splitlines()[0]}" for name, study in (STUDIES | GRIDS).items())
+""" + "\n\n".join(f"{name}: {doc.splitlines()[0]}" for name, doc in DOCS.items())
 
 
 @dataclass(frozen=True)
