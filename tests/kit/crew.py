@@ -12,6 +12,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 import warnings
@@ -27,8 +28,19 @@ import torch.distributed as dist
 SECONDS = 600  # for a collective that not all ranks take part in, and for a task; only guards against hanging
 
 
+class RankDied(Exception):  # noqa: N818
+    """A rank ended without an answer."""
+
+    def __init__(self, text: str, by_signal: bool) -> None:
+        super().__init__(text)
+        self.by_signal = by_signal
+
+
 class Crew:
-    """`size` ranks. A task that fails in any of them fails the test, and the next one gets new ranks."""
+    """`size` ranks. A task that fails in any of them fails the test, and the next one gets new ranks.
+
+    A task whose rank was ended by a signal, as by a crash inside of gloo, is done once more with new ranks.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -37,6 +49,15 @@ class Crew:
 
     def __call__(self, task: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `task(rank, *args)` in every rank."""
+        try:
+            return self._call(task, *args)
+        except RankDied as death:
+            if not death.by_signal:
+                raise
+            print(f"{death}\nThe task is done once more.", file=sys.__stderr__, flush=True)
+            return self._call(task, *args)
+
+    def _call(self, task: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._ranks:
             self._start()
         order = pickle.dumps((task, args))
@@ -72,13 +93,14 @@ class Crew:
             theirs.close()
             self._ranks.append((process, ours))
 
-    def _died(self, rank: int, task: Callable[..., Any]) -> AssertionError:
+    def _died(self, rank: int, task: Callable[..., Any]) -> RankDied:
         """The error for a rank that ended without an answer, with what it wrote to stderr."""
         process = self._ranks[rank][0]
         process.join(SECONDS)
         stderr = (self._folder / f"stderr-{rank}").read_text(errors="replace")
         self.stop()
-        return AssertionError(f"{task.__name__}: rank {rank} died with exit code {process.exitcode}\n{stderr[-4000:]}")
+        text = f"{task.__name__}: rank {rank} died with exit code {process.exitcode}\n{stderr[-4000:]}"
+        return RankDied(text, by_signal=process.exitcode < 0)
 
     def stop(self) -> None:
         """End the processes."""
