@@ -223,7 +223,7 @@ def test_what_is_right_by_perturbations_and_contradicted_by_measurement_is_not_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If the two ways to look at a model do not agree, one of them is wrong."""
-    monkeypatch.setattr(discover, "differences", lambda *_: "it says one thing, but measured is another")
+    monkeypatch.setattr(discover, "differences", lambda *_: "it says one thing, but the measurement says another")
     monkeypatch.setattr(discover, "by_rule", lambda one: Finding(one.paths()) if isinstance(one, Plain) else None)
     report = checked(stack(Plain), steps=1)
     assert not any(layer.faults for layer in report.layers)

@@ -132,7 +132,7 @@ def test_a_rule_that_a_measurement_contradicts_is_shown_with_it(capsys: pytest.C
     assert "{0-2} (3) BoastfulAttention separate q, k 4/4/4" in inspected(capsys, f"{mine}:misread")
     text = inspected(capsys, f"{mine}.py:misread", "--measure", code=1)
     assert "{0-2} (3): separate q, k: it says that a head reads k_proj.weight[0:4] and q_proj.weight[0:4], but" in text
-    assert "measured is that a head reads k_proj.weight[0:8] and q_proj.weight[0:8]" in text
+    assert "the measurement says that a head reads k_proj.weight[0:8] and q_proj.weight[0:8]" in text
     assert "but a rule differs from what was measured" in text
     layers = json.loads(inspected(capsys, f"{mine}:misread", "--measure", "--json", code=1))["layers"]
     assert [layer["agrees"] for layer in layers] == [False] * 3

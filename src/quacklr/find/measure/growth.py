@@ -4,11 +4,11 @@ The bound needs a query that is Lipschitz in its projection, and a logit that is
 of the weights changes the logit, up to a constant, no more than if it were linear. A second forward pass, with all
 leaves SCALE times as large, tests this: a linear function keeps its slope, a square has a SCALE times larger slope.
 
-    softplus, GELU, SiLU, ELU of a query     slopes stay      on the path
-    a gate, sigmoid(g) * q                   slopes of q stay q is on the path, g is not
-    q * q, q * g, silu(g) * q                slopes grow      cannot be written as a path
-    tanh(q)                                  slopes vanish    on no path: the logit is bounded
-    a cap of the logit, 30 tanh(z / 30)      slopes vanish    its queries and keys are on the path
+    softplus, GELU, SiLU, ELU of a query     slopes stay         on the path
+    a gate, sigmoid(g) * q                   slopes of q stay    q is on the path, g is not
+    q * q, q * g, silu(g) * q                slopes grow         cannot be written as a path
+    tanh(q)                                  slopes vanish       on no path: the logit is bounded
+    a cap of the logit, 30 tanh(z / 30)      slopes vanish       its queries and keys are on the path
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ NOT_LINEAR = (
 )
 NOT_FINITE = "its derivatives are not finite"
 SPARSE = (
-    "entries of its queries or keys have no gradient here and there, as behind a ReLU, so which rows they are made of "
-    "may not all be seen; if you know its paths, declare them in a method logit_paths() of the module"
+    "some entries of its queries or keys have no gradient, as after a ReLU, so the measurement may miss rows that they "
+    "are made of; if you know its paths, declare them in a method logit_paths() of the module"
 )
 
 
