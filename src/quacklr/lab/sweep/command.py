@@ -184,7 +184,7 @@ def execute(given: Sweep) -> State | None:
     if TIMED in given.names:  # times of runs that were not interleaved cannot be compared
         known = {key: entry for key, entry in known.items() if entry.environment.get("turns")}
     if given.dry_run:
-        terminal.answer(goal.listing(known))
+        terminal.print_result(goal.listing(known))
         return None
     configs, (todo, later) = goal.runs(known), goal.next(known)
     todo = list(todo)
