@@ -53,7 +53,7 @@ def _export(options: ExportOptions) -> int:
     transformers_model.architecture(Folder(options.run).config())  # fails before a large checkpoint is loaded
     with write_errors(options.out):
         if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-            raise UserError(f"--out {options.out} is there already; choose a folder that is new or empty")
+            raise UserError(f"--out {options.out} exists already; choose a folder that is new or empty")
     with quiet_transformers():
         run = open_run(options.run, options.step)
         with atomic_folder(options.out) as folder:
