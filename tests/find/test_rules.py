@@ -201,13 +201,13 @@ class ElementwiseAttention(nn.Module):
 @pytest.mark.parametrize(
     ("attention", "why"),
     [
-        (Convolved(), "beside q_proj and k_proj it has k_conv"),
-        (Normed(), "beside q_proj and k_proj it has scale_q"),
+        (Convolved(), "besides q_proj and k_proj it has k_conv"),
+        (Normed(), "besides q_proj and k_proj it has scale_q"),
         (OneNorm(), "only queries or only keys have a norm"),
         (Unit(), "its code calls normalize"),
         (KeysFromElsewhere(), "its keys are another layer's"),
         (ElementwiseAttention(), "its source shows no softmax"),
-        (Own(), "beside q_proj and k_proj it has norm"),
+        (Own(), "besides q_proj and k_proj it has norm"),
         (Hooked(), "q_proj is not a projection that we can read"),
         (Tiled(), "it may repeat each key for consecutive heads, or all keys one after another"),
         (Imported(), "its code calls rms_norm_per_head"),

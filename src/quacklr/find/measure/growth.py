@@ -28,7 +28,7 @@ THRESHOLD = SCALE**0.5  # a slope that changes by a smaller factor counts as unc
 MOST_ROWS = 0.75  # tanh at a SCALE times larger input is flat in all rows but a few whose input was near 0
 
 
-class Change(Enum):
+class SlopeChange(Enum):
     """How a slope changes at a larger scale."""
 
     STAYS = auto()
@@ -70,7 +70,7 @@ class Slope:
             return gradient.abs().mean()
         return numbered[self.at].gradient_per_row(gradient, Tensor.mean)
 
-    def change(self, before: Tensor, after: Tensor) -> Change:
+    def change(self, before: Tensor, after: Tensor) -> SlopeChange:
         """How the slope changes from a forward pass to the one at the larger scale.
 
         The slope of a capped logit, or of a gated projection, may become small: it counts as STAYS. Other slopes that
@@ -78,9 +78,9 @@ class Slope:
         saturates, but not in a few rows, by chance. Slopes that vanish only in some rows have no path: GROWS.
         """
         if before.shape != after.shape or not after.isfinite().all() or (after > THRESHOLD * before).any():
-            return Change.GROWS
+            return SlopeChange.GROWS
         before, after = before[before > 0], after[before > 0]
         vanishing, saturated = THRESHOLD * after < before, SCALE**1.5 * after < before
         if self.part == "logits" or self.linear or not vanishing.any():
-            return Change.STAYS
-        return Change.VANISHES if vanishing.all() or saturated.float().mean() > MOST_ROWS else Change.GROWS
+            return SlopeChange.STAYS
+        return SlopeChange.VANISHES if vanishing.all() or saturated.float().mean() > MOST_ROWS else SlopeChange.GROWS

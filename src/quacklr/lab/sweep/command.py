@@ -78,7 +78,7 @@ class Sweep:
 
 
 class Goal(Protocol):
-    """What a sweep should reach. It computes the next runs from the runs that have ended."""
+    """The goal of a sweep: it computes the next runs from the runs that have ended."""
 
     def title(self) -> str:
         """The title of the display."""
@@ -206,7 +206,7 @@ def execute(given: Sweep) -> State | None:
 
 
 def goal_of(given: Sweep) -> Goal:
-    """What the options ask for."""
+    """The goal that the options select."""
     if given.until_decided:
         return ClaimsGoal(given.names, scale_of(given.size))
     return StudiesGoal(given.names, scale_of(given.size), given.seeds, given.retry)
