@@ -130,9 +130,10 @@ def test_what_a_killed_export_has_left_is_removed_by_the_next(finished: Path, tm
     assert not (tmp_path / "out/half.safetensors").exists()
 
 
-def test_only_an_export_itself_needs_transformers(finished: Path, tmp_path: Path) -> None:
-    script = "import sys; sys.modules['transformers'] = None; import quacklr.cli; sys.exit(quacklr.cli.main())"
+@pytest.mark.parametrize("missing", ["transformers", "safetensors"])
+def test_only_an_export_itself_needs_transformers(finished: Path, tmp_path: Path, missing: str) -> None:
+    script = f"import sys; sys.modules['{missing}'] = None; import quacklr.cli; sys.exit(quacklr.cli.main())"
     options = ["export", str(finished), "--out", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", script, *options], capture_output=True, text=True, check=False)
-    wanted = "quacklr export: an export needs the package transformers: pip install 'quacklr[hf]'\n"
+    wanted = f"quacklr export: an export needs the package {missing}: pip install 'quacklr[hf]'\n"
     assert (done.returncode, done.stderr) == (2, wanted)
