@@ -212,8 +212,7 @@ class QuacK:
     def rates(self, last: bool = False) -> dict[str, Tensor]:
         """The multipliers of lr that the next step will use: (blocks,) for each weight, by name.
 
-        With a budget these are the multipliers of the last step, for the weights that have stepped; before the first
-        step the dict is empty.
+        With a budget these are the multipliers of the last step, for weights that have stepped: empty before the first.
 
         For sharded weights this is a collective call. With `last`, returns the rates of the last step, without
         communication, so that one process can log them. They are NaN after loading a state of quacklr 0.1, until the
