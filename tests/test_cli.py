@@ -74,7 +74,7 @@ def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypa
         ([""], "an argument is empty"),
         (["--out=here", ""], "an argument is empty"),
         (["--out", "a\0"], "--out has a NUL character in it"),
-        (["--out=\udcff"], "--out is no text in UTF-8"),
+        (["--out=\udcff"], "--out is not valid UTF-8"),
     ],
 )
 def test_an_argument_that_nothing_can_be_made_of_is_named(argv: list[str], message: str) -> None:

@@ -72,8 +72,8 @@ class QuacK:
             lr: it is multiplied by lr / initial lr. Begin with 0.02. Optimizers need not be linear in lr. There is no
             state to save. docs/attach.md says when to use it.
         verify: measure attention that was found by rule, on a few tokens of the first batch. If the rule was wrong, the
-            first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; there is
-            then a warning if the class of its attention is not one that quacklr has tested.
+            first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; it triggers
+            a warning if the class of its attention is not one that quacklr has tested.
 
     Rates are computed from the weights before a step; with a budget, from the step itself. With several optimizers and
     no budget, all that step in one iteration use the same rates; an iteration ends when a parameter steps again.
@@ -155,7 +155,7 @@ class QuacK:
 
     @property
     def budget(self) -> float | None:
-        """The change of the logits that a step may make, in nats; None without a budget. It can be set, too."""
+        """The change of the logits that a step may make, in nats; None without one. It can be set during training."""
         return self._method.budget if isinstance(self._method, BudgetRates) else None
 
     @budget.setter
@@ -212,7 +212,7 @@ class QuacK:
     def rates(self, last: bool = False) -> dict[str, Tensor]:
         """The multipliers of lr that the next step will use: (blocks,) for each weight, by name.
 
-        With a budget these are the multipliers of the last step, for the weights that have stepped; none before one.
+        With a budget these are the multipliers of the last step, for weights that have stepped: empty before the first.
 
         For sharded weights this is a collective call. With `last`, returns the rates of the last step, without
         communication, so that one process can log them. They are NaN after loading a state of quacklr 0.1, until the

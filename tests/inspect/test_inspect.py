@@ -132,7 +132,7 @@ def test_a_rule_that_a_measurement_contradicts_is_shown_with_it(capsys: pytest.C
     assert "{0-2} (3) BoastfulAttention separate q, k 4/4/4" in inspected(capsys, f"{mine}:misread")
     text = inspected(capsys, f"{mine}.py:misread", "--measure", code=1)
     assert "{0-2} (3): separate q, k: it says that a head reads k_proj.weight[0:4] and q_proj.weight[0:4], but" in text
-    assert "measured is that a head reads k_proj.weight[0:8] and q_proj.weight[0:8]" in text
+    assert "the measurement says that a head reads k_proj.weight[0:8] and q_proj.weight[0:8]" in text
     assert "but a rule differs from what was measured" in text
     layers = json.loads(inspected(capsys, f"{mine}:misread", "--measure", "--json", code=1))["layers"]
     assert [layer["agrees"] for layer in layers] == [False] * 3
@@ -188,13 +188,13 @@ def test_frozen_and_zero_weights_are_reported(capsys: pytest.CaptureFixture[str]
         ("nowhere.at.all:model", "nowhere.at.all cannot be imported: there is no module nowhere"),
         ("nowhere.py:model", "nowhere.py: there is no such file"),
         ("models_to_inspect:missing", "models_to_inspect has no 'missing'"),
-        ("models_to_inspect:torch", "is no function that makes a model"),
+        ("models_to_inspect:torch", "is a module, not a function that returns a model"),
         ("models_to_inspect:raises", "raised RuntimeError: the disk is full (models_to_inspect.py:"),
         ("models_to_inspect:returns_text", "must return a model, (model, batch) or (model, optimizer, batch), not"),
         ("models_to_inspect:half_frozen", "return a batch with the model: return model, batch"),
         ("models_to_inspect.py", "a file is a config.json, or Python with a factory: file.py:factory"),
         ("broken.json", "is not JSON that can be read"),
-        ("other.json", "model_type 'no_such_type' is none that this transformers knows"),
+        ("other.json", "this version of transformers has no model_type 'no_such_type'"),
         ("siglip_text_model", "is a part of other models, and has none of its own"),
     ],
 )
@@ -221,7 +221,7 @@ def test_one_json_object_is_all_that_is_printed_and_no_package_of_the_lab_is_nee
     assert json.loads(done.stdout)["summary"].startswith("QuacK(model, optimizer) attaches to 3 attention layers")
     done = run("llama", first=missing)
     assert done.returncode == 2
-    assert "transformers is not installed (pip install transformers), timm could not be asked" in done.stderr
+    assert "transformers is not installed (pip install transformers), timm cannot be imported" in done.stderr
 
 
 def test_a_model_of_timm_is_measured_as_it_is(tmp_path: Path) -> None:

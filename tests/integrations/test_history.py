@@ -83,7 +83,7 @@ def test_what_cannot_be_drawn_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape("history.add(step, monitor.measure())")):
         History().figure()
     found = history({0: {"a": [1.0]}})
-    with pytest.raises(ValueError, match="entropies: measured were max"):
+    with pytest.raises(ValueError, match="entropies: not measured; there are max"):
         found.figure("max", "entropies")
     with pytest.raises(ValueError, match=r"logits.jpg: a figure is written as one of \.pdf, \.png, \.svg"):
         found.save(tmp_path / "logits.jpg")

@@ -92,7 +92,7 @@ def test_prompts_with_nothing_in_them_or_too_much_are_reported(
     assert sentence in complaint(finished, prompt=prompt)
 
 
-@pytest.mark.parametrize(("given", "sentence"), [("", "--prompt is empty"), ("\0", "no token in it")])
+@pytest.mark.parametrize(("given", "sentence"), [("", "--prompt is empty"), ("\0", "no token that this model knows")])
 def test_a_stdin_with_nothing_in_it_is_reported(
     finished: Path, complaint: Complaint, monkeypatch: pytest.MonkeyPatch, given: str, sentence: str
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_stdin_with_nothing_in_it_is_reported(
 def test_a_real_process_says_the_same(finished: Path) -> None:
     done = quacklr("generate", finished, "--prompt", "-", input="", env=environment())
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "quacklr generate: --prompt is empty; give at least a character to go on with\n"
+    assert done.stderr == "quacklr generate: --prompt is empty; give at least one character to continue\n"
 
 
 def test_folders_that_are_no_run_are_reported(tmp_path: Path, complaint: Complaint) -> None:
@@ -145,7 +145,7 @@ def test_a_run_that_was_stopped_is_reported_and_goes_on_from_a_step_if_asked(
     step = 5
     said = complaint(tmp_path / "run")
     assert f"has not finished: it is at step {step} of 9000" in said
-    assert f"--step {step} takes" in said
+    assert f"--step {step} loads" in said
     assert main([str(tmp_path / "run"), "--prompt", "the", "--step", str(step)]) == 0
 
 
@@ -203,7 +203,7 @@ def test_a_missing_vocabulary_is_reported(copy: Path, complaint: Complaint) -> N
 
 def test_a_run_without_checkpoints_is_reported(copy: Path, complaint: Complaint) -> None:
     shutil.rmtree(copy / "checkpoints/step-0000012")
-    assert "has no checkpoint of step 12; --step 6 takes" in complaint(copy)
+    assert "has no checkpoint of step 12; --step 6 loads" in complaint(copy)
     shutil.rmtree(copy / "checkpoints")
     assert "has no checkpoint of step 12, nor any other" in complaint(copy)
 

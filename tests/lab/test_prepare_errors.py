@@ -135,7 +135,7 @@ def test_options_that_contradict_each_other_are_refused_before_anything_is_made(
 
 def test_a_missing_out_and_an_unknown_option_are_mistakes_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stdlib"]) == 2
-    assert capsys.readouterr().err.startswith("quacklr prepare: where to? Give --out DIR")
+    assert capsys.readouterr().err.startswith("quacklr prepare: --out DIR is missing")
     assert main(["stdlib", "--outt", "x"]) == 2
     assert main(["--help"]) == 0
     assert "quacklr prepare cosmopedia-v2 --files 0-3" in capsys.readouterr().out

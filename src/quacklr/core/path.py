@@ -79,10 +79,10 @@ class LogitPath:
 
     @property
     def meeting(self) -> int:
-        """The index of the weight whose rows are multiplied with those of the next weight: the query's last.
+        """The index of the query's last weight. Its rows are multiplied with the rows of the next weight, the key's.
 
-        Weights before it read the rows of the one before, weights after the next one read the rows of the one after. If
-        several indices fit these shapes, the number of rows is the same for all of them.
+        It is found from the shapes: on the query side a weight has as many columns as the weight before it has rows, on
+        the key side as many as the weight after it. If several indices fit, all have the same number of rows.
         """
         rows = [int(weight.rows_of_block[0]) for weight in self.weights]
         columns = [weight.columns for weight in self.weights]

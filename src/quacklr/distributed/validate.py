@@ -21,7 +21,7 @@ def validate_no_tensor_parallel(model: nn.Module, who: str) -> None:
     """Under tensor parallelism each process computes only some heads; under FSDP2 every process computes all heads."""
     by_data = {id(param) for module in fully_sharded(model) for param in module.parameters()}
     for name, param in model.named_parameters():
-        if any(size > 1 for size in shard_counts(param)[id(param) in by_data :]):  # without FSDP2's shards, the first
+        if any(size > 1 for size in shard_counts(param)[id(param) in by_data :]):  # the first count may be FSDP2's
             raise ValueError(
                 f"{name}: its parameter is cut by tensor parallelism, so no process has all heads, and {who} needs "
                 "them; use DistributedDataParallel or FSDP2"

@@ -2,9 +2,9 @@
 
 QuacK's state in a checkpoint is in one of two files:
 
-    optimizer.pt          as an entry of the first param group. A callback does not get the folder of a checkpoint. It
-                          is not called on SIGTERM, and otherwise only after the push to the hub. But every checkpoint
-                          has the optimizer's state.
+    optimizer.pt          as an entry of the first param group, because every checkpoint has the optimizer's state. A
+                          callback cannot write a file of its own in time: it does not get the folder of the checkpoint,
+                          is called only after the push to the hub, and is not called at all on SIGTERM.
     trainer_state.json    if parameters are sharded (FSDP2). Loading a sharded optimizer's state drops entries that the
                           new optimizer does not have, or loads them on rank 0 only; every rank reads this file.
 """

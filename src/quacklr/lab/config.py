@@ -66,7 +66,7 @@ class Training:
         validate_non_negative(grad_clip=self.grad_clip)
         validate(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": self.seed})
         if "\0" in self.corpus:
-            raise UserError(f"--corpus {self.corpus!a} is no name of a folder")
+            raise UserError(f"--corpus {self.corpus!a} is not the name of a folder")
 
 
 @dataclass(frozen=True)

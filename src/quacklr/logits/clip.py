@@ -38,16 +38,16 @@ _attached: WeakSet[QKClip] = WeakSet()
 
 UNSEEN = f"QK clip saw no attention logits in training mode before this step, so it cannot clip: {SUPPORTED}"
 ALONE = (
-    "QK clip was given a model that is neither DistributedDataParallel nor sharded, though there are several ranks: it "
-    "would take this rank's largest logits for all, and replicas would drift apart; wrap the model first, then pass it"
+    "QK clip was given a model that is neither DistributedDataParallel nor sharded, but there are several ranks: each "
+    "rank would clip by its own largest logits, and replicas would become different; wrap the model first, then pass it"
 )
 SPENT = (
     "QK clip saw no training forward since the last step, so it does not clip: is the model in eval mode, or was "
     "optimizer.step() called twice?"
 )
 STUCK = (
-    "QK clip cannot scale all terms of the logits of {}: every weight of some term is frozen, as under LoRA, or "
-    "serves all heads"
+    "QK clip cannot scale all terms of the logits of {}: every weight of some term is frozen, as under LoRA, or is "
+    "shared by all heads"
 )
 
 

@@ -42,7 +42,7 @@ def architecture(config: Config) -> str:
             return "Qwen3"
         case MHA(heads), _ if width % heads:
             raise unsupported(
-                f"its Llama wants --heads to divide --d-model; train with others than {heads} and {width}"
+                f"its Llama needs --heads to divide --d-model; train with others than {heads} and {width}"
             )
         case MHA(), _:
             return "Llama"

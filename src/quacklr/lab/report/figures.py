@@ -53,7 +53,8 @@ def interventions(results: Results) -> Figure:
     """Figure 2. Validation loss of every method, in MHA and MLA, at each learning rate; on the right at the end.
 
     QK norm is dashed in MLA, where it usually means that keys are cached. What the paper does not test is dotted, in
-    the last column. If logits stay below its threshold, QK clip equals the default. Axes omit values far above.
+    the last column. If logits stay below its threshold, QK clip equals the default. Axes omit values far above the
+    lowest line.
     """
     rates = results.scale.rates
     figure, grid = panels(2, len(rates) + 1, 2.7, 2.5)
@@ -102,7 +103,8 @@ def limit_y(axes: Any) -> None:
 def norms(results: Results) -> Figure:
     """Figure 3. Does it matter how weights are measured, and how well must tau be known?
 
-    Left: validation loss of QuacK in MHA at the highest rate. Right: at the end against tau, a dot for every seed.
+    Left: validation loss of QuacK in MHA at the highest rate. Right: validation loss at the end against tau, a dot for
+    every seed.
     """
     lr = results.scale.high
     figure, [[left, right]] = panels(1, 2, 4.2, 3.2)

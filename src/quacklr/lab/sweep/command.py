@@ -79,7 +79,7 @@ class Sweep:
 
 
 class Goal(Protocol):
-    """What a sweep should reach. It computes the next runs from the runs that have ended."""
+    """The goal of a sweep: it computes the next runs from the runs that have ended."""
 
     def title(self) -> str:
         """The title of the display."""
@@ -179,13 +179,15 @@ def execute(given: Sweep) -> State | None:
     validate_positive(**{name: value for name, value in counts.items() if value is not None})
     validate_at_most(MAX_THREADS, **counts)
     if TIMED in given.names and (given.on != "here" or given.jobs or given.slurm or len(given.names) > 1):
-        raise UserError(f"{TIMED} compares times of runs in one process: alone, without --on and --jobs")
+        raise UserError(
+            f"{TIMED} compares times of runs in one process; give no other study, and neither --on, --jobs nor --slurm"
+        )
     ledger, goal = Ledger(given.out / "ledger.jsonl", given.details), goal_of(given)
     known = ledger.entries()
     if TIMED in given.names:  # times of runs that were not interleaved cannot be compared
         known = {key: entry for key, entry in known.items() if entry.environment.get("turns")}
     if given.dry_run:
-        terminal.answer(goal.listing(known))
+        terminal.print_result(goal.listing(known))
         return None
     configs, (todo, later) = goal.runs(known), goal.next(known)
     todo = list(todo)
@@ -205,7 +207,7 @@ def execute(given: Sweep) -> State | None:
 
 
 def goal_of(given: Sweep) -> Goal:
-    """What the options ask for."""
+    """The goal that the options select."""
     if given.until_decided:
         return ClaimsGoal(given.names, scale_of(given.size))
     return StudiesGoal(given.names, scale_of(given.size), given.seeds, given.retry)
@@ -249,7 +251,7 @@ def print_summary(given: Sweep, state: State, argv: Sequence[str]) -> int:
     troubles = "".join(f", {count} {kind}" for kind, count in counts.items() if count)
     print(f"{len(state.ended)} runs{troubles}; the ledger is {given.out / 'ledger.jsonl'}")
     if counts["crashed"]:
-        print("A crashed run says why in the ledger and in its log.txt; try again with --retry.", file=sys.stderr)
+        print("The ledger and log.txt of a crashed run have the reason; try again with --retry.", file=sys.stderr)
     return 1 if counts["crashed"] else 0
 
 
