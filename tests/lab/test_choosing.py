@@ -8,7 +8,7 @@ from quacklr.lab.studies.all_claims import CLAIM_NAMES, claim_results
 from quacklr.lab.studies.results import Results
 
 LINES = [
-    Advice("you can change the model", "QK norm", {"f": "holds"}),
+    Advice("it can change", "QK norm", {"f": "holds"}),
     Advice("you cannot", "QuacK", {"e": "holds", "b": "fails"}),
 ]
 
@@ -19,7 +19,7 @@ def test_each_line_has_the_verdicts_and_the_numbers_of_its_claims() -> None:
     head, _, first, second = choosing(claims, LINES).splitlines()
     assert head == "| if | then | because |"
     assert first == (
-        f"| you can change the model | QK norm | *f* holds ({behind.mean:+.3f} [{behind.low:+.3f}, {behind.high:+.3f}], "
+        f"| it can change | QK norm | *f* holds ({behind.mean:+.3f} [{behind.low:+.3f}, {behind.high:+.3f}], "
         f"{middle.mean:+.3f} [{middle.low:+.3f}, {middle.high:+.3f}]) |"
     )
     assert second == "| you cannot | QuacK | *e* holds; *b* holds |", "many comparisons are left out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from matplotlib.colors import to_hex
@@ -167,7 +167,7 @@ def test_the_settings_of_a_method_are_its_first_and_those_that_are_not_at_their_
 
 
 def test_the_figure_of_sizes_shows_the_critical_rates_their_power_law_and_the_losses_above(results: Results) -> None:
-    left, right = sizes(results).axes
+    left, right = cast(Any, sizes(results).axes)
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["width^-1.00"]
     widths, rates = left.lines[0].get_data()
     assert list(widths) == list(WIDTHS.values())
@@ -177,5 +177,5 @@ def test_the_figure_of_sizes_shows_the_critical_rates_their_power_law_and_the_lo
 
 
 def test_the_figure_of_sizes_shows_the_sizes_that_were_run() -> None:
-    left, _ = sizes(Results(runs_of_sizes(widest=128), SCALE)).axes
+    left, _ = cast(Any, sizes(Results(runs_of_sizes(widest=128), SCALE)).axes)
     assert list(left.lines[0].get_xdata()) == [64, 128]

@@ -199,6 +199,12 @@ def test_a_dry_run_lists_verdicts_and_what_is_left(
     assert "which claim? Some of a, b, c" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [["--retry"], ["--seeds", "5"]])
+def test_options_of_studies_are_refused_with_claims(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--until-decided", *option]) == 2
+    assert "--until-decided selects seeds itself" in capsys.readouterr().err
+
+
 def test_a_decided_comparison_is_not_open() -> None:
     decided = ClaimPart(less, Comparison("x", -1.0, -1.1, -0.9, (-1.0, -1.0, -1.0)))
     claim = ClaimResult("x", "x", "own", "undecided", "tiny", "x", (decided,))

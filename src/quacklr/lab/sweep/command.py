@@ -233,6 +233,10 @@ def main(argv: Sequence[str]) -> int:
         given = read(Sweep, "quacklr sweep", argv, ABOUT, tyro.conf.PositionalRequiredArgs)
         if given.until_decided and not set(given.names) <= set(CLAIM_NAMES):
             raise UserError(f"which claim? Some of {', '.join(CLAIM_NAMES)}; without a name all of them")
+        if given.until_decided and (given.retry or given.seeds != Sweep.seeds):
+            raise UserError(
+                "--until-decided selects seeds itself, and does not repeat crashed runs: without --seeds and --retry"
+            )
         if not given.until_decided and (not given.names or not set(given.names) <= set(ALL_STUDIES)):
             raise UserError(f"which study? One or more of {', '.join(ALL_STUDIES)}; see quacklr sweep --help")
         state = execute(given)
