@@ -21,7 +21,7 @@ from quacklr.util.arguments import unusable_argument
         (["sweep", "nonsense"], "which study? One or more of critical, interventions"),
         (["sweep", "demo", "--seeds", "0"], "--seeds must be a positive number, not 0"),
         (["sweep", "demo", "--steps", "9", "--dry-run"], "--steps 9 is less than the warmup of 30 steps"),
-        (["sweep", "speed", "demo"], "speed compares times of runs in one process: alone"),
+        (["sweep", "speed", "demo"], "speed compares times of runs in one process; give no other study"),
         (["report", "nowhere"], "nowhere/ledger.jsonl has no runs yet; make some with `quacklr sweep STUDY"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "the following arguments are required: COMMAND"),
