@@ -203,6 +203,7 @@ def test_frozen_and_zero_weights_are_reported(capsys: pytest.CaptureFixture[str]
     [
         ("lama", "no model type of transformers, "),
         ("lama", "did you mean llama"),
+        ("GPT-NeoX", "did you mean gpt_neox"),
         ("org/name", "not in the local cache of the hub"),
         ("nowhere.at.all:model", "nowhere.at.all cannot be imported: there is no module nowhere"),
         ("nowhere.py:model", "nowhere.py: there is no such file"),
