@@ -12,10 +12,12 @@ import torch
 
 from lab_runs import ATTENTIONS, OPTIONS, complaint, small
 from quacklr.lab.config import Machine
+from quacklr.lab.data import open_corpus
 from quacklr.lab.errors import UserError
 from quacklr.lab.methods import Default
-from quacklr.lab.train import command
+from quacklr.lab.train import command, session
 from quacklr.lab.train.device import device_of, mfu
+from quacklr.lab.train.world import World
 
 
 def test_utilization_is_the_flops_of_a_token_over_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +53,11 @@ def test_the_command_to_resume_starts_as_many_processes_as_there_were(monkeypatc
     assert command.resume_command(Path("a run")) == "quacklr train --resume 'a run'"
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert command.resume_command(Path("run")) == "torchrun --nproc-per-node 4 -m quacklr train --resume run"
+
+
+def test_the_utilization_is_that_of_one_gpu_of_several(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "mfu", lambda *arguments: arguments[2] / 1000)
+    made = session.Session(small(corpus, Default(), ATTENTIONS["mha"]), open_corpus(str(corpus)))
+    made.world = World(rank=1, size=4)
+    row = made._speed(seconds=2.0)
+    assert (row["tokens"], row["tokens_per_second"], row["mfu"]) == (128, 64.0, 64 / 4 / 1000)

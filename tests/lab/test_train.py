@@ -195,6 +195,24 @@ def test_a_loss_above_its_start_is_a_divergence_too(corpus: Corpus) -> None:
     assert rows[-1]["step"] == 12
 
 
+def test_a_validation_loss_above_its_start_is_no_divergence_in_the_warmup(config: Config, corpus: Corpus) -> None:
+    session = Session(config, corpus)
+    session.first_val_loss = 2.0
+    row = {"loss": 1.0, "val_loss": 2.5}
+    session.step = config.schedule.warmup
+    assert session._divergence(row) == {}
+    session.step += 1
+    assert session._divergence(row) == {"diverged": "the validation loss is 2.500 at step 5, above its start 2.000"}
+    assert session._divergence(row | {"val_loss": 2.0}) == {}
+
+
+def test_a_result_has_the_last_validation_loss_and_the_best() -> None:
+    rows = [{"step": step, "val_loss": loss, "val_bpb": 2 * loss} for step, loss in enumerate([3.0, 1.5, 2.0])]
+    ended = result_of([*rows, {"step": 3, "tokens": 384}])
+    assert (ended["status"], ended["step"], ended["tokens"]) == ("finished", 3, 384)
+    assert (ended["val_loss"], ended["val_bpb"], ended["best_val_loss"]) == (2.0, 4.0, 1.5)
+
+
 def test_a_run_folder_says_all_about_the_run(config: Config, tmp_path: Path) -> None:
     result = run(config, tmp_path / "run")
     folder = Folder(tmp_path / "run")
