@@ -26,7 +26,7 @@ from quacklr.lab.optim import AdamWRecipe, MuonRecipe
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.runner import result_of, run
 from quacklr.lab.train.session import Session
-from quacklr.lab.train.trackers import scalars
+from quacklr.lab.train.trackers import TensorBoard, scalars
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +256,19 @@ def test_tensorboard_shows_the_numbers_of_the_rows(config: Config, tmp_path: Pat
         got = [(event.step, event.value) for event in shown.Scalars(name)]
         assert [step for step, _ in got] == [step for step, _ in wanted[name]]
         assert [value for _, value in got] == pytest.approx([value for _, value in wanted[name]], rel=1e-6)
+
+
+def test_tensorboard_drops_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first_step, losses in ((0, {1: 4.0, 2: 3.0, 3: 2.0}), (1, {2: 3.5})):
+        tracker = TensorBoard(tmp_path, first_step)
+        for step, loss in losses.items():
+            tracker.write({"step": step, "loss": loss})
+        tracker.close()
+    shown = EventAccumulator(str(tmp_path))
+    shown.Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("train/loss")] == [(1, 4.0), (2, 3.5)]
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
