@@ -186,6 +186,20 @@ def test_a_trained_tokenizer_is_the_same_twice_and_gives_the_text_back(tmp_path:
     assert end not in corpus.tokenizer.encode(odd)
 
 
+def test_the_table_has_the_numbers_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, bpe = jsonl(tmp_path / "a.jsonl", TEXTS * 20), tmp_path / "bpe"
+    assert prepare(source, *SHARES, "--out", tmp_path / "bytes") == 0
+    capsys.readouterr()
+    assert prepare(source, *SHARES, "--tokenizer", "train:300", "--out", bpe) == 0
+    told, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert told == ["split", "documents", "tokens", "MB", "tokens", "per", "byte"]
+    for split, *row in rows:
+        text, tokens = ids(tmp_path / "bytes", split), len(ids(bpe, split))
+        share = tokens / len(text)
+        assert row == [f"{text.count(0):,}", f"{tokens:,}", f"{len(text) / 1e6:.2f}", f"{share:.3f}"]
+    assert [split for split, *_ in rows] == list(SPLITS)
+
+
 def trained(texts: list[str]) -> dict[str, int]:
     """The library's own byte-level BPE."""
     tokenizer = ByteLevelBPETokenizer()
