@@ -186,6 +186,15 @@ def test_a_trained_tokenizer_is_the_same_twice_and_gives_the_text_back(tmp_path:
     assert end not in corpus.tokenizer.encode(odd)
 
 
+def test_a_journal_that_a_process_killed_at_the_very_end_has_left_is_removed(tmp_path: Path) -> None:
+    source, out = jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    assert prepare(source, *SHARES, "--out", out) == 0
+    before = sorted(path.name for path in out.iterdir())
+    (out / "journal.json").write_text("{}")
+    assert prepare(source, *SHARES, "--out", out) == 0
+    assert sorted(path.name for path in out.iterdir()) == before
+
+
 def test_the_table_has_the_numbers_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, bpe = jsonl(tmp_path / "a.jsonl", TEXTS * 20), tmp_path / "bpe"
     assert prepare(source, *SHARES, "--out", tmp_path / "bytes") == 0
