@@ -24,6 +24,7 @@ from quacklr.lab.data.extra import fetch
 from quacklr.lab.data.journal import validate_same_request
 from quacklr.lab.data.manifest import Split
 from quacklr.lab.data.shards import write_set
+from quacklr.lab.data.vocabularies import describe
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import locked
 
@@ -177,6 +178,15 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
     assert complaint(tmp_path / "a.parquet") == f"reading parquet needs the package pyarrow: {way_out}"
     assert complaint(source, "--tokenizer", "train:300").endswith(f"needs the package tokenizers: {way_out}")
     assert complaint("cosmopedia-v2", "--files", "0") == f"the hub needs the package huggingface_hub: {way_out}"
+
+
+def test_a_trained_tokenizer_has_room_for_all_bytes_and_the_end_and_fits_16_bits() -> None:
+    assert [describe(f"train:{size}") for size in ("257", "65536")] == ["train:257", "train:65536"]
+    for size in ("256", "65537", "-300", ""):
+        with pytest.raises(
+            UserError, match=f"^--tokenizer train:{size}: SIZE must be a whole number from 257 to 65,536"
+        ):
+            describe(f"train:{size}")
 
 
 def test_long_options_are_shortened_where_they_differ(tmp_path: Path) -> None:
