@@ -13,6 +13,7 @@ import pytest
 
 from model_source import MODELS
 from quacklr.cli import main
+from quacklr.inspect import from_timm
 from timm_without_torchvision import stand_in
 
 
@@ -156,6 +157,24 @@ def test_what_a_module_declares_is_checked_too(capsys: pytest.CaptureFixture[str
     assert "by rule fused per head [q,v,k], measured fused per head [q,k,v]" in text
 
 
+def test_what_is_measured_within_one_declaration_is_compared_with_all_of_it(
+    capsys: pytest.CaptureFixture[str], mine: str
+) -> None:
+    layers = json.loads(inspected(capsys, f"{mine}:declared_together", "--measure", "--json"))["layers"]
+    assert [(layer["module"], len(layer["paths"]), layer["agrees"]) for layer in layers] == [("", 2, True)]
+
+
+def test_json_has_the_outcome_of_measuring_and_which_weights_are_frozen(
+    capsys: pytest.CaptureFixture[str], mine: str
+) -> None:
+    layers = json.loads(inspected(capsys, f"{mine}:first_only", "--measure", "--json"))["layers"]
+    assert [layer["measured"] for layer in layers] == ["agrees", "not seen", "not seen"]
+    layers = json.loads(inspected(capsys, f"{mine}:half_frozen", "--json"))["layers"]
+    assert [layer["measured"] for layer in layers] == [None] * 3
+    frozen = [{weight["frozen"] for path in layer["paths"] for weight in path["weights"]} for layer in layers]
+    assert frozen == [{True}, {False}, {False}]
+
+
 def test_a_layer_that_did_not_run_is_not_said_to_agree(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     text = inspected(capsys, f"{mine}:first_only", "--measure").splitlines()
     rows = [line for line in text if " Declared fused per head [q,k,v] 4/4/4 " in line]
@@ -184,6 +203,7 @@ def test_frozen_and_zero_weights_are_reported(capsys: pytest.CaptureFixture[str]
     [
         ("lama", "no model type of transformers, "),
         ("lama", "did you mean llama"),
+        ("GPT-NeoX", "did you mean gpt_neox"),
         ("org/name", "not in the local cache of the hub"),
         ("nowhere.at.all:model", "nowhere.at.all cannot be imported: there is no module nowhere"),
         ("nowhere.py:model", "nowhere.py: there is no such file"),
@@ -206,6 +226,28 @@ def test_a_name_of_nothing_gets_one_sentence(target: str, sentence: str, capsys:
     captured = capsys.readouterr()
     assert sentence in captured.err
     assert (len(captured.err.splitlines()), captured.out) == (1, "")
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_file_of_another_folder_may_import_its_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("below").mkdir()
+    Path("models_to_inspect.py").rename("below/neighbour_to_inspect.py")
+    Path("below/imports_a_neighbour.py").write_text("from neighbour_to_inspect import half_frozen")
+    assert "attaches to 2 attention layers" in inspected(capsys, "below/imports_a_neighbour.py:half_frozen")
+
+
+def test_a_name_that_no_file_can_have_is_one_short_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "x" * 1000]) == 2
+    assert capsys.readouterr().err == f"quacklr inspect: cannot read or write {'x' * 100}...: File name too long\n"
+
+
+def test_what_timm_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert from_timm.unavailable() == "it is not installed: pip install timm"
+    (tmp_path / "timm.py").write_text("import a_package_that_is_missing")
+    monkeypatch.delitem(sys.modules, "timm")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert from_timm.unavailable() == "it needs a_package_that_is_missing: pip install a_package_that_is_missing"
 
 
 def run(*arguments: str, path: str = "", first: str = "pass") -> subprocess.CompletedProcess[str]:

@@ -30,7 +30,7 @@ from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, pack
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.runner import Stopped, run
 from quacklr.lab.train.storage import CheckpointWriter
-from quacklr.lab.train.tensors import named_tensors
+from quacklr.lab.train.tensors import named_tensors, tensors_to_load
 from saved_runs import NAME, REST, complaint, content, load_untrained, resummed, steps_in, trained
 
 LEDGER = Path(__file__).parents[2] / "results/ledger.jsonl"
@@ -212,6 +212,17 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_told_by_tensor(saved: Path)
 class Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("evil",)
+
+
+@pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
+def test_the_step_count_is_made_on_the_device_where_its_optimizer_keeps_it(capturable: bool, device: str) -> None:
+    model = nn.Linear(3, 2, bias=False, device="meta")
+    optimizer = torch.optim.AdamW(model.named_parameters(), capturable=capturable)
+    weight = torch.Size([2, 3]), torch.float32
+    saved = {"model.weight": weight, "optimizer.0.weight.exp_avg": weight, "optimizer.0.weight.exp_avg_sq": weight}
+    found = tensors_to_load(saved | {"optimizer.0.weight.step": (torch.Size([]), torch.float32)}, model, [optimizer])
+    assert {found[name].device.type for name in saved} == {"meta"}
+    assert found["optimizer.0.weight.step"].device.type == device
 
 
 def test_what_is_no_checkpoint_of_this_run_is_told(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

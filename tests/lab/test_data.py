@@ -175,6 +175,17 @@ def test_a_damaged_or_foreign_manifest_is_refused(corpus: Path, change: object, 
         open_corpus(str(corpus))
 
 
+def test_a_manifest_of_a_split_or_a_shard_without_tokens_is_refused(corpus: Path) -> None:
+    manifest = json.loads((corpus / "manifest.json").read_text())
+    val = manifest["splits"]["val"]
+    more = {"name": "val-00001.bin", "sha256": "0" * 64, "tokens": 0}
+    for changed in (val | {"tokens": 0, "shards": []}, val | {"shards": [*val["shards"], more]}):
+        splits = manifest["splits"] | {"val": changed}
+        (corpus / "manifest.json").write_text(json.dumps(manifest | {"splits": splits}))
+        with pytest.raises(UserError, match="manifest.json is damaged; remove the folder and prepare it again"):
+            open_corpus(str(corpus))
+
+
 def test_the_standard_library_is_made_on_first_use_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUACKLR_CACHE", str(tmp_path))
     corpus = open_corpus("stdlib")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -137,3 +138,19 @@ def test_only_an_export_itself_needs_transformers(finished: Path, tmp_path: Path
     done = subprocess.run([sys.executable, "-c", script, *options], capture_output=True, text=True, check=False)
     wanted = f"quacklr export: an export needs the package {missing}: pip install 'quacklr[hf]'\n"
     assert (done.returncode, done.stderr) == (2, wanted)
+
+
+def test_an_export_leaves_the_messages_of_transformers_as_they_were() -> None:
+    from transformers.utils import logging as of_transformers
+
+    logging: Any = of_transformers
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    try:
+        logging.set_verbosity_info()
+        logging.enable_progress_bar()
+        with command.quiet_transformers():
+            assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.ERROR, False)
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.INFO, True)
+    finally:
+        logging.set_verbosity(verbosity)
+        (logging.enable_progress_bar if bars else logging.disable_progress_bar)()

@@ -8,13 +8,25 @@ from typing import Any, cast
 
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 from made_ledger import HIGH, SCALE, ledger
 from quacklr.lab.config import Config
 from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import Default, Method, Quack
 from quacklr.lab.report.command import draw
-from quacklr.lab.report.figures import FIGURES, critical_rate, heatmaps, interventions, logits, norms, sensitivity
+from quacklr.lab.report.figures import (
+    FIGURES,
+    critical_rate,
+    heatmaps,
+    interventions,
+    limit_y,
+    logits,
+    norms,
+    positive,
+    sensitivity,
+)
+from quacklr.lab.report.markdown import table
 from quacklr.lab.report.size_figure import sizes
 from quacklr.lab.report.style import COLOURS
 from quacklr.lab.studies.measures import NotRun
@@ -76,6 +88,25 @@ def test_final_losses_stand_over_their_learning_rates_for_every_method(results: 
         runs = results.best("mla", method, HIGH).runs.values()
         assert losses[-1] == pytest.approx(mean(run.result["val_loss"] for run in runs))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(METHOD_NAMES.values())
+
+
+@pytest.mark.parametrize(
+    ("ends", "limits"), [([2.0, 1.0], (0.95, 2.2)), ([1.0, 9.0], (0.95, 2.6)), ([3.0], (2.95, 3.2))]
+)
+def test_an_axis_has_the_ends_of_all_lines_but_those_far_above(ends: list[float], limits: tuple[float, float]) -> None:
+    axes = Figure().subplots()
+    for end in ends:
+        axes.plot([0, 1], [50.0, end])
+    limit_y(axes)
+    assert axes.get_ylim() == pytest.approx(limits)
+
+
+def test_a_logit_on_a_logarithmic_scale_is_positive_and_what_is_no_number_is_large() -> None:
+    assert [positive(value) for value in (-2.0, 0.0, 5.0, None)] == [0.001, 0.001, 5.0, 1e9]
+
+
+def test_a_bar_in_a_cell_does_not_end_the_cell() -> None:
+    assert table(("mean |change|", "x"), [("a|b", "1")]) == "| mean /change/ | x |\n| --- | --- |\n| a/b | 1 |\n"
 
 
 def test_figure_1_has_the_papers_four_lines(results: Results) -> None:
