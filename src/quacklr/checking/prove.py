@@ -36,15 +36,15 @@ def check(
     steps: int = 3,
     growth: float = 4.0,
 ) -> CheckReport:
-    """Test that `QuacK(model, optimizer)` scales the right rows of every head, and that no logit exceeds its bound.
+    """Test that `QuacK(model, optimizer)` scales the right rows of every head, and changes no logit beyond its bound.
 
         print(check(model, optimizer, batch))
 
     A copy takes a few real steps on the batch (a tensor, a tuple, or a dict). For every head, the largest |change| of a
-    logit in the step of its own rows is compared with the bound of docs/theory.md. The steps start from the weights as
-    they are; then, with QuacK and without, from weights that are multiplied by `growth` after QuacK was attached, as if
-    they had grown in a long training. Then rows are perturbed, to test that a head depends on its own rows and on no
-    others.
+    logit in the step of its own rows is compared with the bound of docs/theory.md. There are three series of steps:
+    with QuacK, from the weights as they are; without QuacK, from weights that were multiplied by `growth`; and with
+    QuacK, from weights that were multiplied by `growth` after QuacK was attached, as if they had grown in a long
+    training. Then rows are perturbed, to test that a head depends on its own rows and on no others.
 
     `tau`, `norm`, `floor` and `budget` are those of QuacK. With a budget, the report also has the root mean square of
     the changes, which is the quantity that the budget limits. `paths` defaults to `logit_paths(model, batch)`; if the

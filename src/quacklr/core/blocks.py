@@ -1,7 +1,7 @@
 """The blocks of a model's weights: copy their rows, compute their norms, and scale the step that they took.
 
-Every block has an index in a flat vector, and there is one flat vector for norms, for sensitivities and for rates. Rows
-are read through a view of the parameter, and copied with the bias as a last column.
+Norms, sensitivities and rates are flat vectors with one entry for each block. A block has the same index in all of
+them. Rows are read through a view of the parameter, and copied with the bias as a last column.
 
 Shapes: B blocks, R rows, C columns.
 """

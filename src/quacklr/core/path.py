@@ -26,8 +26,8 @@ class LogitPath:
         weights: in order from the query's input to the key's input. The first and the last read an input, the others
             read the output of a neighbour.
         heads: the number of heads.
-        block_of_head: for each weight a (heads,) vector, the block that each head reads. None for equal runs: head h
-            reads block h * blocks // heads.
+        block_of_head: for each weight a (heads,) vector, the block that each head reads. None if groups of consecutive
+            heads, all of the same size, share a block: head h reads block h * blocks // heads.
         scale: the factor between the product and the logit. None for 1 / sqrt(head size). Only a budget depends on it.
     """
 
@@ -111,7 +111,7 @@ def as_paths(given: object, demand: str) -> list[LogitPath]:
 
 
 def all_rated(paths: Iterable[LogitPath]) -> list[LogitPath]:
-    """The paths with rates for all of their weights, also for those that are not `rated`."""
+    """The same paths, with `rated=True` for all of their weights, so that all of them have rates."""
     rated: dict[Weight, Weight] = {}
     for weight in (weight for path in paths for weight in path.weights):
         rated.setdefault(weight, weight if weight.rated else replace(weight, rated=True))

@@ -57,7 +57,7 @@ class LogitPaths(list[LogitPath]):
 
 
 def by_module(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
-    """The paths of each attention module, as they were found, or by the names of their weights, `<module>.<role>`."""
+    """The paths of each attention module. A plain list is grouped by the names of its weights, `<module>.<role>`."""
     if isinstance(paths, LogitPaths):
         return paths.by_module
     found: dict[str, list[LogitPath]] = {}
@@ -73,7 +73,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
     applied to the other modules. With a `sample`, a batch that the model takes (a tensor, a tuple, or a dict),
     attention is also measured, in a forward pass that does not change the model. This finds attention that no rule
     applies to. Raises ValueError if the measurement contradicts a rule, or if the model has no path. With
-    `rules=False`, only the measurement is used.
+    `rules=False`, rules are not applied: paths are declared or measured.
     """
     if not rules and sample is None:
         raise ValueError(

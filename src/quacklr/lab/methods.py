@@ -1,7 +1,7 @@
 """Methods that control attention logits: QuacK, its alternatives, and none. One dataclass each.
 
-A method changes the model (`alter`), the optimizer steps (`attach`), or both. The training loop is the same for all
-methods: it builds the model, calls `alter`, builds the optimizers, calls `attach`, and saves the state of its result.
+A method changes the model (`alter`), the optimizer steps (`attach`), or both. Training is the same for all methods: it
+builds the model, calls `alter`, builds the optimizers, calls `attach`, and saves the state of what `attach` returned.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class QuacKAndClip:
 
 
 Attached = QuacK | QKClip | QuacKAndClip
-"""A method with state between steps: `state_dict()` belongs in the checkpoint."""
+"""The result of `attach` for methods with hooks on the optimizers: its `state_dict()` belongs in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Quack:
     literal: bool = False
     """Algorithm 2 as printed, also with latent norms: dq and dkv get rates, though the norm removes their scale."""
     products: Literal["logits", "values", "all"] = "logits"
-    """Which products of weights have rates: query . key; also value . output projection; also those of the MLP."""
+    """Which products have rates. logits: query . key; values: also value . output projection; all: also the MLP's."""
     together: Literal["nothing", "qk-norm", "sigma-reparam"] = "nothing"
     """A second method: QK norm, or Sigma-Reparam of all linear layers except those of queries and keys."""
 
@@ -264,7 +264,7 @@ def attentions_of(model: nn.Module) -> list[Attention]:
 
 
 def factors(attention: Attention) -> Iterator[tuple[Factor, Factor]]:
-    """The products of an attention's weights. The heads of the output projection are among its columns."""
+    """The products of an attention's weights. In the output projection, a head is a range of columns, not of rows."""
     matrices = attention.matrices()
     for one, other in attention.product_roles:
         second = Factor(matrices[other][0].weight, matrices[other][1])

@@ -58,7 +58,7 @@ class QKClip:
 
     The largest logit of each head is taken over all training forwards since the last step: all micro-batches, all ranks
     of DistributedDataParallel or FSDP2. For this, all logits are computed a second time, except for flex attention on
-    CUDA, whose kernel returns the maxima. Heads whose largest logit is not above the threshold, negative ones included,
+    CUDA, whose kernel returns the maxima. Heads whose largest logit is not above the threshold (it may be negative)
     stay bitwise as they are. Forwards in eval mode or without gradients do not count. The attention modules of a
     compiled model run uncompiled. Frozen weights are not scaled. There is no device synchronisation, unless a model
     computes its logits without a fused kernel.
@@ -182,7 +182,10 @@ class QKClip:
             warnings.warn(f"QK clip saw no logits of {', '.join(missing)}, so they are not clipped", stacklevel=5)
 
     def max_logits(self) -> dict[str, Tensor]:
-        """For each attention module the (heads,) largest logits since the last step; after a step, those before it."""
+        """For each attention module, (heads,): the largest logits since the last step.
+
+        Between a step and the next training forward, these are the logits that the step used.
+        """
         return dict(self._maxima[self.optimizers[0]])
 
     def state_dict(self) -> dict[str, Any]:

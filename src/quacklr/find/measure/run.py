@@ -53,9 +53,9 @@ class Measurement:
 def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
     """A measurement of the model in eval mode, with random numbers for activations and for zeros of its parameters.
 
-    The zeros are restored at the end of the context, so that derivatives can be taken until then; all else of the model
-    is restored before. A model that fails on random numbers (it may repeat an operation a predicted number of times) is
-    run on its own activations.
+    The zeros are restored when the context ends, so that derivatives can be taken inside it; everything else in the
+    model is restored before the context begins. If the model fails on random activations (for example, because it
+    computes the number of iterations of a loop from them), it is run on its own activations.
     """
     model = unwrapped(model)
     for random, filled in ((True, True), (False, True), (False, False)):
@@ -74,7 +74,7 @@ def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
 
 
 def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
-    """One forward pass; more for operations on logits, nonlinear logits, or a model that is itself the attention."""
+    """One forward pass; several for operations on logits, for nonlinear logits, or if the model is the attention."""
     not_replaced: set[int] = set()
     options = {"random": random, "not_replaced": not_replaced, "root_attends": False}
     changes: dict[Slope, SlopeChange] = {}

@@ -28,7 +28,7 @@ def beats(
     attentions: Sequence[str] = ("mla",),
     methods: Sequence[AnyMethod] = TUNED_METHODS,
 ) -> Claim:
-    """The claim that the first method has a lower loss than each of the others, at the highest rate."""
+    """The claim that the first method has a lower loss than each of the others, at the highest learning rate."""
 
     def claim(results: Results) -> Answer:
         tested, texts = list[tuple[Test, Comparison]](), []
