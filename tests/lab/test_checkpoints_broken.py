@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from lab_runs import ATTENTIONS, METHODS, make_corpus, read_rows, small
 from quacklr.lab.config import fingerprint, from_json
 from quacklr.lab.errors import UserError
+from quacklr.lab.methods import Budget, Quack
 from quacklr.lab.optim import AdamWRecipe, optimizers
+from quacklr.lab.presets import PRESETS
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, pack
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.runner import Stopped, run
@@ -249,3 +251,10 @@ def test_runs_of_before_have_the_fingerprints_that_they_had() -> None:
         config = from_json(entry["config"])
         background = replace(config, watch=replace(config.watch, async_save=True))
         assert fingerprint(config) == fingerprint(background) == entry["key"]
+
+
+def test_a_newer_option_changes_the_fingerprint_where_it_is_used() -> None:
+    config = PRESETS["cpu"]
+    for usual, other in ((Quack(), Quack(products="all")), (Quack(), Quack(together="qk-norm"))):
+        assert fingerprint(replace(config, method=usual)) != fingerprint(replace(config, method=other))
+    assert fingerprint(replace(config, method=Budget())) != fingerprint(replace(config, method=Budget(threshold=3.0)))

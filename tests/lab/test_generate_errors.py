@@ -83,9 +83,9 @@ def test_options_out_of_range_are_reported(
     [
         ("", "--prompt is empty"),
         ("x" * 16, "--prompt has 16 tokens, and the context of this model is 16"),
-        ("x" * 16, "no room to go on; leave at least 1 out"),
+        ("x" * 16, "no room for another; leave at least 1 out"),
         ("\u00fc" * 10, "--prompt has 20 tokens, and the context of this model is 16"),
-        ("\u00fc" * 10, "no room to go on; leave at least 5 out"),
+        ("\u00fc" * 10, "no room for another; leave at least 5 out"),
     ],
 )
 def test_prompts_with_nothing_in_them_or_too_much_are_reported(
