@@ -67,7 +67,7 @@ def clipped(kind: str, seeds: list[int]) -> tuple[list[Tensor], dict[str, Tensor
 
 def check_drift_error(_: int) -> None:
     plain = model_of("plain")
-    with pytest.warns(UserWarning, match="neither DistributedDataParallel nor sharded, though there are several ranks"):
+    with pytest.warns(UserWarning, match="neither DistributedDataParallel nor sharded, but there are several ranks"):
         QKClip(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
 
 

@@ -11,8 +11,8 @@ import pytest
 from crew import Crew, RankDied
 
 
-def killed_once(rank: int, mark: Path) -> int:
-    """Rank 1 is killed, unless it was before."""
+def crashed_once(rank: int, mark: Path) -> int:
+    """Rank 1 crashes, unless it did before."""
     if rank == 1 and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGABRT)
@@ -27,10 +27,8 @@ def left(rank: int) -> int:
     return rank
 
 
-def test_a_task_whose_rank_was_killed_is_done_once_more_and_one_that_ended_itself_fails(
-    two: Crew, tmp_path: Path
-) -> None:
-    assert two(killed_once, tmp_path / "mark") == [0, 1]
+def test_a_task_whose_rank_crashed_is_done_once_more_and_one_that_ended_itself_fails(two: Crew, tmp_path: Path) -> None:
+    assert two(crashed_once, tmp_path / "mark") == [0, 1]
     with pytest.raises(RankDied, match="rank 0 died with exit code 3\ngoodbye"):
         two(left)
-    assert two(killed_once, tmp_path / "mark") == [0, 1]
+    assert two(crashed_once, tmp_path / "mark") == [0, 1]

@@ -12,6 +12,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
@@ -28,18 +29,21 @@ import torch.distributed as dist
 SECONDS = 600  # for a collective that not all ranks take part in, and for a task; only guards against hanging
 
 
-class RankDied(Exception):  # noqa: N818
+CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}  # of code that is not Python's
+
+
+class RankDied(AssertionError):  # noqa: N818
     """A rank ended without an answer."""
 
-    def __init__(self, text: str, by_signal: bool) -> None:
+    def __init__(self, text: str, crashed: bool) -> None:
         super().__init__(text)
-        self.by_signal = by_signal
+        self.crashed = crashed
 
 
 class Crew:
     """`size` ranks. A task that fails in any of them fails the test, and the next one gets new ranks.
 
-    A task whose rank was ended by a signal, as by a crash inside of gloo, is done once more with new ranks.
+    A task whose rank crashed, as inside of gloo, is done once more with new ranks.
     """
 
     def __init__(self, size: int) -> None:
@@ -52,7 +56,7 @@ class Crew:
         try:
             return self._call(task, *args)
         except RankDied as death:
-            if not death.by_signal:
+            if not death.crashed:
                 raise
             print(f"{death}\nThe task is done once more.", file=sys.__stderr__, flush=True)
             return self._call(task, *args)
@@ -100,7 +104,7 @@ class Crew:
         stderr = (self._folder / f"stderr-{rank}").read_text(errors="replace")
         self.stop()
         text = f"{task.__name__}: rank {rank} died with exit code {process.exitcode}\n{stderr[-4000:]}"
-        return RankDied(text, by_signal=process.exitcode < 0)
+        return RankDied(text, process.exitcode in CRASHES)
 
     def stop(self) -> None:
         """End the processes."""

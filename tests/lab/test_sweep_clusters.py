@@ -80,7 +80,7 @@ def comparable(entry: Entry) -> dict[str, Any]:
     """An entry without times and other fields that differ between equal runs."""
     saved = {name: value for name, value in entry.to_json().items() if name != "step_seconds"}
     saved["config"] = saved["config"] | {"watch": {**saved["config"]["watch"], "checkpoint_every": None}}
-    return saved | {"environment": {**saved["environment"], "threads": None}}
+    return saved | {"environment": {**saved["environment"], "threads": None, "code": None}}  # a sweep adds the code
 
 
 def starts(path: Path) -> list[int]:

@@ -177,7 +177,7 @@ def saved_and_killed(rank: int, folder: Path, step: int, dies: bool) -> None:
 def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     crew = Crew(2)
     crew(saved_and_killed, tmp_path, 1, False)
-    with pytest.raises((AssertionError, EOFError)):
+    with pytest.raises(AssertionError):
         crew(saved_and_killed, tmp_path, 2, True)
     crew.stop()
     assert [path.name for path in checkpoints(tmp_path)] == ["step-0000001"]

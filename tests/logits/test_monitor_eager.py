@@ -314,7 +314,7 @@ def test_a_model_without_softmax_attention_is_told_that_it_may_have_none() -> No
     torch.manual_seed(0)
     model = Recurrent()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told = "may have (no softmax attention|none) .*Mamba, RWKV"
+    told = "If (the model has no softmax attention|it has none) .*Mamba, RWKV"
     with pytest.raises(ValueError, match=told):
         LogitMonitor(model, inputs()).measure()
     with pytest.raises(ValueError, match=told):
