@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quacklr.core.local import local_boxes
 from quacklr.core.path import LogitPath, as_paths
 from quacklr.core.validate import validate_not_attached_twice, validate_stepped
 from quacklr.core.weight import Weight, distinct
@@ -97,8 +98,10 @@ class QKClip:
         self._canonical: dict[Weight, Weight] = distinct(weights)
         self._paths, self._groups = by_module(found), groups_of(model)
         self._device = weights[0].param.device
-        self._block_of_row = {
-            part: part.local_blocks().to(part.param.device) for weight in weights for part in weight.parts
+        self._boxes = {
+            part: [(box, part.blocks_in(box).to(part.param.device)) for box in local_boxes(part.param)]
+            for weight in weights
+            for part in weight.parts
         }
         if not self._groups and is_distributed():
             warnings.warn(ALONE, stacklevel=2)
@@ -154,7 +157,8 @@ class QKClip:
             for weight, factor_B in self._factors(maxima).items():
                 for part in weight.parts:
                     if id(part.param) in stepped and part.param.requires_grad:
-                        scale(part, self._block_of_row[part], factor_B)
+                        for box, block_of_row in self._boxes[part]:
+                            scale(part.rows_first(box), block_of_row, factor_B)
 
     def _factors(self, maxima: Mapping[str, Tensor]) -> dict[Weight, Tensor]:
         """For each weight to scale, the (blocks,) factors; the least one, if several modules share the weight."""
@@ -248,8 +252,7 @@ def scalable(path: LogitPath) -> list[tuple[Weight, Tensor]]:
     return sorted(found, key=lambda pair: pair[0].blocks)
 
 
-def scale(part: Weight, block_of_row: Tensor, factor_B: Tensor) -> None:
-    """Multiply each local row by the factor of its block; rows of block -1 are not scaled."""
-    rows = part.rows_first()
+def scale(rows: Tensor, block_of_row: Tensor, factor_B: Tensor) -> None:
+    """Multiply each row by the factor of its block; rows of block -1 are not scaled."""
     factor = torch.where(block_of_row >= 0, factor_B.to(rows.device)[block_of_row.clamp(min=0)], 1.0)
     rows.mul_(factor.view(-1, *[1] * (rows.ndim - 1)).to(rows.dtype))
