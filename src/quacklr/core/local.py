@@ -96,7 +96,7 @@ def _of_vector(placement: Any) -> Any:
 
 
 class ShardSpec(NamedTuple):
-    """One sharding of a tensor: the process group over which a dimension is sharded; -1 for all of them, as flat ranges."""
+    """One sharding of a tensor: the process group over which a dimension is sharded; -1 if it is a flat range."""
 
     group: Any
     dim: int
