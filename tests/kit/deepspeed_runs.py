@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine_runs import llama, optimizer_of
+from engine_runs import llama, loss_of, optimizer_of
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 BASE = {
@@ -32,9 +33,13 @@ def deepspeed_module() -> Any:
         warnings.simplefilter("ignore")
         import deepspeed
 
+        accelerator = deepspeed.accelerator.get_accelerator()
+        accelerator.is_fp16_supported = lambda: True  # torch has fp16 on the CPU, which DeepSpeed does not use
+        accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, which takes minutes
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed calls functions with new names
     return deepspeed
 
 
@@ -59,13 +64,20 @@ def engine_of(kind: str, stage: int, dtype: str = "float32", **options: Any) -> 
     return initialize(model, optimizer_of(model, kind), stage, dtype, **options)
 
 
-def step(engine: Any, number: int) -> None:
-    from engine_runs import loss_of
-
+def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of DeepSpeed without torch's warnings about it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DeepSpeed's own
-        engine.backward(loss_of(engine, number))
-    engine.step()
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", module="deepspeed")
+        return function(*args, **kwargs)
+
+
+def backward(engine: Any, number: int) -> None:
+    quietly(lambda: engine.backward(loss_of(engine, number)))
+
+
+def step(engine: Any) -> None:
+    quietly(engine.step)
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:

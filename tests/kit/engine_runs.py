@@ -30,7 +30,7 @@ class Result:
     weights: dict[str, Tensor] = field(default_factory=dict)
     counts: list[int] = field(default_factory=list)
     rate_of: dict[str, Tensor] = field(default_factory=dict)
-    layout: dict[str, tuple[int, int]] = field(default_factory=dict)  # of FlatTensors: start, size
+    layout: dict[str, tuple[int, int]] = field(default_factory=dict)  # of FlatTensors: start, count
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -50,7 +50,9 @@ def batch(step: int) -> Tensor:
 
 
 def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
-    """Biases and norms are in a param group of their own."""
+    """Biases and norms are in a param group of their own; with "one group" they are not."""
+    if kind == "one group":
+        return torch.optim.AdamW(model.parameters(), lr=0.03, eps=1e-4)
     named = list(model.named_parameters())
     groups = [
         {"params": [p for name, p in named if name.endswith(("bias", "norm.weight", "layernorm.weight"))]},
@@ -82,6 +84,25 @@ def alone(kind: str, with_quack: bool, dtype: torch.dtype = torch.float32, **opt
     return trained(quack, step, lambda: dict(model.named_parameters()), dict(model.named_parameters()))
 
 
+def alone_in_16_bits(kind: str, with_quack: bool, dtype: torch.dtype) -> Result:
+    """In one process, with fp32 copies of 16-bit weights: QuacK is attached to the copies."""
+    model, copies = llama(dtype=dtype), llama(dtype=dtype).float()
+    optimizer = optimizer_of(copies, kind)
+    quack = QuacK(copies, optimizer, TAU, verify=False) if with_quack else None
+
+    def step(number: int) -> None:
+        loss_of(model, number).backward()
+        for param, copy in zip(model.parameters(), copies.parameters(), strict=True):
+            assert param.grad is not None
+            copy.grad, param.grad = param.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for param, copy in zip(model.parameters(), copies.parameters(), strict=True):
+                param.copy_(copy)
+
+    return trained(quack, step, lambda: dict(model.named_parameters()), dict(copies.named_parameters()))
+
+
 def trained(
     quack: QuacK | None,
     step: Callable[[int], Any],
@@ -104,7 +125,7 @@ def trained(
         rate_of = {name: quack.rate_of(param) for name, param in params.items()}
         found.rate_of = {name: rate for name, rate in rate_of.items() if rate is not None}
         found.layout = {
-            part.name: (part.param.start, part.param.size)
+            part.name: (part.param.start, part.param.count)
             for part in quack._rule.parts
             if isinstance(part.param, FlatTensor)
         }

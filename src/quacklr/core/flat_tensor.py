@@ -32,7 +32,7 @@ class FlatTensor(Tensor):
     Attributes:
         param: the model's parameter.
         start: the index of the first local entry in the flattened parameter.
-        size: the number of local entries; 0 if this process has none.
+        count: the number of local entries; 0 if this process has none.
         group: the process group that the entries are divided among; None if this process has all of them.
         entries: a function that returns the local entries, in the memory that the optimizer writes to.
         gradient: a function that returns their gradient, or None.
@@ -40,7 +40,7 @@ class FlatTensor(Tensor):
 
     param: Tensor
     start: int
-    size: int
+    count: int
     group: Any
     entries: Callable[[], Tensor]
     gradient: Callable[[], Tensor | None]
@@ -58,7 +58,7 @@ class FlatTensor(Tensor):
         """Describe the entries from `start` of a parameter that has this shape as a whole."""
         local = entries()
         made: Self = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
-        made.param, made.start, made.size, made.group = param, start, local.numel(), group
+        made.param, made.start, made.count, made.group = param, start, local.numel(), group
         made.entries, made.gradient = entries, gradient
         return made
 
@@ -69,10 +69,10 @@ class FlatTensor(Tensor):
 
     def boxes(self) -> list[Ranges]:
         """The boxes of the local entries, in the order of the entries."""
-        return flat_boxes(self.start, self.start + self.size, self.shape) if self.size else []
+        return flat_boxes(self.start, self.start + self.count, self.shape) if self.count else []
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"FlatTensor({self.start}:{self.start + self.size} of {tuple(self.shape)})"
+        return f"FlatTensor({self.start}:{self.start + self.count} of {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> NoReturn:
