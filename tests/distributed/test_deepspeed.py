@@ -99,7 +99,7 @@ def test_the_spectral_norm_of_flat_ranges_is_that_of_one_process(ranks: Crew) ->
 
 
 def test_a_budget_is_that_of_one_process(ranks: Crew) -> None:
-    """If all weights of a head step together. Param groups and sub-groups share the budget, as several optimizers do."""
+    """If all weights of a head step together. Param groups and sub-groups share a budget, as several optimizers do."""
     wanted = runs.alone("one group", True, budget=0.02)
     assert runs.moved(wanted.rates[-1], 1.0) > 0.1
     together = {"zero": {"sub_group_size": 10**9}}
@@ -333,3 +333,42 @@ def test_qk_clip_scales_the_flat_ranges(stage: int, ranks: Crew) -> None:
     assert runs.difference(wanted, free) > 0.01
     for found, _ in ranks(clipped, stage):
         assert runs.difference(found, wanted) <= 1e-5
+
+
+def trained_by_trainer(_: int, stage: int, folder: Path, resume: bool) -> list[tuple[float, float]]:
+    """Trainer with deepspeed= and the callback, four steps; the smallest and largest rates of the last two."""
+    from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
+    from transformers import Trainer, TrainingArguments
+
+    from quacklr.integrations.transformers import QuacKCallback
+
+    ds.deepspeed_module()
+    tokens = torch.randint(61, (40, 12), generator=torch.Generator().manual_seed(1))
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "logging_steps": 1}
+    steps: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "learning_rate": 0.03, "per_device_train_batch_size": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", module="quacklr")
+        args = TrainingArguments(
+            output_dir=str(folder / f"resumed {resume}"),
+            deepspeed=config | {"zero_optimization": {"stage": stage}},
+            **quiet | steps,
+        )
+        rows: Any = [{"input_ids": row, "labels": row} for row in tokens]
+        trainer = Trainer(model=runs.llama(), args=args, train_dataset=rows, callbacks=[QuacKCallback(tau=2.0)])
+        trainer.train(resume_from_checkpoint=str(folder / "resumed False/checkpoint-2") if resume else None)
+    assert type(trainer.optimizer).__name__ == "DeepSpeedOptimizerWrapper"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    return [(row["quack/rate_min"], row["quack/rate_max"]) for row in logged[2:]]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_training_resumed_by_trainer_has_the_rates_of_the_uninterrupted_one(
+    stage: int, ranks: Crew, tmp_path: Path
+) -> None:
+    wanted = ranks(trained_by_trainer, stage, tmp_path, False)
+    assert wanted[0][-1][0] < 0.9 * 2.0
+    assert ranks(trained_by_trainer, stage, tmp_path, True) == wanted

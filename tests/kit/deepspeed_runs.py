@@ -31,7 +31,7 @@ def deepspeed_module() -> Any:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import deepspeed
+        import deepspeed  # type: ignore[import-untyped]
 
         accelerator = deepspeed.accelerator.get_accelerator()
         accelerator.is_fp16_supported = lambda: True  # torch has fp16 on the CPU, which DeepSpeed does not use

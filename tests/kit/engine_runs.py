@@ -34,7 +34,7 @@ class Result:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-def llama(layers: int = 3, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def llama(layers: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:
     """6 query heads and 3 key heads of size 6, with biases; large weights, so that rates change in three steps."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -42,7 +42,8 @@ def llama(layers: int = 3, dtype: torch.dtype = torch.float32) -> LlamaForCausal
         num_key_value_heads=3, head_dim=6, attention_bias=True, initializer_range=0.15, max_position_embeddings=32,
         tie_word_embeddings=True,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype)
+    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return model.to(dtype)
 
 
 def batch(step: int) -> Tensor:
@@ -72,9 +73,8 @@ def alone(kind: str, with_quack: bool, dtype: torch.dtype = torch.float32, **opt
     """In one process, without an engine."""
     model = llama(dtype=dtype)
     optimizer = optimizer_of(model, kind)
-    quack = (
-        QuacK(model, optimizer, **({"tau": TAU} if "budget" not in options else {}), **options) if with_quack else None
-    )
+    settings: Any = options if "budget" in options else {"tau": TAU, **options}
+    quack = QuacK(model, optimizer, **settings) if with_quack else None
 
     def step(number: int) -> None:
         loss_of(model, number).backward()

@@ -57,7 +57,7 @@ class FlatTensor(Tensor):
     ) -> Self:
         """Describe the entries from `start` of a parameter that has this shape as a whole."""
         local = entries()
-        made: Self = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+        made: Self = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
         made.param, made.start, made.count, made.group = param, start, local.numel(), group
         made.entries, made.gradient = entries, gradient
         return made
