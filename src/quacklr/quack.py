@@ -31,7 +31,7 @@ from quacklr.core.validate import (
 )
 from quacklr.describe import describe
 from quacklr.distributed.collectives import reshard
-from quacklr.distributed.engines.read import engine_of
+from quacklr.distributed.engines.read import as_module, engine_of
 from quacklr.distributed.sharded_blocks import ShardedBlocks, blocks_of
 from quacklr.find import logit_paths
 from quacklr.find.finding import Finding
@@ -100,10 +100,10 @@ class QuacK:
         if budget is not None:
             validate_budget(budget, tau, norm, adapt, floor)
         self._norm, self._adapt, self._floor = norm, adapt, floor
-        engine = engine_of(model, optimizer)
+        module = as_module(model)
+        engine = engine_of(module, optimizer)
         self._in_groups = engine.stepped
         self.optimizers = as_optimizers(engine.optimizers or optimizer, linear=budget is None)
-        module = model if isinstance(model, nn.Module) else None
         if module is not None:
             reshard(module)
         with engine.whole_shapes():

@@ -39,6 +39,7 @@ class Engine:
         data_groups: the process groups whose ranks see different data; None if the model shows it.
         gathers: whether the model has whole parameters only while it runs.
         whole_shapes: a context in which all parameters of the model have their whole shapes, but no values.
+        validate_weight: raises ValueError for a weight that the engine divides in a way that is not supported.
         filled_groups: a context in which the param groups have all tensors that the optimizers step.
     """
 
@@ -48,11 +49,14 @@ class Engine:
     data_groups: Groups | None = None
     gathers: bool = False
     whole_shapes: Callable[[], AbstractContextManager[None]] = nullcontext
+    validate_weight: Callable[[Weight], None] = lambda weight: None
     filled_groups: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def located(self, paths: Iterable[LogitPath]) -> list[LogitPath]:
         """The same paths, over the ranges that are stepped instead of the model's parameters."""
         paths = list(paths)
+        for weight in dict.fromkeys(weight for path in paths for weight in path.weights):
+            self.validate_weight(weight)
         if not self.shards:
             return paths
         weights = {weight: self._located(weight) for path in paths for weight in path.weights}
