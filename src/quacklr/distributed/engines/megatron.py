@@ -26,6 +26,7 @@ from quacklr.distributed.engines.engine import Engine, class_names, unwrapped_op
 CHAIN, DISTRIBUTED = "megatron.ChainedOptimizer", "megatron.DistributedOptimizer"
 WITH_COPIES, PLAIN = "megatron.Float16OptimizerWithFloat16Params", "megatron.FP32Optimizer"
 NOT_READ = "Megatron's {} keeps its weights in a way that QuacK cannot read, so their steps would not be scaled; {}"
+OF_ALL_HEADS = ("dq", "dkv", "kr")
 SHARED_HEADS = (
     "{}: all heads read it, and tensor parallelism divides the heads among ranks, so its rate needs the heads of other "
     "ranks, which QuacK cannot read; use tensor parallel size 1, or the paths without it"
@@ -99,8 +100,8 @@ def _validate(optimizer: Any) -> None:
 def _validate_heads(weight: Weight) -> None:
     """A weight that all heads read cannot be rated where heads are divided among ranks."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
-    parallel = getattr(weight.param, "tensor_model_parallel", False)
-    if not parallel and state is not None and state.get_tensor_model_parallel_world_size() > 1:
+    divided = getattr(weight.param, "tensor_model_parallel", False) and weight.name.split(".")[-1] not in OF_ALL_HEADS
+    if not divided and state is not None and state.get_tensor_model_parallel_world_size() > 1:
         raise ValueError(SHARED_HEADS.format(weight.name))
 
 
