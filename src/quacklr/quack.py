@@ -61,7 +61,7 @@ class QuacK:
 
     Args:
         model: the model, whose attention is found by `logit_paths(model)`; or an iterable of LogitPath.
-        optimizer: the optimizer that trains the model, or several. Without a budget their steps must be linear in lr,
+        optimizer: the optimizer that trains the model, or several; or DeepSpeed's engine. Without a budget their steps must be linear in lr,
             as those of SGD, AdamW, Muon and most others are.
         tau: the rate at the start, relative to the optimizer's lr. The one hyperparameter to tune.
         norm: the norm of a block of weights: `quacklr.frobenius`, `quacklr.spectral`, or a function of the same form.
@@ -77,8 +77,9 @@ class QuacK:
 
     Rates are computed from the weights before a step; with a budget, from the step itself. With several optimizers and
     no budget, all that step in one iteration use the same rates; an iteration ends when a parameter steps again.
-    Sharded parameters (FSDP2, HSDP, tensor parallelism) are supported: attach QuacK after sharding, in every process. A
-    step then takes one small all-reduce; with a budget also an all-to-all.
+    Sharded parameters (FSDP2, HSDP, tensor parallelism, FSDP1, DeepSpeed, Megatron-core) are supported: attach QuacK
+    after sharding, in every process (docs/scaling.md). A step then takes one small all-reduce; with a budget also an
+    all-to-all.
 
     A step costs a copy of the rows on the paths (on the CPU its memory is kept for the next step), one pass over them
     for the norms, and one to scale the step. Only the checks in the first step wait for the device.

@@ -1,9 +1,9 @@
 """A plugin for axolotl. In the config file of a run:
 
-    plugins:
-      - quacklr.integrations.axolotl.QuacKPlugin
-    quack:                # options of quacklr.QuacK; may be left out
-      tau: 1.0
+plugins:
+  - quacklr.integrations.axolotl.QuacKPlugin
+quack:                # options of quacklr.QuacK; may be left out
+  tau: 1.0
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 torchtitan calls the spec's `post_optimizer_build_fn` once the model is sharded and initialised and its optimizers are
 made, and loads checkpoints later. So QuacK's state is a part of the state of the optimizers, which the checkpointer
-saves and loads. Where only weights are loaded (`initial_load_path`, or weights of Hugging Face), QuacK is attached again
-before the first step, and rates are relative to the loaded weights.
+saves and loads. Where only weights are loaded (`initial_load_path`, or weights of Hugging Face), QuacK is attached
+again before the first step, and rates are relative to the loaded weights.
 """
 
 from __future__ import annotations
