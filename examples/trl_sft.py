@@ -9,19 +9,20 @@ import torch
 from datasets import Dataset  # type: ignore[import-untyped]
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer  # type: ignore[import-untyped]
+from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
 from quacklr.integrations.transformers import QuacKCallback
 
-WORDS = "the duck swims over a quiet lake and then it looks at another one".split()
+WORDS = ["the", "duck", "swims", "over", "a", "quiet", "lake", "and", "then", "it", "looks", "at", "another", "one"]
 
 
 def tokenizer() -> Any:
     """One token for each word."""
     vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", *dict.fromkeys(WORDS)])}
     words = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def model_for(words: Any) -> Any:

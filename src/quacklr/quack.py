@@ -61,8 +61,8 @@ class QuacK:
 
     Args:
         model: the model, whose attention is found by `logit_paths(model)`; or an iterable of LogitPath.
-        optimizer: the optimizer that trains the model, or several; or DeepSpeed's engine. Without a budget their steps must be linear in lr,
-            as those of SGD, AdamW, Muon and most others are.
+        optimizer: the optimizer that trains the model, or several; or DeepSpeed's engine. Without a budget their steps
+            must be linear in lr, as those of SGD, AdamW, Muon and most others are.
         tau: the rate at the start, relative to the optimizer's lr. The one hyperparameter to tune.
         norm: the norm of a block of weights: `quacklr.frobenius`, `quacklr.spectral`, or a function of the same form.
         adapt: if False, all rates stay at tau (the constant-tau ablation of the paper).

@@ -135,7 +135,7 @@ def test_in_bf16_rates_are_those_of_the_fp32_copies(distributed: bool, ranks: Cr
         assert 0 < found[0][0] < 3e-3, "rates follow from the weights, up to the rounding to bf16"
 
 
-def tensor_parallel(rank: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+def tensor_parallel(_: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Rates of this rank's heads with tensor parallel size 2, and those of all heads in one process."""
     with mg.on_the_cpu():
         wanted = by_torch("adam", True, query_groups=2).rates

@@ -14,8 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 SIZES = {"num_layers": 3, "hidden_size": 42, "num_attention_heads": 6, "kv_channels": 6}
 MLA_SIZES = {
-    **{"q_lora_rank": None, "kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 6},
-    **{"num_layers": 2, "hidden_size": 42, "num_attention_heads": 6},
+    "q_lora_rank": None,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "num_layers": 2,
+    "hidden_size": 42,
+    "num_attention_heads": 6,
 }
 
 
@@ -48,7 +54,7 @@ def on_the_cpu(tensor_parallel: int = 1) -> Iterator[None]:
 
         fork = patch.object(tp.random.CudaRNGStatesTracker, "fork", lambda *_: nullcontext())
         device = patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
-        from megatron.core.transformer import multi_latent_attention as mla
+        from megatron.core.transformer import multi_latent_attention as mla  # type: ignore[import-untyped]
 
         no_te = patch.object(mla, "TELinear", NotInstalled)
         with fork, device, no_te, CudaIsCpu():
@@ -81,7 +87,7 @@ def gpt(
     """A GPTModel by the local spec. With `mla`, the product of attention is our own: the local one cannot do it."""
     from megatron.core.models.gpt import GPTModel  # type: ignore[import-untyped]
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # type: ignore[import-untyped]
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # type: ignore[import-untyped]
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     torch.manual_seed(0)
     kind, sizes = (MLATransformerConfig, MLA_SIZES) if mla else (TransformerConfig, SIZES)

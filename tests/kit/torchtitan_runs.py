@@ -31,7 +31,10 @@ def part(name: str) -> Any:
             sys.modules.setdefault(missing, MagicMock())
         for each in PARTS:
             vars(importlib.import_module(f"torchtitan.{each}"))["device_type"] = "cpu"
-        return importlib.import_module(f"torchtitan.{name}")
+        found = importlib.import_module(f"torchtitan.{name}")
+    warnings.filterwarnings("ignore", "DTensor random operators")  # weights are copied afterwards
+    warnings.filterwarnings("ignore", "In CPU autocast")
+    return found
 
 
 def spec_of(name: str) -> Any:
@@ -87,9 +90,9 @@ def parallel_model(spec: Any, tensor_parallel: int) -> tuple[Any, Any]:
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     for (name, whole), (other, param) in zip(source.named_parameters(), target.named_parameters(), strict=True):
         assert name == other
-        given = param.data if isinstance(param, DTensor) else None
-        value = whole if given is None else distribute_tensor(whole, given.device_mesh, given.placements)
-        param.copy_(value)
+        sharded: Any = param
+        is_sharded = isinstance(sharded, DTensor)
+        param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements) if is_sharded else whole)
 
 
 def optimizers_of(model: nn.Module) -> Any:

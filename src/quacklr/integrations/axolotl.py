@@ -29,6 +29,6 @@ class QuacKPlugin(BasePlugin):  # type: ignore[misc]
         """The class that validates the plugin's part of the config file."""
         return f"{__name__}.QuacKArgs"
 
-    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:  # noqa: ARG002
         """The callback, with the options of the config file."""
         return [QuacKCallback(**(cfg.quack or {}))]

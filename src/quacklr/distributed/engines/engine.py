@@ -49,7 +49,7 @@ class Engine:
     data_groups: Groups | None = None
     gathers: bool = False
     whole_shapes: Callable[[], AbstractContextManager[None]] = nullcontext
-    validate_weight: Callable[[Weight], None] = lambda weight: None
+    validate_weight: Callable[[Weight], None] = lambda _: None
     filled_groups: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def located(self, paths: Iterable[LogitPath]) -> list[LogitPath]:
