@@ -124,7 +124,7 @@ def loss_of(model: Any, step: int) -> Tensor:
 
 def megatron_optimizer(model: Any, kind: str, distributed: bool = True, **options: Any) -> tuple[Any, Any]:
     """The model in Megatron's DistributedDataParallel, and the optimizer that it makes."""
-    from megatron.core import distributed as ddp  # type: ignore[import-untyped]
+    from megatron.core import distributed as ddp
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # type: ignore[import-untyped]
 
     settings = ddp.DistributedDataParallelConfig(use_distributed_optimizer=distributed, overlap_grad_reduce=False)

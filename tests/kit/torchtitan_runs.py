@@ -59,10 +59,10 @@ def whole_model(spec: Any) -> Any:
     return model.train()
 
 
-def parallel_model(spec: Any, tensor_parallel: int) -> tuple[Any, Any]:
-    """The model as torchtitan's Trainer makes it, with the weights of `whole_model`; and its ParallelDims."""
+def parallel_model(spec: Any) -> tuple[Any, Any]:
+    """The model under FSDP2 as torchtitan's Trainer makes it, with the weights of `whole_model`; and its ParallelDims."""
     config = part("config")
-    degrees = {"dp_replicate": 1, "dp_shard": 2 // tensor_parallel, "cp": 1, "tp": tensor_parallel, "pp": 1, "ep": 1}
+    degrees = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1, "ep": 1}
     backend: Any = {"spmd_backend": "partial_dtensor"}
     dims = part("distributed").ParallelDims(**degrees, world_size=2, **backend)
     with torch.device("meta"):
@@ -71,7 +71,7 @@ def parallel_model(spec: Any, tensor_parallel: int) -> tuple[Any, Any]:
         model,
         parallel_dims=dims,
         training=config.TrainingConfig(mixed_precision_param="float32"),
-        parallelism=config.ParallelismConfig(tensor_parallel_degree=tensor_parallel, **backend),
+        parallelism=config.ParallelismConfig(**backend),
         compile_config=config.CompileConfig(enable=False),
         ac_config=None,
         dump_folder="",
