@@ -60,7 +60,7 @@ def whole_model(spec: Any) -> Any:
 
 
 def parallel_model(spec: Any) -> tuple[Any, Any]:
-    """The model under FSDP2 as torchtitan's Trainer makes it, with the weights of `whole_model`; and its ParallelDims."""
+    """The model under FSDP2 as torchtitan makes it, with the weights of `whole_model`; and its ParallelDims."""
     config = part("config")
     degrees = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1, "ep": 1}
     backend: Any = {"spmd_backend": "partial_dtensor"}
