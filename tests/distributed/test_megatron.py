@@ -17,7 +17,7 @@ import engine_runs as runs
 import megatron_runs as mg
 from crew import Crew
 from engine_runs import TAU, Result
-from quacklr import QuacK, logit_paths
+from quacklr import QKClip, QuacK, logit_paths
 
 SELF = "decoder.layers.{}.self_attention.{}"
 
@@ -157,6 +157,9 @@ def mla_in_parallel(_: int) -> None:
         model, optimizer = mg.megatron_optimizer(mg.gpt(mla=True, tensor_parallel=2), "adam")
         with pytest.raises(ValueError, match=r"all heads read it, and tensor parallelism divides the heads"):
             QuacK(model, optimizer)
+        model, optimizer = mg.megatron_optimizer(mg.gpt(tensor_parallel=2, query_groups=2), "adam")
+        with pytest.raises(ValueError, match="cut by tensor parallelism, so no process has all heads, and QK clip"):
+            QKClip(model, optimizer)
 
 
 def test_a_weight_of_all_heads_is_refused_under_tensor_parallelism(ranks: Crew) -> None:
@@ -175,6 +178,10 @@ def not_read(_: int) -> None:
             with pytest.raises(ValueError, match=f"Megatron's {name} .*; set {setting}=False"):
                 QuacK(model, optimizer)
             setattr(config, setting, False)
+        optimizer.__class__ = type("LayerWiseDistributedOptimizer", (kind := type(optimizer),), {})
+        with pytest.raises(ValueError, match="Megatron's LayerWiseDistributedOptimizer keeps"):
+            QuacK(model, optimizer)
+        optimizer.__class__ = kind
         with pytest.raises(ValueError, match="a list of 2 modules, as with Megatron's virtual pipeline"):
             QuacK([model, model], optimizer)
         with pytest.raises(ValueError, match="QK norm"):

@@ -96,7 +96,7 @@ class QKClip:
         as_paths(found, "paths must be")
         self._paths = {name: engine.located(each) for name, each in by_module(found).items()}
         weights = [weight for paths in self._paths.values() for path in paths for weight in path.weights]
-        validate_no_tensor_parallel(model, "QK clip")
+        validate_no_tensor_parallel(model, "QK clip", engine.tensor_parallel)
         with engine.filled_groups():
             validate_stepped(weights, self.optimizers, self._in_groups)
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]

@@ -163,14 +163,23 @@ def _engine(
     """The engine of flat tensors, each with the ranges, also empty ones, of the parameters in it."""
     every = [*frozen, *(shard for each in shards for shard in each)]
     in_flat = {id(flat): [id(shard) for shard in each] for flat, each in zip(flats, shards, strict=True)}
-    group = getattr(zero, "dp_process_group", None)
     return Engine(
         optimizers=[zero.optimizer],
         shards={id(shard.param): shard for shard in every},
         stepped=CompleteGroups(in_flat, "DeepSpeed"),
-        data_groups=None if group is None else [group],
+        data_groups=_data_groups(zero),
         **more,
     )
+
+
+def _data_groups(zero: Any) -> list[Any] | None:
+    """The process group whose ranks see different data."""
+    if (group := getattr(zero, "dp_process_group", None)) is not None:
+        return [group]
+    if groups := getattr(zero, "real_dp_process_group", None):
+        return [groups[0]]
+    group = getattr(getattr(zero, "deepspeed", None), "data_parallel_group", None)
+    return None if group is None else [group]
 
 
 @contextmanager

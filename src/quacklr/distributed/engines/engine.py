@@ -38,6 +38,7 @@ class Engine:
         stepped: which parameters the param groups step.
         data_groups: the process groups whose ranks see different data; None if the model shows it.
         gathers: whether the model has whole parameters only while it runs.
+        tensor_parallel: whether the heads are divided among ranks.
         whole_shapes: a context in which all parameters of the model have their whole shapes, but no values.
         validate_weight: raises ValueError for a weight that the engine divides in a way that is not supported.
         filled_groups: a context in which the param groups have all tensors that the optimizers step.
@@ -48,6 +49,7 @@ class Engine:
     stepped: Stepped = PLAIN
     data_groups: Groups | None = None
     gathers: bool = False
+    tensor_parallel: bool = False
     whole_shapes: Callable[[], AbstractContextManager[None]] = nullcontext
     validate_weight: Callable[[Weight], None] = lambda _: None
     filled_groups: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -37,6 +37,8 @@ def megatron_optimizers(given: Any) -> list[Any]:
     """Megatron's optimizers, if the given object is one, or a chain of them; else none."""
     found = unwrapped_optimizer(given)
     if CHAIN in class_names(found):
+        if type(found).__name__ != CHAIN.split(".")[1]:
+            raise ValueError(NOT_READ.format(type(found).__name__, "use its DistributedOptimizer"))
         return [each for one in found.chained_optimizers for each in megatron_optimizers(one)]
     return [found] if type(found).__module__.startswith("megatron.core.optimizer") else []
 
@@ -64,6 +66,7 @@ def read_megatron(optimizers: Sequence[Any]) -> Engine:
         shards=shards,
         stepped=GroupsByIndex(in_groups, of_tensor),
         validate_weight=_validate_heads,
+        tensor_parallel=_is_tensor_parallel(),
         data_groups=list(dict.fromkeys(data_groups)) or None,
     )
 
@@ -99,10 +102,14 @@ def _validate(optimizer: Any) -> None:
 
 def _validate_heads(weight: Weight) -> None:
     """A weight that all heads read cannot be rated where heads are divided among ranks."""
-    state: Any = sys.modules.get("megatron.core.parallel_state")
     divided = getattr(weight.param, "tensor_model_parallel", False) and weight.name.split(".")[-1] not in OF_ALL_HEADS
-    if not divided and state is not None and state.get_tensor_model_parallel_world_size() > 1:
+    if not divided and _is_tensor_parallel():
         raise ValueError(SHARED_HEADS.format(weight.name))
+
+
+def _is_tensor_parallel() -> bool:
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    return state is not None and state.get_tensor_model_parallel_world_size() > 1
 
 
 Ranges = list[tuple[FlatTensor, Tensor | None]]  # with the tensor in a param group; None if this rank has none
