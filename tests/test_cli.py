@@ -21,7 +21,7 @@ from quacklr.util.arguments import unusable_argument
         (["sweep", "nonsense"], "which study? One or more of critical, interventions"),
         (["sweep", "demo", "--seeds", "0"], "--seeds must be a positive number, not 0"),
         (["sweep", "demo", "--steps", "9", "--dry-run"], "--steps 9 is less than the warmup of 30 steps"),
-        (["sweep", "speed", "demo"], "speed compares times of runs in one process: alone"),
+        (["sweep", "speed", "demo"], "speed compares times of runs in one process; give no other study"),
         (["report", "nowhere"], "nowhere/ledger.jsonl has no runs yet; make some with `quacklr sweep STUDY"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "the following arguments are required: COMMAND"),
@@ -74,7 +74,7 @@ def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypa
         ([""], "an argument is empty"),
         (["--out=here", ""], "an argument is empty"),
         (["--out", "a\0"], "--out has a NUL character in it"),
-        (["--out=\udcff"], "--out is no text in UTF-8"),
+        (["--out=\udcff"], "--out is not valid UTF-8"),
     ],
 )
 def test_an_argument_that_nothing_can_be_made_of_is_named(argv: list[str], message: str) -> None:

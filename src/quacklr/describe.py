@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
+from quacklr.find.discover import by_module
 from quacklr.find.finding import GIVEN, VERIFIED
 from quacklr.util.text_table import columns, grouped, value_range
 
@@ -34,9 +34,7 @@ def describe(
         origin: by module name, how its attention was found.
         notes: by module name, for attention that was found by rule: whether it is verified, or why not.
     """
-    attentions: dict[str, list[LogitPath]] = {}
-    for path in rule.paths:
-        attentions.setdefault(path.weights[0].name.rpartition(".")[0], []).append(path)
+    attentions = by_module(rule.paths)
     rows = [("attention", "found", "heads", "logit", when)]
     for module, paths in attentions.items():
         logit = " + ".join(" ".join(weight_term(weight, module) for weight in path.weights) for path in paths)
@@ -50,10 +48,6 @@ def describe(
     open_notes = grouped((name, note) for name, note in notes.items() if note != VERIFIED and name in attentions)
     sections = [*columns(rows), *(["found by rule:", *open_notes] if open_notes else [])]
     return "\n".join([*sections, *(["left alone:", *alone] if alone else [])])
-
-
-def _module(weight: Weight) -> str:
-    return weight.name.rpartition(".")[0]
 
 
 def _short(weight: Weight, module: str) -> str:

@@ -48,9 +48,9 @@ _attached: WeakSet[QuacK] = WeakSet()
 class QuacK:
     """Per-head learning rates that bound how far one optimizer step can move an attention logit.
 
-    An attention logit is a product of weights. The sensitivity of a head's query weights is the norm of its key
-    weights, and vice versa; in MLA it is the product of the norms of the other weights on the path. The weights of each
-    head step with `lr * rate`, where
+    An attention logit is a sum of products of weights: one product in most models, two in MLA. The sensitivity of a
+    head's query weights is the norm of its key weights, and vice versa; in MLA it is the product of the norms of the
+    other weights on the path. The weights of each head step with `lr * rate`, where
 
         rate = tau * (sensitivity when QuacK was attached) / (sensitivity now)
 
@@ -67,19 +67,18 @@ class QuacK:
         norm: the norm of a block of weights: `quacklr.frobenius`, `quacklr.spectral`, or a function of the same form.
         adapt: if False, all rates stay at tau (the constant-tau ablation of the paper).
         floor: a lower bound on all norms, for weights that are all zeros when QuacK is attached.
-        budget: instead of tau, norm, adapt and floor: how much one step may change the logits of a head, in nats (root
+        budget: instead of tau, norm, adapt and floor: how much one step should change a head's logits, in nats (root
             mean square). The step of each head is scaled to this change, down or up. The budget follows the schedule of
             lr: it is multiplied by lr / initial lr. Begin with 0.02. Optimizers need not be linear in lr. There is no
             state to save. docs/attach.md says when to use it.
         verify: measure attention that was found by rule, on a few tokens of the first batch. If the rule was wrong, the
-            first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; there is
-            then a warning if the class of its attention is not one that quacklr has tested.
+            first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; it triggers
+            a warning if the class of its attention is not one that quacklr has tested.
 
     Rates are computed from the weights before a step; with a budget, from the step itself. With several optimizers and
-    no budget, all that step in one iteration use the same rates; an iteration ends when a parameter steps again.
-    Sharded parameters (FSDP2, HSDP, tensor parallelism, FSDP1, DeepSpeed, Megatron-core) are supported: attach QuacK
-    after sharding, in every process (docs/scaling.md). A step then takes one small all-reduce; with a budget also an
-    all-to-all.
+    no budget, all steps of one iteration use the same rates; an iteration ends when a parameter steps again.
+    Sharded parameters are supported (FSDP1 and 2, tensor parallelism, DeepSpeed, Megatron): attach after sharding, in
+    every process (docs/scaling.md). A step then takes one small all-reduce; with a budget also an all-to-all.
 
     A step costs a copy of the rows on the paths (on the CPU its memory is kept for the next step), one pass over them
     for the norms, and one to scale the step. Only the checks in the first step wait for the device.
@@ -103,10 +102,8 @@ class QuacK:
         self._norm, self._adapt, self._floor = norm, adapt, floor
         module = as_module(model)
         engine = engine_of(module, optimizer)
-        self._in_groups = engine.stepped
-        self.optimizers = as_optimizers(engine.optimizers or optimizer, linear=budget is None)
-        if module is not None:
-            reshard(module)
+        self.optimizers, self._in_groups = as_optimizers(engine.optimizers or optimizer, budget is None), engine.stepped
+        reshard(module)
         with engine.whole_shapes():
             given: Any = model if module is None else logit_paths(module)
         self.left_alone: Mapping[str, str] = getattr(given, "left_alone", {})
@@ -126,8 +123,7 @@ class QuacK:
                 self._method = RelativeRates(self._rule, tau, norm, adapt, floor)
             else:
                 self._method = BudgetRates(self._rule, budget, self.optimizers, self._in_groups)
-        self._running = RunningSteps()
-        self._loaded = self._resumed_alone = False
+        self._running, self._loaded, self._resumed_alone = RunningSteps(), False, False
         self._step_check = StepCheck(module, weights, self.optimizers, budget is None, self._in_groups)
         self._origin = {name: finding.origin for name, finding in found.items()}
         self._verification = None if module is None else Verification(module, found, verify, engine.gathers)
@@ -159,7 +155,7 @@ class QuacK:
 
     @property
     def budget(self) -> float | None:
-        """The change of the logits that a step may make, in nats; None without a budget. It can be set, too."""
+        """The change of a head's logits in one step, in nats; None without a budget. It can be set during training."""
         return self._method.budget if isinstance(self._method, BudgetRates) else None
 
     @budget.setter
@@ -216,11 +212,11 @@ class QuacK:
     def rates(self, last: bool = False) -> dict[str, Tensor]:
         """The multipliers of lr that the next step will use: (blocks,) for each weight, by name.
 
-        With a budget these are the multipliers of the last step, for the weights that have stepped; none before one.
+        With a budget these are the multipliers of the last step, for weights that have stepped: empty before the first.
 
-        For sharded weights this is a collective call. With `last`, returns the rates of the last step, without
-        communication, so that one process can log them. They are NaN after loading a state of quacklr 0.1, until the
-        next step.
+        For sharded weights this is a collective call, except with a budget. With `last`, returns the rates of the last
+        step, without communication, so that one process can log them. They are NaN after loading a state of quacklr
+        0.1, until the next step.
         """
         if isinstance(self._method, BudgetRates) or last:
             return self._named(self._method.rates)
@@ -229,7 +225,7 @@ class QuacK:
     def changes(self) -> dict[str, HeadChange]:
         """With a budget: how much the last step changes the logits of each head, in nats, by attention module.
 
-        `asked` is the change by the optimizer's own step, `given` that by the step as it was scaled. Both are (heads,),
+        `asked` is the change by the optimizer's own step; `given` is the change by the scaled step. Both are (heads,),
         and 0 before the first step. docs/theory.md says what they bound.
         """
         if isinstance(self._method, RelativeRates):
@@ -244,7 +240,7 @@ class QuacK:
         """The multipliers of lr for one weight or bias parameter, broadcastable to it; 1 for rows on no path.
 
         None if the parameter is frozen, or if none of its rows is on a path. For a sharded parameter this is a
-        collective call, and the result is a plain tensor for the whole parameter.
+        collective call, except with a budget, and the result is a plain tensor for the whole parameter.
         """
         rated = [weight for weight in self._rule.weights if weight.rated]
         parts = [(weight, part) for weight in rated for part in weight.parts if original(part.param) is param]

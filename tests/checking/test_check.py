@@ -223,7 +223,7 @@ def test_what_is_right_by_perturbations_and_contradicted_by_measurement_is_not_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If the two ways to look at a model do not agree, one of them is wrong."""
-    monkeypatch.setattr(discover, "differences", lambda *_: "it says one thing, but measured is another")
+    monkeypatch.setattr(discover, "differences", lambda *_: "it says one thing, but the measurement says another")
     monkeypatch.setattr(discover, "by_rule", lambda one: Finding(one.paths()) if isinstance(one, Plain) else None)
     report = checked(stack(Plain), steps=1)
     assert not any(layer.faults for layer in report.layers)
@@ -277,7 +277,7 @@ def test_layers_that_do_not_run_are_not_said_to_be_right() -> None:
     assert not report.ok  # what was not shown is not proved
     assert [layer.unobserved for layer in report.layers] == ["", "not seen"]
     assert "correct, as far as shown: 1 layer, 4 heads;" in str(report)
-    assert str(report).endswith("; of 1 more nothing is known, since the batch does not show it")
+    assert str(report).endswith("; 1 more could not be tested on this batch")
 
 
 def test_another_softmax_in_the_module_with_other_heads_is_not_its_attention() -> None:
@@ -320,7 +320,7 @@ def test_logits_that_differ_by_themselves_are_not_tested() -> None:
     ("options", "sentence"),
     [
         ({"steps": 0}, "steps=0: at least one step must be taken"),
-        ({"growth": 0.0}, "growth=0.0: what weights are multiplied with must be a positive number"),
+        ({"growth": 0.0}, "growth=0.0: the factor of the weights must be a positive number"),
         ({"tau": -1.0}, "tau=-1.0: the rate relative to lr must be a positive number"),
     ],
 )

@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 from quacklr import LogitPath, Weight, check, mha, packed
 from quacklr.checking.inputs import Inputs
-from quacklr.checking.steps import spectral
+from quacklr.checking.steps import exact_spectral_norms
 from quacklr.core.blocks import BlockRows
 
 Matrix = npt.NDArray[np.float64]
@@ -121,7 +121,7 @@ def test_the_spectral_norm_is_exact() -> None:
     for shape in ((3, 4, 7), (3, 7, 4), (2, 5, 1)):
         blocks = torch.randn(shape, dtype=torch.float64)
         expected = [float(np.linalg.norm(block.numpy(), ord=2)) for block in blocks]
-        torch.testing.assert_close(spectral(blocks).tolist(), expected)
+        torch.testing.assert_close(exact_spectral_norms(blocks).tolist(), expected)
 
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

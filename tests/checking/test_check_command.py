@@ -69,7 +69,7 @@ def test_exit_code_of_a_model_with_wrong_rows(capsys: pytest.CaptureFixture[str]
     assert code == 1
     assert "attends with 2 heads, but its paths say 4" in out
     assert "others were measured: 0: the rule for BoastfulAttention is wrong here; it says that a head reads" in out
-    assert "take what was measured: QuacK(logit_paths(model, batch, rules=False), optimizer)" in out
+    assert "use the measured ones: QuacK(logit_paths(model, batch, rules=False), optimizer)" in out
 
 
 def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureFixture[str], mine: str) -> None:

@@ -104,7 +104,7 @@ class Shorter(Separate):
 @pytest.mark.parametrize(
     ("kind", "word"),
     [
-        (Hidden, "some heads look at nothing"),
+        (Hidden, "some heads see no key"),
         (NotANumber, "its logits are not finite"),
         (Shorter, "not the same twice"),
     ],

@@ -69,7 +69,7 @@ def test_a_rule_that_is_wrong_is_an_error_that_shows_both() -> None:
     assert len(logit_paths(model)) == 1  # by rule, wrongly
     wrong = r"^model\.layers\.0\.self_attn: the rule for Odd is wrong here; it says that a head reads .*k_proj\.weight"
     with pytest.raises(
-        ValueError, match=wrong + r"\[0:8\] and .*q_proj.*, but measured is that a head reads .*\[0:8\]"
+        ValueError, match=wrong + r"\[0:8\] and .*q_proj.*, but the measurement says that a head reads .*\[0:8\]"
     ):
         logit_paths(model, SAMPLE)
 
@@ -197,8 +197,8 @@ def test_two_descriptions_differ_if_either_leaves_something_out() -> None:
     q, k = (Weight(n, model[n].get_parameter("weight"), torch.tensor([0, 0, 1, 1])) for n in "qk")
     whole, part = [LogitPath((q, k), 2), LogitPath((q,), 2)], [LogitPath((q, k), 2)]
     assert differences(whole, whole, model) == ""
-    assert "it says that a head reads q.weight[0:2], but measured is" in differences(whole, part, model)
-    assert "but measured is that a head reads q.weight[0:2]" in differences(part, whole, model)
+    assert "it says that a head reads q.weight[0:2], but the measurement says" in differences(whole, part, model)
+    assert "but the measurement says that a head reads q.weight[0:2]" in differences(part, whole, model)
     assert differences([], part, model).startswith("it says that it is on no path")
 
 

@@ -368,5 +368,5 @@ def test_mixed_heads_are_left_alone_with_a_warning_and_the_rest_attaches() -> No
 def test_heads_that_share_some_of_their_rows_are_mixed(rows: tuple[list[int], ...]) -> None:
     param = nn.Parameter(torch.ones(4, 3))
     masks = [torch.isin(torch.arange(4), torch.tensor(each))[:, None] for each in rows]
-    with pytest.raises(NotRowsError, match="rows of w serve several heads, but not the same of them"):
+    with pytest.raises(NotRowsError, match="heads share some rows of w, but not all that they read"):
         weight_of(param, masks, {id(param): "w"})

@@ -33,7 +33,7 @@ def test_talking_heads_are_left_alone_by_name() -> None:
     model = Model(HF, Talking(), Plain())
     with pytest.warns(UserWarning, match="left alone"):
         assert "mixes the logits of its heads" in logit_paths(model, SAMPLE).left_alone["model.layers.0.self_attn"]
-    with pytest.warns(UserWarning, match="beside q_proj and k_proj it has mix"):
+    with pytest.warns(UserWarning, match="besides q_proj and k_proj it has mix"):
         assert len(logit_paths(model)) == 1
 
 

@@ -119,7 +119,7 @@ def test_a_wrong_rule_is_an_error_before_anything_is_scaled_and_says_how_to_take
             step(model, optimizer, tokens())
     assert_equal([p for n, p in model.named_parameters()], [before[n] for n, _ in model.named_parameters()])
     with pytest.raises(
-        ValueError, match=r"measured is .*0:1, 4:5, 8:9, 12:13.*logit_paths\(model, batch, rules=False\)"
+        ValueError, match=r"the measurement says .*0:1, 4:5, 8:9, 12:13.*logit_paths\(model, batch, rules=False\)"
     ):
         step(model, optimizer, tokens())
 
@@ -350,7 +350,9 @@ def test_mixed_heads_contradict_a_rule() -> None:
         return (x + x.roll(4, -1)).unflatten(2, (4, 4)).transpose(1, 2)
 
     model, optimizer, _ = made(mixed)
-    with pytest.raises(ValueError, match=r"layers.0: the rule for Attention is wrong here; .* measured is: .*mixed"):
+    with pytest.raises(
+        ValueError, match=r"layers.0: the rule for Attention is wrong here; .* the measurement says: .*mixed"
+    ):
         step(model, optimizer, tokens())
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from model_source import MODELS
 from quacklr.cli import main
+from quacklr.inspect import from_timm
 from timm_without_torchvision import stand_in
 
 
@@ -132,7 +133,7 @@ def test_a_rule_that_a_measurement_contradicts_is_shown_with_it(capsys: pytest.C
     assert "{0-2} (3) BoastfulAttention separate q, k 4/4/4" in inspected(capsys, f"{mine}:misread")
     text = inspected(capsys, f"{mine}.py:misread", "--measure", code=1)
     assert "{0-2} (3): separate q, k: it says that a head reads k_proj.weight[0:4] and q_proj.weight[0:4], but" in text
-    assert "measured is that a head reads k_proj.weight[0:8] and q_proj.weight[0:8]" in text
+    assert "the measurement says that a head reads k_proj.weight[0:8] and q_proj.weight[0:8]" in text
     assert "but a rule differs from what was measured" in text
     layers = json.loads(inspected(capsys, f"{mine}:misread", "--measure", "--json", code=1))["layers"]
     assert [layer["agrees"] for layer in layers] == [False] * 3
@@ -154,6 +155,24 @@ def test_what_a_module_declares_is_checked_too(capsys: pytest.CaptureFixture[str
     assert captured.err == "made\n"
     text = inspected(capsys, f"{mine}:wrongly_declared", "--measure", code=1)
     assert "by rule fused per head [q,v,k], measured fused per head [q,k,v]" in text
+
+
+def test_what_is_measured_within_one_declaration_is_compared_with_all_of_it(
+    capsys: pytest.CaptureFixture[str], mine: str
+) -> None:
+    layers = json.loads(inspected(capsys, f"{mine}:declared_together", "--measure", "--json"))["layers"]
+    assert [(layer["module"], len(layer["paths"]), layer["agrees"]) for layer in layers] == [("", 2, True)]
+
+
+def test_json_has_the_outcome_of_measuring_and_which_weights_are_frozen(
+    capsys: pytest.CaptureFixture[str], mine: str
+) -> None:
+    layers = json.loads(inspected(capsys, f"{mine}:first_only", "--measure", "--json"))["layers"]
+    assert [layer["measured"] for layer in layers] == ["agrees", "not seen", "not seen"]
+    layers = json.loads(inspected(capsys, f"{mine}:half_frozen", "--json"))["layers"]
+    assert [layer["measured"] for layer in layers] == [None] * 3
+    frozen = [{weight["frozen"] for path in layer["paths"] for weight in path["weights"]} for layer in layers]
+    assert frozen == [{True}, {False}, {False}]
 
 
 def test_a_layer_that_did_not_run_is_not_said_to_agree(capsys: pytest.CaptureFixture[str], mine: str) -> None:
@@ -184,17 +203,18 @@ def test_frozen_and_zero_weights_are_reported(capsys: pytest.CaptureFixture[str]
     [
         ("lama", "no model type of transformers, "),
         ("lama", "did you mean llama"),
+        ("GPT-NeoX", "did you mean gpt_neox"),
         ("org/name", "not in the local cache of the hub"),
         ("nowhere.at.all:model", "nowhere.at.all cannot be imported: there is no module nowhere"),
         ("nowhere.py:model", "nowhere.py: there is no such file"),
         ("models_to_inspect:missing", "models_to_inspect has no 'missing'"),
-        ("models_to_inspect:torch", "is no function that makes a model"),
+        ("models_to_inspect:torch", "is a module, not a function that returns a model"),
         ("models_to_inspect:raises", "raised RuntimeError: the disk is full (models_to_inspect.py:"),
         ("models_to_inspect:returns_text", "must return a model, (model, batch) or (model, optimizer, batch), not"),
         ("models_to_inspect:half_frozen", "return a batch with the model: return model, batch"),
         ("models_to_inspect.py", "a file is a config.json, or Python with a factory: file.py:factory"),
         ("broken.json", "is not JSON that can be read"),
-        ("other.json", "model_type 'no_such_type' is none that this transformers knows"),
+        ("other.json", "this version of transformers has no model_type 'no_such_type'"),
         ("siglip_text_model", "is a part of other models, and has none of its own"),
     ],
 )
@@ -206,6 +226,28 @@ def test_a_name_of_nothing_gets_one_sentence(target: str, sentence: str, capsys:
     captured = capsys.readouterr()
     assert sentence in captured.err
     assert (len(captured.err.splitlines()), captured.out) == (1, "")
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_file_of_another_folder_may_import_its_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("below").mkdir()
+    Path("models_to_inspect.py").rename("below/neighbour_to_inspect.py")
+    Path("below/imports_a_neighbour.py").write_text("from neighbour_to_inspect import half_frozen")
+    assert "attaches to 2 attention layers" in inspected(capsys, "below/imports_a_neighbour.py:half_frozen")
+
+
+def test_a_name_that_no_file_can_have_is_one_short_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "x" * 1000]) == 2
+    assert capsys.readouterr().err == f"quacklr inspect: cannot read or write {'x' * 100}...: File name too long\n"
+
+
+def test_what_timm_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert from_timm.unavailable() == "it is not installed: pip install timm"
+    (tmp_path / "timm.py").write_text("import a_package_that_is_missing")
+    monkeypatch.delitem(sys.modules, "timm")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert from_timm.unavailable() == "it needs a_package_that_is_missing: pip install a_package_that_is_missing"
 
 
 def run(*arguments: str, path: str = "", first: str = "pass") -> subprocess.CompletedProcess[str]:
@@ -221,7 +263,7 @@ def test_one_json_object_is_all_that_is_printed_and_no_package_of_the_lab_is_nee
     assert json.loads(done.stdout)["summary"].startswith("QuacK(model, optimizer) attaches to 3 attention layers")
     done = run("llama", first=missing)
     assert done.returncode == 2
-    assert "transformers is not installed (pip install transformers), timm could not be asked" in done.stderr
+    assert "transformers is not installed (pip install transformers), timm cannot be imported" in done.stderr
 
 
 def test_a_model_of_timm_is_measured_as_it_is(tmp_path: Path) -> None:

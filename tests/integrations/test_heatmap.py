@@ -119,6 +119,17 @@ def test_negative_and_tiny_logits_have_the_colour_of_the_lower_end() -> None:
     assert shades[1] - shades[0] == pytest.approx(shades[2] - shades[1]), "a logarithmic scale"
 
 
+@pytest.mark.parametrize(("lowest", "end"), [(0.5, "min"), (0.6, "neither")])
+def test_a_colour_bar_is_pointed_where_numbers_are_below_its_scale(lowest: float, end: str) -> None:
+    axes: Any = history({0: {"a": [lowest, 600.0]}}).figure().axes[0]
+    assert mesh(axes).colorbar.extend == end
+
+
+def test_equal_logits_have_a_scale_of_a_factor_of_two_around_them() -> None:
+    axes: Any = history({0: {"a": [10.0, 10.0]}}).figure().axes[0]
+    assert (mesh(axes).norm.vmin, mesh(axes).norm.vmax) == pytest.approx((5.0, 20.0))
+
+
 def test_only_negative_logits_are_shown_on_a_linear_scale() -> None:
     figure: Any = history({0: {"a": [-5.0, -1.0]}}).figure()
     figure.draw_without_rendering()

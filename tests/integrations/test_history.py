@@ -46,6 +46,13 @@ def test_a_step_that_is_measured_again_is_replaced() -> None:
     assert found.numbers("max").tolist() == [[1.0, 7.0]]
 
 
+def test_a_loaded_history_does_not_change_with_the_state_that_it_was_loaded_from() -> None:
+    found, state = History(), history({0: {"a": [1.0]}, 5: {"a": [2.0]}}).state_dict()
+    found.load_state_dict(state)
+    state["numbers"]["max"].zero_()
+    assert found.numbers("max").tolist() == [[1.0, 2.0]]
+
+
 def test_a_history_keeps_small_numbers_of_its_own_on_the_cpu() -> None:
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
@@ -83,12 +90,15 @@ def test_what_cannot_be_drawn_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape("history.add(step, monitor.measure())")):
         History().figure()
     found = history({0: {"a": [1.0]}})
-    with pytest.raises(ValueError, match="entropies: measured were max"):
+    with pytest.raises(ValueError, match="entropies: not measured; there are max"):
         found.figure("max", "entropies")
     with pytest.raises(ValueError, match=r"logits.jpg: a figure is written as one of \.pdf, \.png, \.svg"):
         found.save(tmp_path / "logits.jpg")
     with pytest.raises(ValueError, match="step 1: attentions with {'a': 2} heads, but before there were {'a': 1}"):
         found.add_tables(1, {"max": {"a": [1.0, 2.0]}})
+    halfway: Any = 0.5
+    with pytest.raises(ValueError, match=re.escape("step 0.5: a step is a whole number; history.add(step, stats)")):
+        found.add_tables(halfway, {"max": {"a": [1.0]}})
     assert found.steps == [0]
 
 

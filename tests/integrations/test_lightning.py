@@ -162,6 +162,32 @@ def test_a_checkpoint_without_its_state_triggers_a_warning_and_rates_start_there
     torch.testing.assert_close(start(callback), key_norms(model))
 
 
+class SaveFirst(Callback):
+    """Saves a checkpoint before the first step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_from_before_the_first_step_has_no_state_to_miss(tmp_path: Path) -> None:
+    fit(make_trainer(tmp_path, SaveFirst(tmp_path / "first.ckpt"), max_epochs=1), Regression())
+    callback = QuacKCallback()
+    fit(make_trainer(tmp_path, callback, max_epochs=1), Regression(), tmp_path / "first.ckpt")  # no warning
+    torch.testing.assert_close(start(callback), key_norms(Regression()))
+
+
+def test_a_budget_has_no_state_to_miss_in_a_checkpoint(tmp_path: Path) -> None:
+    first, model = make_trainer(tmp_path), Regression()
+    fit(first, model)
+    first.save_checkpoint(tmp_path / "without.ckpt")
+    callback = QuacKCallback(budget=1e-3)
+    fit(make_trainer(tmp_path, callback, max_epochs=EPOCHS + 1), Regression(), tmp_path / "without.ckpt")  # no warning
+    assert callback.quack is not None
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_afterwards_optimizers_are_free_and_a_second_fit_starts_from_its_weights(tmp_path: Path, resumed: bool) -> None:
     first, checkpoint = make_trainer(tmp_path, QuacKCallback(), max_epochs=1), tmp_path / "first.ckpt"

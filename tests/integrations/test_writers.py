@@ -19,7 +19,7 @@ from quacklr import LogitMonitor, LogitStats
 from quacklr.integrations.heatmap import History
 from quacklr.integrations.writers import charts, scalars, tables, to_tensorboard, to_wandb
 
-NAMES = ["layers.0.attn", "layers.1.attn", "layers.1.attn#2", "layers.10.attn"]
+NAMES = ["layers.0.attn", "layers.1.attn", "layers.1.attn#2", "layers.1_attn", "layers.10.attn"]
 
 
 def stats(largest: dict[str, list[float]], **others: float) -> dict[str, LogitStats]:

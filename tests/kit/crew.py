@@ -8,8 +8,11 @@ def test_...(two: Crew) -> None:
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
 import pickle
+import sys
 import tempfile
 import traceback
 import warnings
@@ -25,20 +28,44 @@ import torch.distributed as dist
 SECONDS = 600  # for a collective that not all ranks take part in, and for a task; only guards against hanging
 
 
+class RankDied(Exception):  # noqa: N818
+    """A rank ended without an answer."""
+
+    def __init__(self, text: str, by_signal: bool) -> None:
+        super().__init__(text)
+        self.by_signal = by_signal
+
+
 class Crew:
-    """`size` ranks. A task that fails in any of them fails the test, and the next one gets new ranks."""
+    """`size` ranks. A task that fails in any of them fails the test, and the next one gets new ranks.
+
+    A task whose rank was ended by a signal, as by a crash inside of gloo, is done once more with new ranks.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._ranks: list[tuple[Any, Connection]] = []
+        self._folder = Path()
 
     def __call__(self, task: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `task(rank, *args)` in every rank."""
+        try:
+            return self._call(task, *args)
+        except RankDied as death:
+            if not death.by_signal:
+                raise
+            print(f"{death}\nThe task is done once more.", file=sys.__stderr__, flush=True)
+            return self._call(task, *args)
+
+    def _call(self, task: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._ranks:
             self._start()
         order = pickle.dumps((task, args))
-        for _, pipe in self._ranks:
-            pipe.send_bytes(order)
+        for rank, (_, pipe) in enumerate(self._ranks):
+            try:
+                pipe.send_bytes(order)
+            except BrokenPipeError:
+                raise self._died(rank, task) from None
         answers: dict[int, Any] = {}
         while len(answers) < self.size:
             missing = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in answers}
@@ -47,7 +74,10 @@ class Crew:
                 self.stop()
                 raise AssertionError(f"{task.__name__}: no answer from the ranks {sorted(missing.values())}")
             for rank in [rank for pipe, rank in missing.items() if pipe in ready]:
-                answers[rank], failure = pickle.loads(self._ranks[rank][1].recv_bytes())
+                try:
+                    answers[rank], failure = pickle.loads(self._ranks[rank][1].recv_bytes())
+                except EOFError:
+                    raise self._died(rank, task) from None
                 if failure:
                     self.stop()
                     raise AssertionError(f"{task.__name__} failed in rank {rank}:\n{failure}")
@@ -55,13 +85,22 @@ class Crew:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = Path(tempfile.mkdtemp()) / "store"
+        self._folder = Path(tempfile.mkdtemp())
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(rank, self.size, str(store), theirs), daemon=True)
+            process = context.Process(target=work, args=(rank, self.size, self._folder, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
+
+    def _died(self, rank: int, task: Callable[..., Any]) -> RankDied:
+        """The error for a rank that ended without an answer, with what it wrote to stderr."""
+        process = self._ranks[rank][0]
+        process.join(SECONDS)
+        stderr = (self._folder / f"stderr-{rank}").read_text(errors="replace")
+        self.stop()
+        text = f"{task.__name__}: rank {rank} died with exit code {process.exitcode}\n{stderr[-4000:]}"
+        return RankDied(text, by_signal=process.exitcode < 0)
 
     def stop(self) -> None:
         """End the processes."""
@@ -72,12 +111,14 @@ class Crew:
         self._ranks.clear()
 
 
-def work(rank: int, size: int, store: str, pipe: Connection) -> None:
+def work(rank: int, size: int, folder: Path, pipe: Connection) -> None:
     """The life of a rank."""
     torch.set_num_threads(1)
+    os.dup2(os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    faulthandler.enable()
     warnings.simplefilter("error")  # as pytest has it
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
     )
     while True:
         try:

@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from lab_runs import ATTENTIONS, METHODS, make_corpus, read_rows, small
 from quacklr.lab.config import fingerprint, from_json
 from quacklr.lab.errors import UserError
+from quacklr.lab.methods import Budget, Quack
 from quacklr.lab.optim import AdamWRecipe, optimizers
+from quacklr.lab.presets import PRESETS
 from quacklr.lab.train.checkpoint import Checkpoints, checkpoints, pack
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.runner import Stopped, run
 from quacklr.lab.train.storage import CheckpointWriter
-from quacklr.lab.train.tensors import named_tensors
+from quacklr.lab.train.tensors import named_tensors, tensors_to_load
 from saved_runs import NAME, REST, complaint, content, load_untrained, resummed, steps_in, trained
 
 LEDGER = Path(__file__).parents[2] / "results/ledger.jsonl"
@@ -214,6 +216,17 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
+@pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
+def test_the_step_count_is_made_on_the_device_where_its_optimizer_keeps_it(capturable: bool, device: str) -> None:
+    model = nn.Linear(3, 2, bias=False, device="meta")
+    optimizer = torch.optim.AdamW(model.named_parameters(), capturable=capturable)
+    weight = torch.Size([2, 3]), torch.float32
+    saved = {"model.weight": weight, "optimizer.0.weight.exp_avg": weight, "optimizer.0.weight.exp_avg_sq": weight}
+    found = tensors_to_load(saved | {"optimizer.0.weight.step": (torch.Size([]), torch.float32)}, model, [optimizer])
+    assert {found[name].device.type for name in saved} == {"meta"}
+    assert found["optimizer.0.weight.step"].device.type == device
+
+
 def test_what_is_no_checkpoint_of_this_run_is_told(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, whole = saved / "step-0000002", content(saved / "step-0000002")
     resummed(path)
@@ -238,3 +251,10 @@ def test_runs_of_before_have_the_fingerprints_that_they_had() -> None:
         config = from_json(entry["config"])
         background = replace(config, watch=replace(config.watch, async_save=True))
         assert fingerprint(config) == fingerprint(background) == entry["key"]
+
+
+def test_a_newer_option_changes_the_fingerprint_where_it_is_used() -> None:
+    config = PRESETS["cpu"]
+    for usual, other in ((Quack(), Quack(products="all")), (Quack(), Quack(together="qk-norm"))):
+        assert fingerprint(replace(config, method=usual)) != fingerprint(replace(config, method=other))
+    assert fingerprint(replace(config, method=Budget())) != fingerprint(replace(config, method=Budget(threshold=3.0)))

@@ -202,7 +202,7 @@ def test_runs_that_take_turns_remove_no_folder_but_their_own(corpus: Path, tmp_p
     (tmp_path / "notes/precious.txt").write_text("of the user's")
     for folder in (copy, tmp_path / "notes"):
         before = files(folder)
-        with pytest.raises(UserError, match=f"{folder} holds something else than a run that took turns"):
+        with pytest.raises(UserError, match=f"{folder} holds something other than an interleaved run"):
             Interleaved(1, 1).start(config, folder).outcome()
         assert files(folder) == before
     for _ in range(2):

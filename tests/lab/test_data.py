@@ -151,7 +151,7 @@ def test_a_missing_and_a_truncated_shard_are_refused_by_name(corpus: Path) -> No
 
 def test_verify_finds_one_changed_byte_that_opening_does_not(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--verify", str(corpus)]) == 0
-    assert "is what was written" in capsys.readouterr().out
+    assert "all hashes are those of its manifest" in capsys.readouterr().out
     shard = corpus / "val-00000.bin"
     shard.write_bytes(b"x" + shard.read_bytes()[1:])
     open_corpus(str(corpus))
@@ -173,6 +173,17 @@ def test_a_damaged_or_foreign_manifest_is_refused(corpus: Path, change: object, 
     (corpus / "manifest.json").write_text(change((corpus / "manifest.json").read_text()))
     with pytest.raises(UserError, match=complaint):
         open_corpus(str(corpus))
+
+
+def test_a_manifest_of_a_split_or_a_shard_without_tokens_is_refused(corpus: Path) -> None:
+    manifest = json.loads((corpus / "manifest.json").read_text())
+    val = manifest["splits"]["val"]
+    more = {"name": "val-00001.bin", "sha256": "0" * 64, "tokens": 0}
+    for changed in (val | {"tokens": 0, "shards": []}, val | {"shards": [*val["shards"], more]}):
+        splits = manifest["splits"] | {"val": changed}
+        (corpus / "manifest.json").write_text(json.dumps(manifest | {"splits": splits}))
+        with pytest.raises(UserError, match="manifest.json is damaged; remove the folder and prepare it again"):
+            open_corpus(str(corpus))
 
 
 def test_the_standard_library_is_made_on_first_use_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.console import Console
 from lab_runs import ATTENTIONS, environment, make_corpus, small
 from quacklr.cli import main
 from quacklr.lab import presets
+from quacklr.lab.config import fingerprint
 from quacklr.lab.demo import sentence
 from quacklr.lab.ledger import Ledger
 from quacklr.lab.methods import Default, Quack
@@ -129,8 +131,6 @@ def test_two_sweeps_in_one_folder_keep_out_of_each_others_way(tiny: Path, capsys
 
 
 def state() -> State:
-    from collections import deque
-
     scale = tiny_scale(Path("nowhere"))
     config = scale.run("mha", Quack(), 0.1)
     crashed = replace(made(config, 2.0), status="crashed", reason="no memory")
@@ -150,6 +150,23 @@ def test_the_table_shows_what_runs_what_ended_and_how_much_is_left(monkeypatch: 
     assert "5 of 7 runs done, 1 running, 1 diverged or crashed, 0:00:10 left" in text
     stopping = replace(state(), stopped=2)
     assert "stopping: every run saves a checkpoint" in summary(stopping, 0, meter)
+
+
+def test_time_left_counts_runs_to_come_and_no_steps_from_before_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    meter = TimeEstimate()
+    meter.began = 90.0
+    # 2 runs of 36 steps took 10 s, two are left, and two more will follow
+    assert meter.left(replace(state(), later=2)) == "0:00:20 left"
+    config = state().waiting[0].config
+    folder = tmp_path / fingerprint(config)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 29}\n{"step": 30}\n{"st')
+    assert meter.left(State(deque(), [Task(config, folder)])) == "time left unknown yet"
+    # the steps 31 to 36 took 10 s, and 36 are left
+    assert meter.left(State(deque([Task(config, Path("x"))]), [], [made(config, 2.0)])) == "0:01:00 left"
 
 
 def test_on_a_terminal_the_table_is_drawn() -> None:

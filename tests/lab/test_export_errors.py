@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -54,7 +55,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
             ODD,
             MHA(heads=3, kv_heads=1, head_dim=8),
             Default(),
-            "its Llama wants --heads to divide --d-model; train with others than 3 and 16",
+            "its Llama needs --heads to divide --d-model; train with others than 3 and 16",
         ),
     ],
 )
@@ -87,7 +88,7 @@ def test_a_diverged_run_has_nothing_to_export(corpus: Path, tmp_path: Path, caps
     ended = run(replace(config, optimizer=MuonRecipe(lr=1e30, rest_lr=1e30)), tmp_path / "run")
     out = ["--out", str(tmp_path / "out")]
     assert "has diverged" in complaint(capsys, tmp_path / "run", *out)
-    assert "logits are no numbers" in complaint(capsys, tmp_path / "run", *out, "--step", str(ended["step"]))
+    assert "logits are NaN or inf" in complaint(capsys, tmp_path / "run", *out, "--step", str(ended["step"]))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -106,7 +107,7 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(
 ) -> None:
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path, tmp_path / "file"):
-        assert f"--out {out} is there already" in complaint(capsys, finished, "--out", out)
+        assert f"--out {out} exists already" in complaint(capsys, finished, "--out", out)
     assert "Not a directory" in complaint(capsys, finished, "--out", tmp_path / "file/out")
     (tmp_path / "out").mkdir()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -130,9 +131,26 @@ def test_what_a_killed_export_has_left_is_removed_by_the_next(finished: Path, tm
     assert not (tmp_path / "out/half.safetensors").exists()
 
 
-def test_only_an_export_itself_needs_transformers(finished: Path, tmp_path: Path) -> None:
-    script = "import sys; sys.modules['transformers'] = None; import quacklr.cli; sys.exit(quacklr.cli.main())"
+@pytest.mark.parametrize("missing", ["transformers", "safetensors"])
+def test_only_an_export_itself_needs_transformers(finished: Path, tmp_path: Path, missing: str) -> None:
+    script = f"import sys; sys.modules['{missing}'] = None; import quacklr.cli; sys.exit(quacklr.cli.main())"
     options = ["export", str(finished), "--out", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", script, *options], capture_output=True, text=True, check=False)
-    wanted = "quacklr export: an export needs the package transformers: pip install 'quacklr[hf]'\n"
+    wanted = f"quacklr export: an export needs the package {missing}: pip install 'quacklr[hf]'\n"
     assert (done.returncode, done.stderr) == (2, wanted)
+
+
+def test_an_export_leaves_the_messages_of_transformers_as_they_were() -> None:
+    from transformers.utils import logging as of_transformers
+
+    logging: Any = of_transformers
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    try:
+        logging.set_verbosity_info()
+        logging.enable_progress_bar()
+        with command.quiet_transformers():
+            assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.ERROR, False)
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.INFO, True)
+    finally:
+        logging.set_verbosity(verbosity)
+        (logging.enable_progress_bar if bars else logging.disable_progress_bar)()

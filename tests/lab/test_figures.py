@@ -4,26 +4,59 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 from made_ledger import HIGH, SCALE, ledger
+from quacklr.lab.config import Config
+from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import Default, Method, Quack
 from quacklr.lab.report.command import draw
-from quacklr.lab.report.figures import FIGURES, critical_rate, heatmaps, interventions, logits, norms, sensitivity
+from quacklr.lab.report.figures import (
+    FIGURES,
+    critical_rate,
+    heatmaps,
+    interventions,
+    limit_y,
+    logits,
+    norms,
+    positive,
+    sensitivity,
+)
+from quacklr.lab.report.markdown import table
+from quacklr.lab.report.size_figure import sizes
 from quacklr.lab.report.style import COLOURS
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS, settings_of
-from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS
+from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS, runs_of
 from quacklr.lab.studies.results import Results
+from quacklr.lab.studies.sizes import WIDTHS
+from quacklr.lab.sweep.sweep import missing
 from quacklr.util.figures import RC
+from swept_runs import made
+
+
+def by_size(config: Config) -> tuple[float, float, float]:
+    """The default's largest logit is 100 at lr 0.1 * 64 / width; QuacK and the others keep a loss of 2.5."""
+    critical = 0.1 * 64 / config.shape.d_model
+    default = isinstance(config.method, Default)
+    return (3.5 if default else 2.5, 100 * (config.optimizer.lr / critical) ** 2 if default else 20.0, 0.1)
+
+
+def runs_of_sizes(widest: int = 512) -> list[Entry]:
+    """All runs of the study of sizes with two seeds, up to a width."""
+    known: dict[str, Entry] = {}
+    while todo := [c for c in missing(runs_of("sizes", SCALE, known, 2), known) if c.shape.d_model <= widest]:
+        known |= {(entry := made(config, *by_size(config))).key: entry for config in todo}
+    return list(known.values())
 
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return Results(ledger(budgets=True), SCALE)
+    return Results(ledger(budgets=True) + runs_of_sizes(), SCALE)
 
 
 def line(axes: Any, label: str) -> Any:
@@ -55,6 +88,25 @@ def test_final_losses_stand_over_their_learning_rates_for_every_method(results: 
         runs = results.best("mla", method, HIGH).runs.values()
         assert losses[-1] == pytest.approx(mean(run.result["val_loss"] for run in runs))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(METHOD_NAMES.values())
+
+
+@pytest.mark.parametrize(
+    ("ends", "limits"), [([2.0, 1.0], (0.95, 2.2)), ([1.0, 9.0], (0.95, 2.6)), ([3.0], (2.95, 3.2))]
+)
+def test_an_axis_has_the_ends_of_all_lines_but_those_far_above(ends: list[float], limits: tuple[float, float]) -> None:
+    axes = Figure().subplots()
+    for end in ends:
+        axes.plot([0, 1], [50.0, end])
+    limit_y(axes)
+    assert axes.get_ylim() == pytest.approx(limits)
+
+
+def test_a_logit_on_a_logarithmic_scale_is_positive_and_what_is_no_number_is_large() -> None:
+    assert [positive(value) for value in (-2.0, 0.0, 5.0, None)] == [0.001, 0.001, 5.0, 1e9]
+
+
+def test_a_bar_in_a_cell_does_not_end_the_cell() -> None:
+    assert table(("mean |change|", "x"), [("a|b", "1")]) == "| mean /change/ | x |\n| --- | --- |\n| a/b | 1 |\n"
 
 
 def test_figure_1_has_the_papers_four_lines(results: Results) -> None:
@@ -124,7 +176,7 @@ def test_a_figure_without_runs_is_left_out_and_one_with_some_shows_them(name: st
     with pytest.raises(NotRun):
         FIGURES[name](Results([], SCALE))
     some = [entry for entry in ledger() if entry.config.training.seed < 2 and entry.config.optimizer.lr == HIGH]
-    if name != "figure-5-sensitivity":
+    if name not in ("figure-5-sensitivity", "figure-7-sizes"):  # they need several learning rates
         assert FIGURES[name](Results(some, SCALE)).axes
     assert draw({name: FIGURES[name]}, Results([], SCALE), tmp_path) == []
     assert not list(tmp_path.iterdir())
@@ -143,3 +195,18 @@ def test_the_settings_of_a_method_are_its_first_and_those_that_are_not_at_their_
     method: Method, text: str
 ) -> None:
     assert settings_of(method) == text
+
+
+def test_the_figure_of_sizes_shows_the_critical_rates_their_power_law_and_the_losses_above(results: Results) -> None:
+    left, right = cast(Any, sizes(results).axes)
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["width^-1.00"]
+    widths, rates = left.lines[0].get_data()
+    assert list(widths) == list(WIDTHS.values())
+    assert list(rates) == pytest.approx([0.1 * 64 / width for width in WIDTHS.values()], rel=1e-3)
+    assert [line.get_label() for line in right.lines] == ["default", "QuacK", "budget", "QK norm"]
+    assert [set(line.get_ydata()) for line in right.lines] == [{3.5}, {2.5}, {2.5}, {2.5}]
+
+
+def test_the_figure_of_sizes_shows_the_sizes_that_were_run() -> None:
+    left, _ = cast(Any, sizes(Results(runs_of_sizes(widest=128), SCALE)).axes)
+    assert list(left.lines[0].get_xdata()) == [64, 128]

@@ -98,7 +98,7 @@ def test_tokens_are_sampled_with_their_probabilities() -> None:
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_are_refused(temperature: float, wrong: float) -> None:
-    with pytest.raises(UserError, match="no numbers"):
+    with pytest.raises(UserError, match="NaN or inf"):
         SamplingParams(temperature).sampler()(torch.tensor([1.0, wrong, 0.0]))
 
 
@@ -230,6 +230,26 @@ def test_the_stream_of_any_bytes_adds_up_to_their_text(content: bytes) -> None:
 def test_the_stream_of_any_tokens_adds_up_to_their_text(trained: JsonTokenizer, tokens: list[int]) -> None:
     content = b"".join(bytes_of(trained, token) for token in tokens)
     assert "".join(decode_stream(trained, tokens)) == content.decode("utf-8", "replace")
+
+
+def test_bytes_that_are_no_character_do_not_hold_up_the_stream() -> None:
+    content = iter(b"\xff" * 100)
+    assert next(decode_stream(ByteTokenizer(), content)) == "\ufffd"
+    assert len([*content]) == 96, "a character has at most four bytes"
+
+
+def test_the_tokens_that_are_decoded_again_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    decode = ByteTokenizer.decode
+
+    def counted(self: ByteTokenizer, ids: Sequence[int]) -> str:
+        sizes.append(len(ids))
+        return decode(self, ids)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", counted)
+    text = "a text, and \U0001f986 " * 20
+    assert "".join(decode_stream(ByteTokenizer(), text.encode())) == text
+    assert max(sizes) <= 8
 
 
 def test_an_incomplete_last_character_becomes_a_replacement_character() -> None:

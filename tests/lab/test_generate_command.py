@@ -193,13 +193,13 @@ from pathlib import Path
 from quacklr.cli import main
 from quacklr.lab.inference import command
 
-def held(*given, real=command.written):
+def held(*given, real=command.continuation):
     for number, token in enumerate(real(*given)):
         while number == 1 and not Path(sys.argv[1]).exists():
             time.sleep(0.01)
         yield token
 
-command.written = held
+command.continuation = held
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -95,7 +95,9 @@ def test_differences_are_told_as_options() -> None:
         "--lr (0.1 there, 0.2 here)",
         "--method (default there, quack here)",
         "--norm (None there, frobenius here)",
+        "--products (None there, logits here)",
         "--tau (None there, 1.0 here)",
+        "--together (None there, nothing here)",
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,7 +17,9 @@ from torch import Tensor
 from lab_runs import ATTENTIONS, METHODS, PAIRS, block, make_corpus, small
 from quacklr import QKClip, QuacK
 from quacklr.lab.data import Corpus, open_corpus
+from quacklr.lab.errors import UserError
 from quacklr.lab.methods import (
+    Budget,
     ConstantTau,
     Method,
     MuonSplit,
@@ -74,6 +78,97 @@ def test_taken_literally_quack_gives_rates_to_what_latent_norms_cut_off(corpus: 
         config = small(corpus.folder, method, replace(spec, latent_norm=True))
         found.append({name.rpartition(".")[2] for name in rates(Session(config, corpus).attached)})
     assert found == [{"uq", "uk", "qr", "kr"}, {"dq", "dkv", "uq", "uk", "qr", "kr"}]
+
+
+def frobenius_of(*matrices: Tensor) -> float:
+    """The product of the Frobenius norms."""
+    return math.prod(float(matrix.detach().norm()) for matrix in matrices)
+
+
+def rate_of_growth(session: Session, products: Callable[[Any], float]) -> float:
+    """The growth of a product of norms in block 0 from the start of training, inverted; the start is built again."""
+    start = build(session.model.shape, session.config.attention, session.config.training.seed)
+    return products(block(start)) / products(block(session.model))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_quack_for_all_products_gives_rates_to_values_output_projections_and_the_mlp(
+    corpus: Corpus, attention: str
+) -> None:
+    """Each rate is judged by norms computed by hand: those of the weights that it is multiplied with."""
+    trained = session(corpus, Quack(products="all"), attention)
+    list(islice(trained.rows(), 6))
+    found = {name.removeprefix("blocks.0."): rate for name, rate in rates(trained.attached).items() if ".0." in name}
+    latent = attention == "mla"
+    roles = ("dq", "uq", "uk", "dkv", "qr", "kr", "o", "uv") if latent else ("q", "k", "o", "v")
+    assert set(found) == {
+        *(f"attention.{role}" for role in roles),
+        *(f"feed_forward.{role}" for role in ("up", "gate", "down")),
+    }
+
+    for head in range(2):
+        rows = slice(8 * head, 8 * head + 8)
+        norms = {
+            "o": lambda b, rows=rows: (
+                frobenius_of(b.attention.uv.weight[rows], b.attention.dkv.weight)
+                if latent
+                else frobenius_of(b.attention.v.weight)
+            ),
+            "uv": lambda b, rows=rows: frobenius_of(b.attention.o.weight[:, rows], b.attention.dkv.weight),
+        }
+        for role in ("o", "uv") if latent else ("o",):
+            expected = rate_of_growth(trained, norms[role])
+            assert float(found[f"attention.{role}"][head]) == pytest.approx(expected, rel=1e-4)
+    grown = rate_of_growth(trained, lambda b: frobenius_of(b.feed_forward.down.weight))
+    assert float(found["feed_forward.up"]) == float(found["feed_forward.gate"]) == pytest.approx(grown, rel=1e-4)
+    larger = rate_of_growth(
+        trained, lambda b: max(frobenius_of(b.feed_forward.up.weight), frobenius_of(b.feed_forward.gate.weight))
+    )
+    assert float(found["feed_forward.down"]) == pytest.approx(larger, rel=1e-4)
+
+
+def test_quack_for_values_leaves_the_mlp_alone(corpus: Corpus) -> None:
+    names = {name.rpartition(".")[2] for name in rates(session(corpus, Quack(products="values")).attached)}
+    assert names == {"q", "k", "o", "v"}
+
+
+def test_quack_with_qk_norm_has_both(corpus: Corpus) -> None:
+    both, norm = session(corpus, Quack(together="qk-norm")), session(corpus, QKNorm())
+    assert {name.rpartition(".")[2] for name in rates(both.attached)} == {"q", "k"}
+    first = [list(islice(each.rows(), 2))[1]["loss"] for each in (both, norm)]
+    assert first[0] == first[1], "the models are the same"
+    assert not rates(norm.attached)
+
+
+def test_quack_with_sigma_reparam_leaves_queries_and_keys_to_quack(corpus: Corpus) -> None:
+    both = session(corpus, Quack(together="sigma-reparam"), "mla")
+    with_gain = {
+        name.split(".parametrizations")[0].rsplit(".")[-1]
+        for name, _ in both.model.named_parameters()
+        if "gain" in name
+    }
+    assert with_gain == {"uv", "o", "gate", "up", "down"}
+    assert {name.rpartition(".")[2] for name in rates(both.attached)} == {"dq", "uq", "qr", "dkv", "uk", "kr"}
+
+
+def test_a_budget_with_qk_clip_does_both_and_its_state_has_both(corpus: Corpus) -> None:
+    runs = {method: session(corpus, method) for method in (Budget(threshold=0.01), Budget(), QKClipping(0.01))}
+    for run in runs.values():
+        list(islice(run.rows(), 8))
+    both, budget, clip = runs.values()
+    sizes = [float(block(run.model).attention.q.weight.detach().norm()) for run in (both, budget, clip)]
+    assert sizes[0] < 0.5 * sizes[1], "it is clipped"
+    assert sizes[0] != sizes[2], "its steps are scaled"
+    assert rates(both.attached)
+    assert both.attached is not None
+    state = both.attached.state_dict()
+    assert set(state) == {"quack", "clip"}
+    both.attached.load_state_dict(state)
+
+
+def test_products_and_a_second_method_exclude_each_other() -> None:
+    with pytest.raises(UserError, match="--products all and --together qk-norm"):
+        Quack(products="all", together="qk-norm")
 
 
 def test_qk_clip_is_the_librarys(corpus: Corpus) -> None:

@@ -23,6 +23,7 @@ from quacklr.lab.report.page import PageFigure, overview, page, unusual_options
 from quacklr.lab.studies.comparison import Comparison, less
 from quacklr.lab.studies.names import describe
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
+from quacklr.lab.sweep.code_version import code_version
 from quacklr.lab.train.runner import run
 
 HOSTILE = '</script><script>window.hacked=1</script>"><img src=x onerror="window.hacked=1">{{7*7}}&amp;'
@@ -304,3 +305,9 @@ def test_runs_that_differ_in_an_option_without_a_column_look_different(entries: 
     longer = replace(config, training=replace(config.training, steps=50), machine=replace(config.machine, threads=2))
     assert unusual_options([config, wider, config, seed(longer, 3)]) == ["", "d_model 32", "", "steps 50"]
     assert "of 2 sizes (2 layers of width 16; 2 layers of width 32)" in overview([config, wider])
+
+
+def test_a_run_of_other_code_is_marked(entries: list[Entry]) -> None:
+    old, new = (replace(entries[0], environment={"code": code}) for code in ("00000000", code_version()))
+    assert "other code" in page([old], [], [], "x")
+    assert "other code" not in page([new, entries[0]], [], [], "x")

@@ -173,7 +173,7 @@ def test_a_batch_that_cannot_be_shared_out_is_told_by_one_process_before_anythin
     config = asked(corpus, "default", "mha")
     odd = replace(config, training=replace(config.training, batch_tokens=16 * 6, micro_batch=2))
     said, *others = four(refused, odd, tmp_path / "run")
-    assert "the 6 sequences of a step cannot be shared out equally to 4 processes; change --batch-tokens" in said
+    assert "the 6 sequences of a step cannot be divided equally among 4 processes; change --batch-tokens" in said
     assert others == ["2"] * 3
     assert not (tmp_path / "run").exists()
 

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -16,7 +18,10 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers
 
 from quacklr.lab.data import SPLITS, open_corpus
 from quacklr.lab.data.command import main
+from quacklr.lab.data.manifest import Split
+from quacklr.lab.data.shards import write_set
 from quacklr.lab.data.sources import Local, TextPosition, documents
+from quacklr.lab.data.tokenizer import ByteTokenizer
 
 TEXTS = [f"text {number}: {'so on, and so on. ' * (number % 7 + 1)}" for number in range(120)]
 SHARES = ("--val", "0.1", "--probe", "0.1")
@@ -58,6 +63,13 @@ def test_jsonl_is_a_document_a_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines + jsonl(tmp_path / "b.jsonl", TEXTS[60:], "body").read_text())
     (tmp_path / "b.jsonl").unlink()
     assert prepare(tmp_path, *SHARES, "--column", "body", "--out", tmp_path / "out") == 0
+    assert all_of(tmp_path / "out") == Counter(TEXTS)
+
+
+def test_a_parquet_without_rows_has_no_documents(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", [])
+    parquet(tmp_path / "b.parquet", [*TEXTS])
+    assert prepare(tmp_path, *SHARES, "--out", tmp_path / "out") == 0
     assert all_of(tmp_path / "out") == Counter(TEXTS)
 
 
@@ -156,6 +168,42 @@ def test_shards_end_with_the_document_that_fills_one_and_are_one_sequence(
         assert tokens.window(0, len(tokens)).tolist() == ids(tmp_path / "one", split)
 
 
+def test_a_shard_ends_with_the_document_that_fills_it_exactly(tmp_path: Path) -> None:
+    pieces = iter([("train", b"four", np.zeros(5, np.uint16))] * 5)
+    splits = {name: Split() for name in SPLITS}
+    for shards in ([10], [10, 10], [10, 10, 5]):
+        splits = write_set(tmp_path, splits, 10, pieces)
+        assert [shard.tokens for shard in splits["train"].shards] == shards
+
+
+def test_text_is_encoded_in_portions_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    portions: list[int] = []
+    encode = ByteTokenizer.encode_documents
+
+    def counted(self: ByteTokenizer, texts: Sequence[bytes]) -> Any:
+        portions.append(sum(map(len, texts)))
+        return encode(self, texts)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_documents", counted)
+    monkeypatch.setattr("quacklr.lab.data.prepare.CHUNK", 1000)
+    assert prepare(jsonl(tmp_path / "a.jsonl", TEXTS), *SHARES, "--out", tmp_path / "out") == 0
+    assert sum(portions) == sum(map(len, TEXTS))
+    assert max(portions) < 1000 + max(map(len, TEXTS))
+
+
+def test_a_folder_with_other_files_of_the_same_size_is_another_source(tmp_path: Path) -> None:
+    def described(**texts: str) -> dict[str, Any]:
+        for name, text in texts.items():
+            (tmp_path / f"{name}.txt").write_text(text)
+        return Local((tmp_path,)).describe()
+
+    first = described(a="one", b="three")
+    assert described(a="two", b="seven") == first, "names and sizes are compared, and the text is not read"
+    exchanged = described(a="three", b="one")
+    assert exchanged != first
+    assert {key for key in first if first[key] != exchanged[key]} == {"listing"}
+
+
 def test_the_manifest_is_the_same_wherever_it_is_made(tmp_path: Path) -> None:
     for home in (tmp_path / "here", tmp_path / "there"):
         (home / "texts").mkdir(parents=True)
@@ -186,6 +234,29 @@ def test_a_trained_tokenizer_is_the_same_twice_and_gives_the_text_back(tmp_path:
     assert end not in corpus.tokenizer.encode(odd)
 
 
+def test_a_journal_that_a_process_killed_at_the_very_end_has_left_is_removed(tmp_path: Path) -> None:
+    source, out = jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    assert prepare(source, *SHARES, "--out", out) == 0
+    before = sorted(path.name for path in out.iterdir())
+    (out / "journal.json").write_text("{}")
+    assert prepare(source, *SHARES, "--out", out) == 0
+    assert sorted(path.name for path in out.iterdir()) == before
+
+
+def test_the_table_has_the_numbers_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, bpe = jsonl(tmp_path / "a.jsonl", TEXTS * 20), tmp_path / "bpe"
+    assert prepare(source, *SHARES, "--out", tmp_path / "bytes") == 0
+    capsys.readouterr()
+    assert prepare(source, *SHARES, "--tokenizer", "train:300", "--out", bpe) == 0
+    told, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert told == ["split", "documents", "tokens", "MB", "tokens", "per", "byte"]
+    for split, *row in rows:
+        text, tokens = ids(tmp_path / "bytes", split), len(ids(bpe, split))
+        share = tokens / len(text)
+        assert row == [f"{text.count(0):,}", f"{tokens:,}", f"{len(text) / 1e6:.2f}", f"{share:.3f}"]
+    assert [split for split, *_ in rows] == list(SPLITS)
+
+
 def trained(texts: list[str]) -> dict[str, int]:
     """The library's own byte-level BPE."""
     tokenizer = ByteLevelBPETokenizer()
@@ -205,11 +276,12 @@ def word_tokenizer(path: Path, vocab: dict[str, int]) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
     tokenizer.save(str(path))
     return path
 
 
-def test_any_tokenizer_json_will_do_and_is_not_cut_short(tmp_path: Path) -> None:
+def test_any_tokenizer_json_will_do_and_texts_are_neither_cut_short_nor_padded(tmp_path: Path) -> None:
     words = word_tokenizer(tmp_path / "words.json", {"?": 0, "so": 1, "on,": 2, "</s>": 3, "text": 9})
     assert prepare(jsonl(tmp_path / "a.jsonl", TEXTS), *SHARES, "--tokenizer", words, "--out", tmp_path / "out") == 0
     corpus = open_corpus(str(tmp_path / "out"))

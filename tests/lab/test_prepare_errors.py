@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -18,8 +20,11 @@ from tokenizers import Tokenizer, models
 
 from quacklr.lab.data import SPLITS, open_corpus
 from quacklr.lab.data.command import main
+from quacklr.lab.data.extra import fetch
+from quacklr.lab.data.journal import validate_same_request
 from quacklr.lab.data.manifest import Split
 from quacklr.lab.data.shards import write_set
+from quacklr.lab.data.vocabularies import describe
 from quacklr.lab.errors import UserError
 from quacklr.lab.files import locked
 
@@ -135,7 +140,7 @@ def test_options_that_contradict_each_other_are_refused_before_anything_is_made(
 
 def test_a_missing_out_and_an_unknown_option_are_mistakes_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stdlib"]) == 2
-    assert capsys.readouterr().err.startswith("quacklr prepare: where to? Give --out DIR")
+    assert capsys.readouterr().err.startswith("quacklr prepare: --out DIR is missing")
     assert main(["stdlib", "--outt", "x"]) == 2
     assert main(["--help"]) == 0
     assert "quacklr prepare cosmopedia-v2 --files 0-3" in capsys.readouterr().out
@@ -173,6 +178,30 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
     assert complaint(tmp_path / "a.parquet") == f"reading parquet needs the package pyarrow: {way_out}"
     assert complaint(source, "--tokenizer", "train:300").endswith(f"needs the package tokenizers: {way_out}")
     assert complaint("cosmopedia-v2", "--files", "0") == f"the hub needs the package huggingface_hub: {way_out}"
+
+
+def test_a_trained_tokenizer_has_room_for_all_bytes_and_the_end_and_fits_16_bits() -> None:
+    assert [describe(f"train:{size}") for size in ("257", "65536")] == ["train:257", "train:65536"]
+    for size in ("256", "65537", "-300", ""):
+        with pytest.raises(
+            UserError, match=f"^--tokenizer train:{size}: SIZE must be a whole number from 257 to 65,536"
+        ):
+            describe(f"train:{size}")
+
+
+def test_long_options_are_shortened_where_they_differ(tmp_path: Path) -> None:
+    before, now = {"end_token": "x" * 60}, {"end_token": "y" * 61}
+    with pytest.raises(UserError, match=re.escape(f"another end token ({'x' * 60}, now {'y' * 57}...); choose")):
+        validate_same_request(tmp_path, now, before)
+
+
+def test_the_reason_why_the_hub_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> str:  # as huggingface_hub raises it
+        raise FileNotFoundError("An error happened, please check your connection.") from OSError("No route to host")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    with pytest.raises(UserError, match=r"^cannot fetch a.json of an/id from the hub \(No route to host\); copy it$"):
+        fetch("an/id", "a.json", "model", "copy it")
 
 
 def test_another_tokenizer_in_a_file_of_the_same_name_is_another(

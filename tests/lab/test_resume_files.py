@@ -239,6 +239,16 @@ def test_a_run_whose_checkpoints_were_renamed_does_not_begin_again(
     assert files(half) == before
 
 
+def test_a_run_killed_before_its_first_checkpoint_was_whole_begins_again(
+    half: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A save in the background may take as long as the steps up to the next one."""
+    shutil.rmtree(half / "checkpoints")
+    assert main(["--resume", str(half)]) == 0
+    assert f"{half} has no checkpoint yet, so the run begins again" in capsys.readouterr().err
+    assert read_rows(half) == read_rows(finished)
+
+
 FORGED: dict[str, Any] = {
     "step": [-5, 13, "12", None, 12.0],
     "first_val_loss": [None, "low"],

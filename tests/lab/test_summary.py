@@ -35,7 +35,7 @@ def test_a_method_below_quack_is_better_and_one_within_the_noise_is_not_decided(
         clipped = isinstance(config.method, QKClipping) and config.optimizer.lr == HIGH
         return (2.2 + (config.training.seed - 2) * 0.2, *found[1:]) if clipped else found
 
-    assert "QK clip 2.200 (not decided)" in text_of(Results(ledger(clip_varies), SCALE))
+    assert "QK clip 2.200 (undecided)" in text_of(Results(ledger(clip_varies), SCALE))
 
 
 def test_the_best_learning_rate_is_that_of_the_lowest_loss() -> None:

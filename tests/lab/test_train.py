@@ -26,7 +26,7 @@ from quacklr.lab.optim import AdamWRecipe, MuonRecipe
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.runner import result_of, run
 from quacklr.lab.train.session import Session
-from quacklr.lab.train.trackers import scalars
+from quacklr.lab.train.trackers import TensorBoard, scalars
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +195,24 @@ def test_a_loss_above_its_start_is_a_divergence_too(corpus: Corpus) -> None:
     assert rows[-1]["step"] == 12
 
 
+def test_a_validation_loss_above_its_start_is_no_divergence_in_the_warmup(config: Config, corpus: Corpus) -> None:
+    session = Session(config, corpus)
+    session.first_val_loss = 2.0
+    row = {"loss": 1.0, "val_loss": 2.5}
+    session.step = config.schedule.warmup
+    assert session._divergence(row) == {}
+    session.step += 1
+    assert session._divergence(row) == {"diverged": "the validation loss is 2.500 at step 5, above its start 2.000"}
+    assert session._divergence(row | {"val_loss": 2.0}) == {}
+
+
+def test_a_result_has_the_last_validation_loss_and_the_best() -> None:
+    rows = [{"step": step, "val_loss": loss, "val_bpb": 2 * loss} for step, loss in enumerate([3.0, 1.5, 2.0])]
+    ended = result_of([*rows, {"step": 3, "tokens": 384}])
+    assert (ended["status"], ended["step"], ended["tokens"]) == ("finished", 3, 384)
+    assert (ended["val_loss"], ended["val_bpb"], ended["best_val_loss"]) == (2.0, 4.0, 1.5)
+
+
 def test_a_run_folder_says_all_about_the_run(config: Config, tmp_path: Path) -> None:
     result = run(config, tmp_path / "run")
     folder = Folder(tmp_path / "run")
@@ -238,6 +256,19 @@ def test_tensorboard_shows_the_numbers_of_the_rows(config: Config, tmp_path: Pat
         got = [(event.step, event.value) for event in shown.Scalars(name)]
         assert [step for step, _ in got] == [step for step, _ in wanted[name]]
         assert [value for _, value in got] == pytest.approx([value for _, value in wanted[name]], rel=1e-6)
+
+
+def test_tensorboard_drops_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first_step, losses in ((0, {1: 4.0, 2: 3.0, 3: 2.0}), (1, {2: 3.5})):
+        tracker = TensorBoard(tmp_path, first_step)
+        for step, loss in losses.items():
+            tracker.write({"step": step, "loss": loss})
+        tracker.close()
+    shown = EventAccumulator(str(tmp_path))
+    shown.Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("train/loss")] == [(1, 4.0), (2, 3.5)]
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])

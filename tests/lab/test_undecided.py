@@ -75,7 +75,8 @@ def test_no_difference_is_the_same_or_undecided_at_the_cap() -> None:
     known: Known = {}
     (found,) = until_decided(noisy(0.3), ["e"], known)
     assert (found.verdict, seeds_in(known, Quack)) == ("undecided", MOST_SEEDS)
-    assert "over 200 would decide it" in describe_open([found]) or " would decide it" not in describe_open([found])
+    text = describe_open([found])
+    assert "over 200 seeds in all would decide it" in text or " would decide it" not in text
 
 
 def test_a_claim_that_has_failed_asks_for_nothing_more() -> None:
@@ -193,10 +194,16 @@ def test_a_dry_run_lists_verdicts_and_what_is_left(
     assert command.main(["--until-decided", "f", "j", "--out", str(tmp_path), "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "undecided  f: QuacK is slightly worse than QK norm in MHA" in text
-    assert "MHA, Muon, lr 0.1: QuacK (tau 1) - QK norm, validation loss: +0.1, 2 seeds, sd 0; 3 would decide it" in text
+    assert "MHA, Muon, lr 0.1: QuacK (tau 1) - QK norm, validation loss: +0.1, 2 seeds, sd 0; 3 seeds in all" in text
     assert "3 runs left" in text
     assert command.main(["--until-decided", "nonsense", "--out", str(tmp_path)]) == 2
     assert "which claim? Some of a, b, c" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--retry"], ["--seeds", "5"]])
+def test_options_of_studies_are_refused_with_claims(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--until-decided", *option]) == 2
+    assert "--until-decided selects seeds itself" in capsys.readouterr().err
 
 
 def test_a_decided_comparison_is_not_open() -> None:

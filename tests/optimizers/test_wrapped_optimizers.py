@@ -368,5 +368,5 @@ class SamAlone(SGD):
 
 def test_two_steps_by_hand_that_run_no_hooks_are_a_warning() -> None:
     model = nn.Sequential(Separate())
-    with pytest.warns(UserWarning, match="QuacK scales what SamAlone.step does"):
+    with pytest.warns(UserWarning, match="QuacK scales the steps that SamAlone.step takes"):
         QuacK(model, SamAlone(model.parameters(), lr=0.1))

@@ -19,7 +19,7 @@ from quacklr.inspect.command import progress, quiet, target_parser
 from quacklr.inspect.resolve import resolve
 from quacklr.inspect.target import BadTargetError, one_line
 from quacklr.util.arguments import Parser
-from quacklr.util.terminal import answer, sentence
+from quacklr.util.terminal import os_error_message, print_result
 
 ABOUT = """\
 Does QuacK scale the right rows of a model? A copy of the model takes a few real steps,
@@ -50,13 +50,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         with quiet():
             report = checked(options)
-        answer(str(report))
+        print_result(str(report))
         if options.out is not None:
             report.save(options.out)
     except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
         return 1
     except (ValueError, OSError, BadTargetError, ModuleNotFoundError) as error:
-        print(f"quacklr check: {sentence(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        print(f"quacklr check: {os_error_message(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 1 if isinstance(error, ValueError) else 2
     return 0 if report.ok else 1
 
@@ -65,12 +65,20 @@ def parser() -> Parser:
     """The options."""
     options = target_parser("quacklr check", "[options]", ABOUT, EXAMPLES)
     positive, count = _number(float, 1e30, "positive number"), _number(int, 10_000, "positive whole number")
-    options.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="if the target brings none (adamw)")
+    options.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="the optimizer, if the target has none (adamw)"
+    )
     options.add_argument("--lr", type=positive, default=1e-3, metavar="LR", help="its learning rate (1e-3)")
-    options.add_argument("--tau", type=positive, default=1.0, metavar="TAU", help="QuacK's (1)")
-    options.add_argument("--budget", type=positive, metavar="NATS", help="QuacK's, instead of tau (0.02 to start with)")
+    options.add_argument("--tau", type=positive, default=1.0, metavar="TAU", help="tau of QuacK (1)")
+    options.add_argument("--budget", type=positive, metavar="NATS", help="budget of QuacK, instead of tau; try 0.02")
     options.add_argument("--steps", type=count, default=3, metavar="N", help="real steps to take (3)")
-    options.add_argument("--growth", type=positive, default=4.0, metavar="X", help="how far weights grow (4)")
+    options.add_argument(
+        "--growth",
+        type=positive,
+        default=4.0,
+        metavar="X",
+        help="factor of the weights in the steps with grown weights (4)",
+    )
     options.add_argument(
         "--out", type=_figure_file, metavar="FILE", help="also draw every head: check.png, .svg or .pdf"
     )
@@ -129,5 +137,5 @@ def _figure_file(text: str) -> Path:
         if not file.parent.is_dir():
             raise argparse.ArgumentTypeError(f"there is no folder {file.parent}")
     except OSError as error:
-        raise argparse.ArgumentTypeError(sentence(error)) from error
+        raise argparse.ArgumentTypeError(os_error_message(error)) from error
     return file

@@ -21,7 +21,7 @@ from quacklr.checking.inputs import Inputs
 from quacklr.checking.sandbox import Sandbox
 from quacklr.logits.capture import capture_logits
 from quacklr.logits.logits import Logits
-from quacklr.util.modules import named_modules, own_buffers, run, undisturbed
+from quacklr.util.modules import copied_buffers, named_modules, run, undisturbed
 from quacklr.util.torch_functions import copied
 
 ROUNDING = 1e-5  # relative to a head's largest logit: a smaller change is only rounding
@@ -91,7 +91,7 @@ class LayerLogits:
                 self.unreadable = self.unreadable or "its logits are not finite"
             seen_H |= (call_BHIJ > -torch.inf).any(0).flatten(1).any(1).cpu()
         if self.calls and not seen_H.all():
-            self.unreadable = self.unreadable or "some heads look at nothing"
+            self.unreadable = self.unreadable or "some heads see no key"
 
 
 class FrozenInputs:
@@ -136,7 +136,7 @@ class FrozenInputs:
         model = self.sandbox.model
         torch.clear_autocast_cache()  # it holds casts of weights that have changed since
         attention = capture_logits(model, keep, self._heads, self.sandbox.orders)
-        with undisturbed(model), own_buffers(model), self._hooked(record), attention:
+        with undisturbed(model), copied_buffers(model), self._hooked(record), attention:
             run(model, self.sandbox.batch)
 
     def _layers_of(self, name: str) -> list[int]:

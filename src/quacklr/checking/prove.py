@@ -36,20 +36,21 @@ def check(
     steps: int = 3,
     growth: float = 4.0,
 ) -> CheckReport:
-    """Test that `QuacK(model, optimizer)` scales the right rows of every head, and that no logit exceeds its bound.
+    """Test that `QuacK(model, optimizer)` scales the right rows of every head, and changes no logit beyond its bound.
 
         print(check(model, optimizer, batch))
 
     A copy takes a few real steps on the batch (a tensor, a tuple, or a dict). For every head, the largest |change| of a
-    logit in the step of its own rows is compared with the bound of docs/theory.md. The steps start from the weights as
-    they are; and, with QuacK and without, from weights grown `growth`-fold after QuacK was attached, as in long
+    logit in the step of its own rows is compared with the bound of docs/theory.md. There are three series of steps:
+    with QuacK, from the weights as they are; without QuacK, from weights that were multiplied by `growth`; and with
+    QuacK, from weights that were multiplied by `growth` after QuacK was attached, as if they had grown in a long
     training. Then rows are perturbed, to test that a head depends on its own rows and on no others.
 
     `tau`, `norm`, `floor` and `budget` are those of QuacK. With a budget, the report also has the root mean square of
-    the changes, which the budget is about. `paths` defaults to `logit_paths(model, batch)`, or to the paths of
-    the rules if the batch cannot be measured, which the report states. `loss(model, batch)` defaults to the model's
-    own loss, or to a distance to random numbers. Neither the model nor the optimizers are changed. Takes about 10
-    forward and backward passes, and 10 forward passes for each doubling of layers, heads and head size; holds six
+    the changes, which is the quantity that the budget limits. `paths` defaults to `logit_paths(model, batch)`; if the
+    batch cannot be measured, to the paths of the rules, and the report says so. `loss(model, batch)` defaults to the
+    model's own loss, or to a distance to random numbers. Neither the model nor the optimizers are changed. Takes about
+    10 forward and backward passes, and 10 forward passes for each doubling of layers, heads and head size; holds six
     copies of the parameters.
     """
     optimizers = as_optimizers(optimizer, linear=budget is None)
@@ -97,6 +98,6 @@ def _validate(optimizers: list[Optimizer], steps: int, growth: float) -> None:
     if steps < 1:
         raise ValueError(f"steps={steps}: at least one step must be taken")
     if not 0 < growth < float("inf"):
-        raise ValueError(f"growth={growth}: what weights are multiplied with must be a positive number")
+        raise ValueError(f"growth={growth}: the factor of the weights must be a positive number")
     if all(is_idle(optimizer) for optimizer in optimizers):
         raise ValueError("every learning rate is 0, so no step moves anything; check before a warmup begins, or set lr")

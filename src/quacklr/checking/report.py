@@ -85,7 +85,7 @@ class CheckReport:
             heads = sum(int(layer.wrong.sum()) for layer in wrong)
             return (
                 f"wrong: {heads} head{'s' * (heads != 1)} in {len(wrong)} of {_layers(len(self.layers))}; give "
-                "the module a method logit_paths() that says what is true, or take what was measured: "
+                "the module a method logit_paths() that returns the right paths, or use the measured ones: "
                 f"QuacK(logit_paths(model, batch, rules=False), optimizer){self._not_covered()}"
             )
         if not proved:
@@ -96,7 +96,7 @@ class CheckReport:
         heads = sum(layer.heads for layer in proved)
         return (
             f"correct{', as far as shown' * (not self.ok)}: {_layers(len(proved))}, {heads} heads; no logit moves "
-            "by more than the rates of its head's rows allow, and none with rows that are not its head's"
+            "by more than the rates of its head's rows allow, and none changes with the rows of other heads"
             f"{self._not_covered()}{'; but other paths were measured' * bool(self.contradiction)}"
         )
 
@@ -105,7 +105,7 @@ class CheckReport:
         no_bound = sum(layer.unproved == NO_BOUND for layer in self.layers)
         unknown = sum(layer.unproved not in ("", NO_BOUND) and not layer.faults for layer in self.layers)
         bound = f"; the bound of {_layers(no_bound)} is not known, since a weight's input is not seen"
-        rest = f"; of {unknown} more nothing is known, since the batch does not show it"
+        rest = f"; {unknown} more could not be tested on this batch"
         return bound * bool(no_bound) + rest * bool(unknown)
 
 

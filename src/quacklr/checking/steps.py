@@ -22,6 +22,7 @@ from quacklr.checking.expected_rows import ExpectedRows
 from quacklr.checking.frozen_inputs import FrozenInputs, LayerLogits
 from quacklr.checking.inputs import Inputs
 from quacklr.checking.sandbox import Sandbox, restored
+from quacklr.core.step_norms import gram
 from quacklr.optimizers.attach import first_after_step
 from quacklr.quack import QuacK
 
@@ -45,7 +46,7 @@ class Change:
 
 
 class Stepper:
-    """Takes steps in a sandbox. To be created after QuacK is attached, because it records unscaled steps in a hook."""
+    """Takes steps in a sandbox. Create it after QuacK is attached, so that its hook runs first, on unscaled steps."""
 
     def __init__(self, sandbox: Sandbox, expected: ExpectedRows, quack: QuacK | None) -> None:
         self.sandbox, self.expected, self.quack = sandbox, expected, quack
@@ -123,16 +124,14 @@ def spectral_norms(blocks: Sequence[Tensor], others: Sequence[Tensor] | None = N
     pairs = zip(blocks, others or [torch.zeros(())] * len(blocks), strict=True)
     differences = [block - other.to(block) for block, other in pairs]
     if not all(bool(each.isfinite().all()) for each in differences):
-        raise ValueError("a step made weights that are no finite numbers: lower the learning rate, or look at the loss")
-    return torch.cat([spectral(each) for each in differences])
+        raise ValueError("weights are NaN or inf after a step: lower the learning rate, or check the loss")
+    return torch.cat([exact_spectral_norms(each) for each in differences])
 
 
-def spectral(blocks_BRC: Tensor) -> Tensor:
+def exact_spectral_norms(blocks_BRC: Tensor) -> Tensor:
     """(B,): the exact largest singular value of each block, from its Gram matrix."""
-    blocks_BRC = blocks_BRC.detach().cpu().double()
-    wide = blocks_BRC.shape[1] <= blocks_BRC.shape[2]
-    gram = blocks_BRC @ blocks_BRC.mT if wide else blocks_BRC.mT @ blocks_BRC
-    return torch.linalg.eigvalsh(gram)[:, -1].clamp(min=0).sqrt()
+    gram_BSS = gram(blocks_BRC.detach().cpu().double())
+    return torch.linalg.eigvalsh(gram_BSS)[:, -1].clamp(min=0).sqrt()
 
 
 def _maximum(steps: Sequence[Change]) -> Change:

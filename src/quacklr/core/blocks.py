@@ -1,7 +1,7 @@
 """The blocks of a model's weights: copy their rows, compute their norms, and scale the step that they took.
 
-Every block has an index in a flat vector, and there is one flat vector for norms, for sensitivities and for rates. Rows
-are read through a view of the parameter, and copied with the bias as a last column.
+Norms, sensitivities and rates are flat vectors with one entry for each block. A block has the same index in all of
+them. Rows are read through a view of the parameter, and copied with the bias as a last column.
 
 Shapes: B blocks, R rows, C columns.
 """
@@ -28,8 +28,8 @@ Memory = list[Tensor | None]
 class BlockRows:
     """The rows of some blocks that are in a box of a parameter, with the same number of rows in every block.
 
-    Rows at regular distances, as in every common layout, are read through a view. Others are gathered, and written
-    back.
+    If the rows are at regular distances, as in every common layout, they are read and written through a view.
+    Otherwise they are gathered into a copy, and `scale_step` writes the copy back.
     """
 
     def __init__(self, weight: Weight, blocks: Tensor, box: Box) -> None:
@@ -235,7 +235,7 @@ class Blocks:
         return copies, norms, new_memory
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
-        """Of all blocks: the Frobenius norms before a step, and the largest singular values of the step, from above.
+        """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
 
         `copies` are the rows before the step; None for rows that did not step, whose step is 0.
         """

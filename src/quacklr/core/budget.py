@@ -4,7 +4,7 @@
                    sigma(dw[h]) sqrt(rows of w) * prod of ||v[h]|| for the other v / sqrt(prod of the inner sizes)
     rate     = budget * (lr now / initial lr) / asked(h);   a block takes the smallest rate of the heads that read it
 
-dw is the optimizer's step, sigma its largest singular value, and ||v|| the Frobenius norm of the weights before it. The
+dw is the optimizer's step, sigma its largest singular value, and ||v|| the Frobenius norm of v before the step. The
 inner sizes of a path are the numbers of features between its weights. `asked` is the change that the optimizer's own
 step asks for: for a path of two weights, a first-order bound on the root mean square of the change of head h's logits,
 for independent inputs of unit variance; for a longer path (MLA) an estimate of it. docs/theory.md has the proof.
@@ -32,8 +32,8 @@ class ScaledStep(NamedTuple):
 
     Attributes:
         rates: (blocks,)
-        asked: (heads,) the change of each head's logits by the optimizer's own step, to first order.
-        given: (heads,) an upper bound of the change by the scaled step.
+        asked: (heads,) `asked` as defined at the top of this file, for the optimizer's own step.
+        given: (heads,) the same for the scaled step, to all orders: an upper bound where `asked` is a bound.
     """
 
     rates: Tensor
@@ -123,7 +123,7 @@ def _meeting(path: LogitPath) -> Sequence[Weight]:
 
 
 def first_of_features(meetings: Sequence[Sequence[Weight]]) -> list[int]:
-    """One path for each part of a head's features, by index: the sizes of these parts add up to the head size.
+    """The indices of one path for each part of a head's features. The sizes of the parts add up to the head size.
 
     `meetings` has, for each path, the query weight and the key weight whose rows are multiplied. Two paths that share
     one of these weights use the same features, as the paths of LoRA do. The two paths of MLA share none of them, and

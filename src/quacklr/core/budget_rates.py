@@ -67,7 +67,7 @@ class BudgetRates:
         return self.rule.blocks.copy(tensors)
 
     def no_step(self, tensors: Collection[int], new_iteration: bool) -> None:
-        """Count these tensors (by id) as stepped. If an iteration begins, set the changes of all heads to 0."""
+        """Count these tensors (by id) as stepped, also if every lr is 0. An iteration begins with changes of 0."""
         if new_iteration:
             self.stepped.clear()
             self.asked = self.given = torch.zeros_like(self.asked)

@@ -56,7 +56,10 @@ def orthonormal(vectors_BCV: Tensor) -> Tensor:
 
 
 def largest_singular_value(gram_BVV: Tensor) -> Tensor:
-    """Largest singular value from a Gram matrix G, as sqrt(tr(G^(n+1)) / tr(G^n)): eigensolvers wait for the device."""
+    """Largest singular value from a Gram matrix G, as sqrt(tr(G^(n+1)) / tr(G^n)).
+
+    An eigensolver is not used, because it would wait for the device.
+    """
     tiny = torch.finfo(gram_BVV.dtype).tiny
     power_BVV = gram_BVV
     for _ in range(SQUARINGS):

@@ -26,8 +26,8 @@ class LogitPath:
         weights: in order from the query's input to the key's input. The first and the last read an input, the others
             read the output of a neighbour.
         heads: the number of heads.
-        block_of_head: for each weight a (heads,) vector, the block that each head reads. None for equal runs: head h
-            reads block h * blocks // heads.
+        block_of_head: for each weight a (heads,) vector, the block that each head reads. None if groups of consecutive
+            heads, all of the same size, share a block: head h reads block h * blocks // heads.
         scale: the factor between the product and the logit. None for 1 / sqrt(head size). Only a budget depends on it.
     """
 
@@ -79,10 +79,10 @@ class LogitPath:
 
     @property
     def meeting(self) -> int:
-        """The index of the weight whose rows are multiplied with those of the next weight: the query's last.
+        """The index of the query's last weight. Its rows are multiplied with the rows of the next weight, the key's.
 
-        Weights before it read the rows of the one before, weights after the next one read the rows of the one after. If
-        several indices fit these shapes, the number of rows is the same for all of them.
+        It is found from the shapes: on the query side a weight has as many columns as the weight before it has rows, on
+        the key side as many as the weight after it. If several indices fit, all have the same number of rows.
         """
         rows = [int(weight.rows_of_block[0]) for weight in self.weights]
         columns = [weight.columns for weight in self.weights]
@@ -111,7 +111,7 @@ def as_paths(given: object, demand: str) -> list[LogitPath]:
 
 
 def all_rated(paths: Iterable[LogitPath]) -> list[LogitPath]:
-    """The paths with rates for all of their weights, also for those that are not `rated`."""
+    """The same paths, with `rated=True` for all of their weights, so that all of them have rates."""
     rated: dict[Weight, Weight] = {}
     for weight in (weight for path in paths for weight in path.weights):
         rated.setdefault(weight, weight if weight.rated else replace(weight, rated=True))

@@ -43,7 +43,7 @@ class RelativeLr:
                 )
 
     def now(self, optimizer: Optimizer, group: dict[str, Any], budget: float) -> float | Tensor:
-        """The relative lr of a param group. Warns if it is above 1.5, and again at ten times the last warning's."""
+        """The relative lr of a param group. Warns if it is above 1.5, and again if it is above ten times that value."""
         if "lr" not in group or not _remember(group):  # _remember: the group may be new, or loaded
             return 1.0
         name = "initial_lr" if "initial_lr" in group else "lr when QuacK was attached"

@@ -5,7 +5,7 @@
     shape, rows    by weight: the parameter's shape, and a digest of its block_of_row
     sensitivity    by weight, (blocks,): at the start; all rates are relative to it
     rates          by weight, (blocks,): of the last step
-    stepped        by parameter: whether it has stepped in this iteration; the other parameters then use `rates`
+    stepped        by parameter: whether it has stepped in this iteration; if so, the other parameters use `rates` too
     memory         by weight: the norm's memory; absent if it has none
 
 It consists of plain tensors, numbers and strings, and can be loaded with weights_only. The keys are the same at every

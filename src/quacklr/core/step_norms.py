@@ -4,7 +4,7 @@
 
 The middle is the Schatten norm of order 32 of the step D. It needs the Gram matrix of D (D D' or D' D, the smaller one)
 and three products of S x S matrices. It is exact for a step of rank one, and at most 11 % too large for S = 32, 16 %
-for S = 128. Eigensolvers wait for the device, and a power iteration would need the vectors of the last step.
+for S = 128. An eigensolver would wait for the device, and a power iteration would need the vectors of the last step.
 
 Shapes: B blocks, R rows, C columns, S the shorter of R and C.
 """
@@ -27,7 +27,9 @@ def gram(step_BRC: Tensor) -> Tensor:
 
 
 def largest_singular_values(grams: Sequence[Tensor]) -> list[Tensor]:
-    """(B,) for each (B, S, S): an upper bound of the largest singular value of each block's step. NaN and inf stay.
+    """(B,) for each (B, S, S): an upper bound of the largest singular value of each block's step.
+
+    The bound of a step with NaN or inf is not finite.
 
     All matrices of one size are computed together, so that the number of operations does not grow with the number of
     layers.

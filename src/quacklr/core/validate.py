@@ -104,8 +104,8 @@ def validate_norms(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) 
     if not zeros:
         where = "below" if sensitivity[invalid[0]] == 0 else "above"
         raise ValueError(
-            f"{name}: the product of its partners' norms is {where} what float32 can hold; scale the weights, and the "
-            "logits in turn"
+            f"{name}: the product of its partners' norms is {where} what float32 can hold; multiply the weights by a "
+            "constant, and divide the logits by it"
         )
     partner = f"partner {zeros[0]} is" if len(zeros) == 1 else f"partners {' and '.join(zeros)} are"
     raise ValueError(

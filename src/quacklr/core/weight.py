@@ -40,8 +40,8 @@ class Weight:
             A tensor with an entry for each row of `param`; or, if its layout is different, a Weight with as many rows
             in each block.
         rated: False for a weight that has no rate itself, but counts in its partners' rates.
-        gain: a constant that the model multiplies the product with, such as LoRA's alpha / r. Only a budget depends on
-            it.
+        gain: a constant that the model multiplies the output of this weight by, such as LoRA's alpha / r. Only a budget
+            depends on it.
     """
 
     name: str

@@ -107,7 +107,7 @@ class ShardedBlocks(Blocks):
         )
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
-        """Of all blocks: the Frobenius norms before a step, and the largest singular values of the step, from above.
+        """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
 
         Takes two collectives: an all-to-all (step_exchange.py) and an all-reduce.
         """
@@ -121,7 +121,7 @@ class ShardedBlocks(Blocks):
 
     @cached_property
     def _exchange(self) -> tuple[Any, StepExchange, Tensor]:
-        """The process group of all ranks, the exchange among them, and which local blocks another rank counts."""
+        """The process group of all ranks, the exchange among them, and a mask of blocks that another rank counts."""
         all_ranks = merged_group(union(self._placements.process_groups))
         parts = [
             [
@@ -139,7 +139,7 @@ class ShardedBlocks(Blocks):
         return all_ranks, StepExchange(parts, shapes, all_ranks, self.device), not_counted
 
     def _squares(self, rows: list[Tensor], not_counted: Tensor) -> Tensor:
-        """Of all blocks, the sum of squares of the local rows."""
+        """(total,): for each block, the sum of squares of its local rows, without those that another rank counts."""
         zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
         norms = torch.cat([zeros[:0], *(frobenius(rows_BRC)[0].to(zeros) for rows_BRC in rows)])
         return zeros.index_add(0, self._flat_of_local, norms.square_().masked_fill_(not_counted, 0))
@@ -172,7 +172,7 @@ def process_groups_of(part: Weight) -> Groups:
 
 
 def are_sharded_alike(parts: Sequence[Weight]) -> bool:
-    """Whether every process has the same rows of all parts. Decided by placements, so it is the same everywhere."""
+    """Whether every process has the same rows of all parts. All processes get the same result, from the placements."""
     if not any(shard_specs(part.param) for part in parts):
         return True
     if len(parts) == 1:

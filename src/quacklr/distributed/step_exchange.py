@@ -1,8 +1,8 @@
 """The largest singular values of the steps of sharded blocks.
 
-A singular value needs all rows and columns of a block in one process. Every block that is cut has an owner, the rank
-that holds most of it, and one all-to-all sends the parts of its step to the owner. A rank sends at most its own shard.
-If no block is cut, nothing is sent.
+A singular value needs all rows and columns of a block in one process. A block is cut if no rank holds all of it. Every
+cut block has an owner, the rank that holds most of it, and one all-to-all sends the parts of its step to the owner. A
+rank sends at most its own shard. If no block is cut, nothing is sent.
 
     rank 0   head 0, half of head 1        sends the step of this half
     rank 1   half of head 1, head 2        owner of head 1
@@ -52,7 +52,7 @@ class BlockPart(NamedTuple):
 
 
 class StepExchange:
-    """The plan of the exchange. To create it is a collective call.
+    """The plan of the exchange. Its constructor is a collective call.
 
     Args:
         parts: for each of the local blocks, the parts of blocks that it holds; none if another rank sends a replica.
@@ -98,10 +98,10 @@ class StepExchange:
         ]
 
     def largest_singular_values(self, steps: Sequence[Tensor | None]) -> Tensor:
-        """(total,): of the blocks that this rank owns, from above, and 0 for the others. A collective call.
+        """(total,): upper bounds for the blocks that this rank owns, and 0 for the others. A collective call.
 
-        `steps` are those of the local blocks, (B, R, C); None for blocks that did not step. The sum over all ranks has
-        the values of all blocks.
+        `steps` are those of the local blocks, (B, R, C); None for blocks that did not step. The sum of the results of
+        all ranks has the values of all blocks.
         """
         pairs = zip(self._whole, steps, strict=True)
         found = [(blocks, gram(step)) for blocks, step in pairs if blocks is not None and step is not None]
@@ -132,7 +132,7 @@ class StepExchange:
 
 
 def owners(of_rank: Sequence[Sequence[BlockPart]]) -> dict[int, int]:
-    """The owner of each cut block: the rank that holds most of it, and by turns if several do."""
+    """The owner of each cut block: the rank that holds most of it. If several hold equally much, the index decides."""
     held: dict[int, dict[int, int]] = {}
     for rank, parts in enumerate(of_rank):
         for part in parts:

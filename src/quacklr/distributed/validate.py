@@ -12,7 +12,7 @@ def validate_no_tensor_parallel(model: nn.Module, who: str, by_engine: bool = Fa
     """Under tensor parallelism each process computes only some heads; under FSDP2 every process computes all heads."""
     by_data = {id(param) for module in fully_sharded(model) for param in module.parameters()}
     for name, param in model.named_parameters():
-        sizes = shard_counts(param)[id(param) in by_data :]  # without FSDP2's shards, the first
+        sizes = shard_counts(param)[id(param) in by_data :]  # the first count may be FSDP2's
         if by_engine or any(size > 1 for size in sizes):
             raise ValueError(
                 f"{name}: its parameter is cut by tensor parallelism, so no process has all heads, and {who} needs "

@@ -19,7 +19,7 @@ def differences(ruled: Sequence[LogitPath], measured: Sequence[LogitPath], model
     one, other = (chains(paths, names) for paths in (ruled, measured))
     if one == other:
         return ""
-    return f"it says {_described(one - other or one)}, but measured is {_described(other - one or other)}"
+    return f"it says {_described(one - other or one)}, but the measurement says {_described(other - one or other)}"
 
 
 def wrong_rule(name: str, attention: nn.Module, wrong: str, way_out: str) -> ValueError:

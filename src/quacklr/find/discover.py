@@ -21,13 +21,14 @@ from quacklr.find.rules import by_rule
 from quacklr.util.modules import evaluating, named_modules
 
 UNSEEN = (
-    "no attention was seen in a forward of the sample. A model may have no softmax attention (Mamba, RWKV, linear "
-    "attention): then train it without. Otherwise: scaled_dot_product_attention and a softmax written out are seen, "
-    "a kernel of its own such as flash or flex attention is not; switch the model to sdpa or eager, or leave it out"
+    "no attention was seen in a forward of the sample. If the model has no softmax attention (Mamba, RWKV, linear "
+    "attention), train it without QuacK. If it has: scaled_dot_product_attention and a softmax that the model calls "
+    "are seen, other kernels such as flash or flex attention are not; switch the model to sdpa or eager, or pass no "
+    "sample"
 )
 SCALES: dict[str, Callable[[Any], float | None]] = {  # classes whose attribute `scaling` is not the scale of the logit
-    "GPTNeoSelfAttention": lambda _: 1.0,  # it has none: its logits are not scaled
-    "EsmSelfAttention": lambda _: None,  # it scales the query before
+    "GPTNeoSelfAttention": lambda _: 1.0,  # its logits are not scaled
+    "EsmSelfAttention": lambda _: None,  # it multiplies the query by 1 / sqrt(head size), and has `scaling` 1
     "EvollaSaProtSelfAttention": lambda _: None,
     "OpenAIPrivacyFilterAttention": lambda module: (
         getattr(module, "scaling", 0) ** 2
@@ -56,7 +57,7 @@ class LogitPaths(list[LogitPath]):
 
 
 def by_module(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
-    """The paths of each attention module, as they were found, or by the names of their weights, `<module>.<role>`."""
+    """The paths of each attention module. A plain list is grouped by the names of its weights, `<module>.<role>`."""
     if isinstance(paths, LogitPaths):
         return paths.by_module
     found: dict[str, list[LogitPath]] = {}
@@ -72,7 +73,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
     applied to the other modules. With a `sample`, a batch that the model takes (a tensor, a tuple, or a dict),
     attention is also measured, in a forward pass that does not change the model. This finds attention that no rule
     applies to. Raises ValueError if the measurement contradicts a rule, or if the model has no path. With
-    `rules=False`, only the measurement is used.
+    `rules=False`, rules are not applied: paths are declared or measured.
     """
     if not rules and sample is None:
         raise ValueError(
@@ -99,13 +100,13 @@ def _no_paths(found: Mapping[str, Finding], rules_only: bool) -> str:
     """The message for a model without paths: the reasons, and what to do."""
     reasons = _reasons(_left_alone(found))
     if found and not any(finding.unknown or finding.declared for finding in found.values()):
-        return f"nothing for QuacK to control in its {len(found)} attention layers{reasons}; train it without"
+        return f"nothing for QuacK to control in its {len(found)} attention layers{reasons}; train it without QuacK"
     measure = "pass a batch to measure it, logit_paths(model, batch), " if rules_only else ""
     declare = "give its attention a method logit_paths(), or pass paths: QuacK([LogitPath(...), ...], optimizer)"
     if not found:
         return (
-            "no attention that QuacK can control: no module looks like softmax attention. A model may have none "
-            f"(Mamba, RWKV, linear attention): then train it without. If it has: {measure}{declare}"
+            "no attention that QuacK can control: no module looks like softmax attention. If it has none (Mamba, RWKV, "
+            f"linear attention), train it without QuacK. If it has: {measure}{declare}"
         )
     return f"no attention that QuacK can control{reasons}; {measure}{declare}"
 

@@ -12,7 +12,7 @@ QK_NORM = "QK norm: its logit does not depend on the scale of its queries and ke
 SCALE_FREE = "parametrised so that its logit does not depend on the scale of its weights"
 NO_SOFTMAX = "no softmax attention"
 UNKNOWN = "not recognised{}; pass a batch to measure it: QuacK(logit_paths(model, batch), optimizer)"
-NOT_LINEAR = "comes before a norm, or something else that the logit is not linear in"
+NOT_LINEAR = "comes before a norm or another nonlinear function, or is a gate"
 NO_WEIGHTS = "its queries and keys are not made of weights of its own"
 LATENT_NORM = "cut off by the norm on the latent: the logit does not depend on its scale"
 

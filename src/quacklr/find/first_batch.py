@@ -23,7 +23,7 @@ LONGEST = 512  # tokens of the longest example that is run whole, if the model f
 
 
 class FirstBatch:
-    """The inputs of the first call of modules around some attentions, kept by hooks."""
+    """The inputs of the first call of modules that contain some attentions, kept by hooks."""
 
     def __init__(self, model: nn.Module, attentions: Iterable[str]) -> None:
         attentions = list(attentions)

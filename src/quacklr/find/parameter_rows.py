@@ -70,7 +70,7 @@ def _in_blocks(param: Tensor, masks: Sequence[Tensor], name: str) -> tuple[Weigh
     block = torch.full(masks[0].shape, -1)
     for number, key in enumerate(ordered):
         if (block[distinct[key]] >= 0).any():
-            raise NotRowsError(f"rows of {name} serve several heads, but not the same of them: its heads are mixed")
+            raise NotRowsError(f"heads share some rows of {name}, but not all that they read: its heads are mixed")
         block[distinct[key]] = number
     block_of_row, dim = _along_one_dim(block, param, name)
     return Weight(name, param, block_of_row, dim), [ordered.index(key) for key in keys]

@@ -122,7 +122,7 @@ class Verification:
         if measured.undecided:
             return f"not verified: {measured.reason}"
         said = "that it is on a path" if ruled.paths else ruled.reason
-        wrong = f"it says {said}, but measured is: {measured.reason}" if measured.unknown else ""
+        wrong = f"it says {said}, but the measurement says: {measured.reason}" if measured.unknown else ""
         if wrong := wrong or differences(ruled.paths, measured.paths, unwrapped(module)):
             raise wrong_rule(name, attention, wrong, TAKE_MEASURED)
         return VERIFIED

@@ -26,7 +26,7 @@ def as_json(report: ModelReport, target: str) -> Json:
         "model": type(report.model).__name__,
         "parameters": total,
         "controlled": count,
-        "attaches": not report.refusal,
+        "attaches": not report.attach_error,
         "summary": report.summary(),
         "measured_on": report.measured_on or None,
         "not_measured": report.failure or None,

@@ -16,7 +16,7 @@ from quacklr.inspect.resolve import resolve
 from quacklr.inspect.show import show
 from quacklr.inspect.target import BadTargetError
 from quacklr.util.arguments import Parser
-from quacklr.util.terminal import answer, sentence
+from quacklr.util.terminal import os_error_message, print_result
 
 ABOUT = """\
 The attention of a model: how queries and keys are stored, what their learning
@@ -51,11 +51,11 @@ def main(argv: Sequence[str]) -> int:
             progress(f"building {options.target} ...")
             found = report(resolve(options.target), options.measure)
             text = json.dumps(as_json(found, options.target)) if options.json else show(found, options.target)
-        answer(text)
+        print_result(text)
     except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
         return 1
     except (BadTargetError, OSError) as error:
-        print(f"quacklr inspect: {sentence(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        print(f"quacklr inspect: {os_error_message(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 2
     return found.exit_code
 

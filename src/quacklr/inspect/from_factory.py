@@ -35,7 +35,7 @@ def target(name: str) -> Target:
 
 def _call(name: str, factory: Any) -> Any:
     if not callable(factory):
-        raise BadTargetError(f"{name}: is no function that makes a model, but {type(factory).__name__}")
+        raise BadTargetError(f"{name}: is a {type(factory).__name__}, not a function that returns a model")
     try:
         return factory()
     except (Exception, SystemExit) as error:

@@ -43,7 +43,7 @@ def from_file(name: str) -> Target:
         raise BadTargetError(f"{file}: has no model_type, so it is no config of transformers")
     auto_config = _auto_config(name)
     if fields["model_type"] not in types():
-        raise BadTargetError(f"{file}: model_type {fields['model_type']!r} is none that this transformers knows")
+        raise BadTargetError(f"{file}: this version of transformers has no model_type {fields['model_type']!r}")
     return _target(name, lambda: auto_config.from_pretrained(str(file), trust_remote_code=False))
 
 

@@ -25,9 +25,10 @@ DIFFERS = "but a rule differs from what was measured, so do not trust it: give t
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """The layers of a model; the layers of a small model that was measured instead; the error that QuacK would raise.
+    """The layers of a model, and the layers of a small model if that was measured instead.
 
-    `running` is the model that was measured, `measured_on` describes it, `failure` is why nothing was measured.
+    `running` is the model that was measured, `measured_on` describes it, `failure` is the reason why nothing was
+    measured. `attach_error` is the error that `QuacK(model, optimizer)` would raise, or "".
     """
 
     model: nn.Module
@@ -36,7 +37,7 @@ class ModelReport:
     small: list[AttentionLayer]
     measured_on: str
     failure: str
-    refusal: str
+    attach_error: str
 
     @property
     def attached(self) -> list[AttentionLayer]:
@@ -73,13 +74,13 @@ class ModelReport:
     @property
     def exit_code(self) -> int:
         """1 if a layer is not recognised, differs or could not be measured, or if QuacK raises an unexplained error."""
-        raises = bool(self.refusal) and (not self.layers or any(layer.finding.paths for layer in self.layers))
+        raises = bool(self.attach_error) and (not self.layers or any(layer.finding.paths for layer in self.layers))
         return int(bool(self.unrecognised or self.different or self.failure or raises))
 
     def summary(self) -> str:
         """The last line: what QuacK does with the model."""
-        if self.refusal:
-            return f"QuacK(model, optimizer) would raise: {self._nothing_to_control() or self.refusal}"
+        if self.attach_error:
+            return f"QuacK(model, optimizer) would raise: {self._nothing_to_control() or self.attach_error}"
         call = WITH_BATCH if self.only_measured and not self.small else "QuacK(model, optimizer)"
         (count, total), attached = self.numbers, len(self.attached)
         share = f"{attached} attention layer{'s' * (attached != 1)}, {_large(count)} parameters"
@@ -120,7 +121,7 @@ def report(target: Target, measure: bool) -> ModelReport:
     layers = layers_of(target.model, found, comparisons)
     layers = [_compared_with(layer, small) for layer in layers] if small else layers
     measured_on = (target.measured_on or "the model") if measure and not failure else ""
-    return ModelReport(target.model, layers, running, small, measured_on, failure, _refusal(target.model, layers))
+    return ModelReport(target.model, layers, running, small, measured_on, failure, _attach_error(target.model, layers))
 
 
 def _found_by_rule(model: nn.Module) -> dict[str, Finding]:
@@ -144,7 +145,7 @@ def _same_to_rules(layer: AttentionLayer, other: AttentionLayer) -> bool:
     return shape(layer.module) == shape(other.module) and layer.kind == other.kind and unknown[0] == unknown[1]
 
 
-def _refusal(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
+def _attach_error(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
     """The error that attaching QuacK would raise, or ""."""
     paths = LogitPaths({layer.module: layer.finding for layer in layers})
     optimizer = torch.optim.SGD(list(model.parameters()) or [torch.zeros(1)], lr=1.0)

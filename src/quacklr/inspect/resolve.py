@@ -38,7 +38,7 @@ def _unknown(name: str) -> str:
     tried = [
         "no file or folder with a config.json",
         "no model type of transformers" if types else "transformers is not installed (pip install transformers)",
-        f"timm could not be asked ({no_timm})" if no_timm else "no model of timm",
+        f"timm cannot be imported ({no_timm})" if no_timm else "no model of timm",
     ]
     close = difflib.get_close_matches(name.lower().replace("-", "_"), types, n=3)
     perhaps = f"; did you mean {' or '.join(close)}?" if close else "; a model of yours is package.module:factory"

@@ -69,7 +69,7 @@ class History:
         if not self._measured:
             raise ValueError("nothing to draw: history.add(step, monitor.measure()) comes first")
         if unknown := set(statistics) - set(self.statistics):
-            raise ValueError(f"{', '.join(sorted(unknown))}: measured were {', '.join(self.statistics)}")
+            raise ValueError(f"{', '.join(sorted(unknown))}: not measured; there are {', '.join(self.statistics)}")
         try:
             from quacklr.integrations.drawing import draw
         except ModuleNotFoundError as missing:

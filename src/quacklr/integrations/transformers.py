@@ -2,9 +2,10 @@
 
 QuacK's state in a checkpoint is in one of two files:
 
-    optimizer.pt          as an entry of the first param group. A callback does not get the folder of a checkpoint. It
-                          is not called on SIGTERM, and otherwise only after the push to the hub. But every checkpoint
-                          has the optimizer's state.
+    optimizer.pt          as an entry of the first param group, because every checkpoint to resume from has the
+                          optimizer's state. A callback cannot write a file of its own in time: it does not get the
+                          folder of the checkpoint, is called only after the push to the hub, and is not called at all
+                          on SIGTERM.
     trainer_state.json    if parameters are sharded (FSDP2). Loading a sharded optimizer's state drops entries that the
                           new optimizer does not have, or loads them on rank 0 only; every rank reads this file.
 """
@@ -34,9 +35,10 @@ class QuacKCallback(CallbackBase, TrainerCallback):
     attention: `paths=lambda model: logit_paths(model, batch)`. `quack` is the attached QuacK.
 
     Rates are relative to the weights at the start of `trainer.train()`. `trainer.train(resume_from_checkpoint=...)`
-    continues the rates of the saved run, bitwise. A checkpoint without them, made with `save_only_model` or without
-    this callback, triggers a warning, and rates start from tau at its weights, as they do when the same trainer trains
-    a second time. A model that QuacK cannot be attached to raises ValueError when training begins.
+    continues the rates of the saved run, bitwise. A checkpoint without QuacK's state, made with `save_only_model` or
+    without this callback, triggers a warning: rates are then relative to the weights of the checkpoint, and start at
+    tau. A second `trainer.train()` of the same trainer also starts at tau. A model that QuacK cannot be attached to
+    raises ValueError when training begins.
 
     The smallest and the largest rate are logged with the loss, as `quack/rate_min` and `quack/rate_max`, to the console
     and to `trainer.state.log_history`. The trackers of `report_to` do not get them: they are called before this

@@ -39,6 +39,9 @@ KINDS: dict[str, dict[str, type]] = {
     "schedule": {"constant": Constant, "cosine": Cosine, "wsd": WSD},
 }
 
+NEWER_OPTIONS = {"products": "logits", "together": "nothing", "threshold": 0.0}
+"""Options of methods that configurations of older versions do not have, with the values that change nothing."""
+
 MAX_THREADS = 1024
 """Upper limit of thread counts. A process cannot start a hundred times as many threads."""
 
@@ -66,7 +69,7 @@ class Training:
         validate_non_negative(grad_clip=self.grad_clip)
         validate(lambda seed: 0 <= seed < 2**63, "from 0 to 2^63 - 1", {"seed": self.seed})
         if "\0" in self.corpus:
-            raise UserError(f"--corpus {self.corpus!a} is no name of a folder")
+            raise UserError(f"--corpus {self.corpus!a} is not the name of a folder")
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,9 @@ def fingerprint(config: Config) -> str:
     plain = to_json(replace(config, watch=watch, machine=replace(config.machine, threads=None)))
     for part, name in (("watch", "async_save"), ("machine", "parallel"), ("machine", "recompute")):
         del plain[part][name]  # configurations of older versions do not have it
+    for name, default in NEWER_OPTIONS.items():
+        if plain["method"].get(name) == default:
+            del plain["method"][name]
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
 
 

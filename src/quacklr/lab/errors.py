@@ -87,7 +87,7 @@ def exit_code(command: str, call: Callable[[], int]) -> int:
         except BrokenPipeError:  # the reader of a pipe has closed it, as `head` does
             code = 1
         except (UserError, OSError) as error:
-            message = terminal.sentence(error) if isinstance(error, OSError) else error
+            message = terminal.os_error_message(error) if isinstance(error, OSError) else error
             print(f"{command}: {message}", file=sys.stderr)
             code = 2
     terminal.discard_unwritten()

@@ -1,28 +1,48 @@
 """Methods that control attention logits: QuacK, its alternatives, and none. One dataclass each.
 
-A method changes the model (`alter`), the optimizer steps (`attach`), or both. The training loop is the same for all
-methods: it builds the model, calls `alter`, builds the optimizers, calls `attach`, and saves the state of its result.
+A method changes the model (`alter`), the optimizer steps (`attach`), or both. Training is the same for all methods: it
+builds the model, calls `alter`, builds the optimizers, calls `attach`, and saves the state of what `attach` returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr import QKClip, QuacK, frobenius, spectral
+from quacklr import LogitPath, QKClip, QuacK, frobenius, logit_paths, spectral
 from quacklr.lab.errors import UserError, validate_non_negative, validate_positive
-from quacklr.lab.model import Attention, Decoder
+from quacklr.lab.model import Attention, Decoder, FeedForward
 from quacklr.lab.model.sigma import reparametrise
 from quacklr.lab.optim import Muon
 from quacklr.lab.optim.compositional import Composition, Factor
+from quacklr.util.modules import named_modules
 
 NORMS = {"frobenius": frobenius, "spectral": spectral}
-Attached = QuacK | QKClip
-"""A method with state between steps: `state_dict()` belongs in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class QuacKAndClip:
+    """QuacK and QK clip on the same optimizers. Attach the clip last: it then sees the steps that QuacK has scaled."""
+
+    quack: QuacK
+    clip: QKClip
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of both."""
+        return {"quack": self.quack.state_dict(), "clip": self.clip.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the states of both."""
+        self.quack.load_state_dict(state_dict["quack"])
+        self.clip.load_state_dict(state_dict["clip"])
+
+
+Attached = QuacK | QKClip | QuacKAndClip
+"""The result of `attach` for methods with hooks on the optimizers: its `state_dict()` belongs in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +62,16 @@ class Quack:
     """Lower bound of the norm of a block."""
     literal: bool = False
     """Algorithm 2 as printed, also with latent norms: dq and dkv get rates, though the norm removes their scale."""
+    products: Literal["logits", "values", "all"] = "logits"
+    """Which products have rates. logits: query . key; values: also value . output projection; all: also the MLP's."""
+    together: Literal["nothing", "qk-norm", "sigma-reparam"] = "nothing"
+    """A second method: QK norm, or Sigma-Reparam of all linear layers except those of queries and keys."""
 
     def __post_init__(self) -> None:
         validate_positive(tau=self.tau)
         validate_non_negative(floor=self.floor)
+        if self.products != "logits" and self.together != "nothing":
+            raise UserError(f"--products {self.products} and --together {self.together} are not implemented together")
 
 
 @dataclass(frozen=True)
@@ -65,9 +91,12 @@ class Budget:
 
     budget: float = 0.02
     """How much one step may change the logits of a head, in nats."""
+    threshold: float = 0.0
+    """QK clip as a second method, with this threshold; 0 for none."""
 
     def __post_init__(self) -> None:
         validate_positive(budget=self.budget)
+        validate_non_negative(threshold=self.threshold)
 
 
 @dataclass(frozen=True)
@@ -149,9 +178,8 @@ def alter(method: Method, model: Decoder) -> None:
     """Apply the method's change to the model; call it after the weights are initialised and before the optimizers."""
     attentions = model.attentions().values()
     match method:
-        case Quack(literal=True):
-            for attention in attentions:
-                attention.norms_cut = False
+        case Quack():
+            _alter_for_quack(method, model)
         case QKNorm() | AbsorbedQKNorm():
             for attention in attentions:
                 attention.add_qk_norm(model.shape.norm_eps, apart=isinstance(method, AbsorbedQKNorm))
@@ -159,11 +187,25 @@ def alter(method: Method, model: Decoder) -> None:
             for attention in attentions:
                 attention.cap = cap
         case SigmaReparametrised(scope):
-            in_logit = [attention.matrices()[role][0] for attention in attentions for role in attention.logit_roles]
-            for linear in in_logit if scope == "qk" else [m for m in model.modules() if isinstance(m, nn.Linear)]:
+            for linear in logit_linears(model) if scope == "qk" else linears(model):
                 reparametrise(linear)
         case _:
             pass
+
+
+def _alter_for_quack(method: Quack, model: Decoder) -> None:
+    """Set which paths the attentions declare, and apply the second method."""
+    normed = method.together == "qk-norm"
+    for attention in model.attentions().values():
+        attention.norms_cut = not method.literal and not normed
+        attention.values_have_rates = method.products != "logits"
+        if normed:
+            attention.add_qk_norm(model.shape.norm_eps)
+    if method.together == "sigma-reparam":
+        in_logit = set(logit_linears(model))
+        for linear in linears(model):
+            if linear not in in_logit:
+                reparametrise(linear)
 
 
 def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) -> Attached | None:
@@ -173,17 +215,19 @@ def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     """
     try:
         match method:
-            case Quack(tau, norm, floor, _):
-                return QuacK(model, optimizers, tau, norm=NORMS[norm], floor=floor)
+            case Quack(tau, norm, floor, products=products):
+                paths = [*logit_paths(model), *mlp_paths(model)] if products == "all" else model
+                return QuacK(paths, optimizers, tau, norm=NORMS[norm], floor=floor)
             case ConstantTau(tau):
                 return QuacK(model, optimizers, tau, adapt=False)
-            case Budget(budget):
-                return QuacK(model, optimizers, budget=budget)
+            case Budget(budget, threshold):
+                quack = QuacK(model, optimizers, budget=budget)
+                return QuacKAndClip(quack, QKClip(model, optimizers, threshold)) if threshold else quack
             case QKClipping(threshold):
                 return QKClip(model, optimizers, threshold)
             case CompositionalMuon(multiplier, damping, isotropic):
-                products = [product for attention in attentions_of(model) for product in factors(attention)]
-                muon_of(optimizers).compose(Composition(products, multiplier, damping, isotropic))
+                pairs = [pair for attention in attentions_of(model) for pair in factors(attention)]
+                muon_of(optimizers).compose(Composition(pairs, multiplier, damping, isotropic))
             case MuonSplit():
                 muon, attentions = muon_of(optimizers), attentions_of(model)
                 matrices = [m for attention in attentions for m in attention.matrices().values()]
@@ -191,6 +235,22 @@ def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     except ValueError as error:  # the message names the weight and the fix
         raise UserError(str(error)) from error
     return None
+
+
+def linears(model: nn.Module) -> list[nn.Linear]:
+    """All linear layers."""
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def logit_linears(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers that compute queries and keys."""
+    return [attention.matrices()[role][0] for attention in attentions_of(model) for role in attention.logit_roles]
+
+
+def mlp_paths(model: nn.Module) -> list[LogitPath]:
+    """The products of weights in every MLP, with weights named `<module>.<role>`."""
+    modules = [(name, module) for name, module in named_modules(model) if isinstance(module, FeedForward)]
+    return [path for name, module in modules for path in module.product_paths(name)]
 
 
 def muon_of(optimizers: Sequence[Optimizer]) -> Muon:
@@ -204,7 +264,7 @@ def attentions_of(model: nn.Module) -> list[Attention]:
 
 
 def factors(attention: Attention) -> Iterator[tuple[Factor, Factor]]:
-    """The products of an attention's weights. The heads of the output projection are among its columns."""
+    """The products of an attention's weights. In the output projection, a head is a range of columns, not of rows."""
     matrices = attention.matrices()
     for one, other in attention.product_roles:
         second = Factor(matrices[other][0].weight, matrices[other][1])
@@ -218,4 +278,5 @@ def factors(attention: Attention) -> Iterator[tuple[Factor, Factor]]:
 
 def rates(attached: Attached | None) -> dict[str, Tensor]:
     """Learning rates of the method, relative to the base rate: weight name -> one rate per block."""
-    return attached.rates() if isinstance(attached, QuacK) else {}
+    quack = attached.quack if isinstance(attached, QuacKAndClip) else attached
+    return quack.rates() if isinstance(quack, QuacK) else {}

@@ -13,21 +13,21 @@ from torch import Tensor
 from quacklr.logits.logits import MASKED, Logits
 
 KEPT = 2**20  # logits of one attention that are kept for the next measurement: 4 MB
-NEGLIGIBLE = -1e4  # a logit this far below the largest has a share of 0 in float32
+NEGLIGIBLE = -1e4  # a logit this far below the largest has probability 0 in float32
 
 
 class StatsAccumulator:
     """Sums from which the statistics of one rank, or of many, are computed; and the logits to keep.
 
     `before_BHIJ`: the logits that the last measurement kept. Without them, or if their shape differs, the change is
-    NaN.
+    NaN. `see_one_H` and `see_two_H`: the numbers of queries that see at least one key, and at least two.
     """
 
     def __init__(self, logits: Logits, before_BHIJ: Tensor | None) -> None:
         batch, heads, device = logits.batch, logits.heads, logits.device
         self.keys = logits.keys
         self.max_H = torch.full((heads,), -torch.inf, device=device)
-        self.compared_H, self.entropy_H, self.seeing_H, self.choosing_H = torch.zeros(4, heads, device=device)
+        self.compared_H, self.entropy_H, self.see_one_H, self.see_two_H = torch.zeros(4, heads, device=device)
         self.first_BH = torch.full((batch, heads), self.keys, device=device)
         self.sink_BH, self.learned_H = torch.zeros(batch, heads, device=device), torch.zeros(heads, device=device)
         self.sampled, self.stride = evenly_spaced(logits)
@@ -43,7 +43,7 @@ class StatsAccumulator:
     def sums(self) -> Tensor:
         """(6, heads): sum and count of |changes|, of entropies, and of sink shares."""
         sink_H = self.sink_BH.sum(0) + self.learned_H
-        return torch.stack([self.change_H, self.compared_H, self.entropy_H, self.seeing_H, sink_H, self.choosing_H])
+        return torch.stack([self.change_H, self.compared_H, self.entropy_H, self.see_one_H, sink_H, self.see_two_H])
 
     def _keep(
         self, sequences: slice, queries: slice, logit_BHIJ: Tensor, visible_BHIJ: Tensor, before_BHIJ: Tensor | None
@@ -71,7 +71,7 @@ class StatsAccumulator:
         max_BHI = logit_BHIJ[..., : self.keys].amax(-1)
         self.max_H = torch.maximum(self.max_H, max_BHI.amax((0, 2)))
         count_BHI = visible_BHIJ[..., : self.keys].sum(-1).expand_as(max_BHI)
-        seeing_BHI, choosing_BHI = count_BHI > 0, count_BHI > 1
+        see_one_BHI, see_two_BHI = count_BHI > 0, count_BHI > 1
         first_BH = self._first_visible(sequences, visible_BHIJ[..., : self.keys])
 
         max_BHI = max_BHI if logit_BHIJ.shape[-1] <= self.keys else logit_BHIJ.amax(-1)
@@ -82,11 +82,11 @@ class StatsAccumulator:
         sink_BHI = share_BHIJ.gather(-1, index_BHI1)[..., 0]
         learned_BHI = share_BHIJ[..., self.keys :].sum(-1)
 
-        self.seeing_H += seeing_BHI.sum((0, 2))
-        self.choosing_H += choosing_BHI.sum((0, 2))
-        self.entropy_H += entropy_BHI.where(seeing_BHI, 0).sum((0, 2))
-        self.sink_BH[sequences] += sink_BHI.where(choosing_BHI, 0).sum(2)
-        self.learned_H += learned_BHI.where(choosing_BHI, 0).sum((0, 2))
+        self.see_one_H += see_one_BHI.sum((0, 2))
+        self.see_two_H += see_two_BHI.sum((0, 2))
+        self.entropy_H += entropy_BHI.where(see_one_BHI, 0).sum((0, 2))
+        self.sink_BH[sequences] += sink_BHI.where(see_two_BHI, 0).sum(2)
+        self.learned_H += learned_BHI.where(see_two_BHI, 0).sum((0, 2))
 
     def _first_visible(self, sequences: slice, visible_BHIJ: Tensor) -> Tensor:
         """The first key of each sequence that is visible to any query so far.

@@ -41,16 +41,16 @@ _attached: WeakSet[QKClip] = WeakSet()
 
 UNSEEN = f"QK clip saw no attention logits in training mode before this step, so it cannot clip: {SUPPORTED}"
 ALONE = (
-    "QK clip was given a model that is neither DistributedDataParallel nor sharded, though there are several ranks: it "
-    "would take this rank's largest logits for all, and replicas would drift apart; wrap the model first, then pass it"
+    "QK clip was given a model that is neither DistributedDataParallel nor sharded, but there are several ranks: each "
+    "rank would clip by its own largest logits, and replicas would become different; wrap the model first, then pass it"
 )
 SPENT = (
     "QK clip saw no training forward since the last step, so it does not clip: is the model in eval mode, or was "
     "optimizer.step() called twice?"
 )
 STUCK = (
-    "QK clip cannot scale all terms of the logits of {}: every weight of some term is frozen, as under LoRA, or "
-    "serves all heads"
+    "QK clip cannot scale all terms of the logits of {}: every weight of some term is frozen, as under LoRA, or is "
+    "shared by all heads"
 )
 
 
@@ -61,7 +61,7 @@ class QKClip:
 
     The largest logit of each head is taken over all training forwards since the last step: all micro-batches, all ranks
     of DistributedDataParallel or FSDP2. For this, all logits are computed a second time, except for flex attention on
-    CUDA, whose kernel returns the maxima. Heads whose largest logit is not above the threshold, negative ones included,
+    CUDA, whose kernel returns the maxima. Heads whose largest logit is not above the threshold (it may be negative)
     stay bitwise as they are. Forwards in eval mode or without gradients do not count. The attention modules of a
     compiled model run uncompiled. Frozen weights are not scaled. There is no device synchronisation, unless a model
     computes its logits without a fused kernel.
@@ -197,7 +197,10 @@ class QKClip:
             warnings.warn(f"QK clip saw no logits of {', '.join(missing)}, so they are not clipped", stacklevel=5)
 
     def max_logits(self) -> dict[str, Tensor]:
-        """For each attention module the (heads,) largest logits since the last step; after a step, those before it."""
+        """For each attention module, (heads,): the largest logits since the last step.
+
+        Between a step and the next training forward, these are the logits that the step used.
+        """
         return dict(self._maxima[self.optimizers[0]])
 
     def state_dict(self) -> dict[str, Any]:

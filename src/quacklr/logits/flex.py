@@ -125,7 +125,7 @@ def report_maxima(references: list[Reference], on_max: Callable[[Tensor], None],
 
 
 def with_maxima(function: Callable[..., Any], on_max: Callable[[Tensor], None], pause: Pause) -> Callable[..., Any]:
-    """Flex attention that also requests the largest logits; the call in `pause()` may be compiled."""
+    """Flex attention that also requests the largest logits. It is called in `pause()`, where it may be compiled."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     def attend(

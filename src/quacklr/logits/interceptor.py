@@ -23,10 +23,10 @@ from quacklr.logits.provenance import ProvenanceTracker
 from quacklr.util.torch_functions import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened, tensors_in
 
 SUPPORTED = (
-    "seen are scaled_dot_product_attention, flex attention, torch.nn.MultiheadAttention, and a softmax over the last "
-    "dimension of products of queries and keys. A model may have no softmax attention (Mamba, RWKV, linear attention): "
-    "then there are no logits. A kernel with a name of its own, such as flash attention, is not seen: switch the model "
-    "to sdpa or eager"
+    "these are seen: scaled_dot_product_attention, flex attention, torch.nn.MultiheadAttention, and a softmax over the "
+    "last dimension of products of queries and keys. If the model has no softmax attention (Mamba, RWKV, linear "
+    "attention), there are no logits. Other kernels, such as flash attention, are not seen: switch the model to sdpa "
+    "or eager"
 )
 OrderOf = Callable[[Sequence[Tensor], int | None], HeadOrder]
 

@@ -142,7 +142,7 @@ class QKLogits(Logits):
         return self._mask(logit_BHIJ, sequences, queries)
 
     def visible(self, sequences: slice, queries: slice, chunk_BHIJ: Tensor) -> Tensor:
-        """Computed from the masks; flex attention's mask is read off the logits."""
+        """Computed from the masks; for flex attention, from the logits, which are -inf where masked."""
         if self.score_mod is not None:
             return chunk_BHIJ > -torch.inf
         return self._mask(torch.zeros(1, 1, *chunk_BHIJ.shape[2:], device=self.device), sequences, queries) > -torch.inf

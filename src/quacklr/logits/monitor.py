@@ -28,7 +28,7 @@ from quacklr.logits.capture import capture_logits
 from quacklr.logits.head_order import HeadOrders
 from quacklr.logits.interceptor import SUPPORTED
 from quacklr.logits.logits import Logits
-from quacklr.util.modules import named_modules, own_buffers, run, undisturbed, unwrapped
+from quacklr.util.modules import copied_buffers, named_modules, run, undisturbed, unwrapped
 
 HEAD_COUNTS = ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads")
 DIFFERENT = "the ranks ran different attentions, so their statistics cannot be combined; give all the same probe."
@@ -85,7 +85,7 @@ class LogitMonitor:
 
         model = unwrapped(self.model)
         capturing = capture_logits(model, on_logits, self._heads, self._orders)
-        with undisturbed(model), own_buffers(model), resharded(model), capturing:
+        with undisturbed(model), copied_buffers(model), resharded(model), capturing:
             run(model, self.probe)
         groups = groups_of(self.model)
         shapes = [(name, len(stats.max_H)) for name, stats in found.items()]
@@ -123,6 +123,6 @@ def reduced(found: list[StatsAccumulator], groups: Groups) -> list[LogitStats]:
     maxima = all_reduce_max([stats.max_H for stats in found], groups)
     sums = all_reduce_sum([stats.sums() for stats in found], groups)
     return [
-        LogitStats(max_H, change_H / compared_H, entropy_H / seeing_H, sink_H / choosing_H)
-        for max_H, (change_H, compared_H, entropy_H, seeing_H, sink_H, choosing_H) in zip(maxima, sums, strict=True)
+        LogitStats(max_H, change_H / compared_H, entropy_H / see_one_H, sink_H / see_two_H)
+        for max_H, (change_H, compared_H, entropy_H, see_one_H, sink_H, see_two_H) in zip(maxima, sums, strict=True)
     ]

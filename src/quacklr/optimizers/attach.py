@@ -1,7 +1,8 @@
 """Which optimizers QuacK accepts: those whose step is linear in lr, since then a scaled step is a scaled lr.
 
-The hooks must be on the object whose `step` moves the weights, so the optimizers inside a wrapper are looked up.
-`linearity.probe` measures whether a step is linear in lr; torch's own optimizers are not measured, but listed.
+The hooks must be on the object whose `step` moves the weights, so for a wrapper the optimizers inside it are found.
+`linearity.probe` measures whether a step is linear in lr. torch's own optimizers are not measured: KNOWN_LINEAR and
+NOT_LINEAR list them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ USE_ANOTHER = (
 )
 SCHEDULE_FREE = f"Schedule-free training works by a wrapper, ScheduleFreeWrapper(SGD(...)). {USE_ANOTHER}"
 BY_HAND = (
-    "QuacK scales what {0}.step does, so call that, with a closure: first_step and second_step run no hooks when they "
-    "are called by hand, and what they do is not scaled"
+    "QuacK scales the steps that {0}.step takes, so call step(closure). If you call first_step and second_step "
+    "yourself, no hooks run, and the steps are not scaled"
 )
 
 
@@ -163,7 +164,7 @@ def _warning(name: str, found: Linearity | str, schedule_free: bool = False) -> 
 
 
 def _not_linear(name: str, reason: str, way_out: str = USE_ANOTHER) -> ValueError:
-    return ValueError(f"{name} is not linear in lr ({reason}), so it has no learning rate a head. {way_out}")
+    return ValueError(f"{name} is not linear in lr ({reason}), so it cannot have a learning rate per head. {way_out}")
 
 
 def is_idle(optimizer: Optimizer) -> bool:

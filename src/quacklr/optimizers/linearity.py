@@ -1,9 +1,9 @@
 """Whether scaling an optimizer's step is the same as scaling its lr, measured on scratch copies of the optimizer.
 
 Two copies take the same steps. One has lr * rate in its param groups. The other has lr, and its step is scaled as QuacK
-scales it, to old + rate * (new - old). The rate is constant at first, then it changes with every step, and at last the
-step count is set to a million. The two trajectories are equal if the update is linear in lr and the optimizer's state
-holds neither a copy of the weights nor lr.
+scales it, to old + rate * (new - old). In the first steps the rate is constant, then it changes with every step. Before
+the last steps a million is added to the step count. The two trajectories are equal if the update is linear in lr and
+the optimizer's state holds neither a copy of the weights nor lr.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Linearity(NamedTuple):
     Attributes:
         constant: with a constant rate.
         changing: with a rate that changes with every step.
-        late: at a step count of a million.
+        late: at a step count of about a million.
         reads_lr: whether a change of lr changes the steps.
     """
 
@@ -81,7 +81,7 @@ def _probe(given: Any, only: set[int] | None, inside: bool) -> Linearity | str:
             return _measure(partial(Scratch, given, only, way, mixed, dtype), take_step, inside, until)
         except ProbeError as error:
             reasons.insert(0, str(error))
-        except Exception as error:  # of any kind: this is other people's code
+        except Exception as error:  # the code of an optimizer can raise any error
             reasons.append(f"{type(error).__name__}: {error}")
     return reasons[0]
 

@@ -39,7 +39,8 @@ NO_GRADIENT = (
 class StepCheck:
     """Raises RuntimeError if no weight on a path is stepped, and warns once if only some are.
 
-    `linear` is whether the optimizers were found to be linear in lr. If not, it also warns of copies of the weights.
+    `linear`: whether QuacK has tested that the optimizers are linear in lr. With a budget it has not; then this class
+    also warns of copies of the weights in their state.
     """
 
     def __init__(

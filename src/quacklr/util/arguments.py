@@ -34,5 +34,5 @@ def unusable_argument(argv: Sequence[str]) -> str | None:
         try:
             argument.encode()
         except UnicodeEncodeError:
-            return f"{option} is no text in UTF-8: {argument!a}"
+            return f"{option} is not valid UTF-8: {argument!a}"
     return None

@@ -10,7 +10,7 @@ import torch
 
 
 def without_autocast(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
-    """The function, with autocast switched off: under float16 the products of a small or large step are 0 or inf."""
+    """The function with autocast disabled: in float16, products of a small or large step would be 0 or inf."""
 
     @wraps(function)
     def call(*args: Any) -> None:

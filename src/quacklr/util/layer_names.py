@@ -20,7 +20,10 @@ def pattern(names: Sequence[str]) -> str:
 
 
 def _boxes(tuples: Iterable[Numbers]) -> list[tuple[Numbers, ...]]:
-    """Products of sets of numbers whose union is the given tuples; first numbers with equal rests are merged."""
+    """The given tuples as a union of boxes. A box has a tuple of numbers for each position, and all combinations.
+
+    First numbers that are followed by the same tuples are in one box.
+    """
     rest: dict[int, set[Numbers]] = {}
     for numbers in sorted(tuples):
         if not numbers:

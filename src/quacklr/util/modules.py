@@ -148,8 +148,8 @@ def run(model: nn.Module, probe: Any) -> Any:
 
 
 @contextmanager
-def own_buffers(model: nn.Module) -> Iterator[None]:
-    """While entered, the model has copies of its buffers, so that writes to them (caches, counters) are lost."""
+def copied_buffers(model: nn.Module) -> Iterator[None]:
+    """While entered, the model has copies of its buffers, so that writes (caches, counters) do not change its own."""
     kept = [(module, dict(module._buffers)) for module in model.modules()]
     try:
         for module, buffers in kept:
@@ -162,7 +162,7 @@ def own_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def own_attributes(module: nn.Module) -> Iterator[None]:
+def restored_attributes(module: nn.Module) -> Iterator[None]:
     """On exit, restore every attribute and submodule of the module and of the modules in it."""
     kept = [(each, dict(vars(each)), dict(each._modules)) for each in module.modules()]
     try:

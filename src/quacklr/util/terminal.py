@@ -75,7 +75,7 @@ def open_missing() -> None:
             setattr(sys, name, open(descriptor, mode, errors="backslashreplace", closefd=False))  # noqa: SIM115
 
 
-def answer(text: str) -> None:
+def print_result(text: str) -> None:
     """Print the result of a command; OSError if it cannot be written."""
     try:
         print(text, flush=True)
@@ -83,7 +83,7 @@ def answer(text: str) -> None:
         raise OSError(error.errno, error.strerror, "stdout") from error
 
 
-def sentence(error: OSError) -> str:
+def os_error_message(error: OSError) -> str:
     """The message of an OSError, with the name of the file, shortened if it is long."""
     reason, name = error.strerror or str(error), str(error.filename or "")
     return f"cannot read or write {name if len(name) < 200 else f'{name[:100]}...'}: {reason}" if name else reason

@@ -77,11 +77,11 @@ def bound(args: Sequence[Any], kwargs: dict[str, Any], *names: str) -> list[Any]
 
 
 def copied(given: Any, recorded: Any = None, deep: bool = False) -> Any:
-    """A copy of the arguments of a call, with copies of its floating point tensors, or of those of `recorded`.
+    """The arguments of a call with copies of its floating point tensors. `recorded`: arguments to copy these from.
 
     Tensors in tuples, lists and dicts are copied too. A tensor that occurs twice is copied once, and views of one
     tensor become views of one copy. Everything else is shared; with `deep`, other objects (caches of keys and values)
-    are copied too, and those that cannot be copied are left out (None).
+    are copied too, and those that cannot be copied become None.
     """
     return _Copies(given if recorded is None else recorded, deep).of(given, given if recorded is None else recorded)
 

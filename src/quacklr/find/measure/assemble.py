@@ -103,7 +103,7 @@ class Assembly:
         for i, rows in enumerate(zip(*chains, strict=True)):
             projection, masks = rows[0].projection, [row.mask for row in rows]
             read = self._read(projection.weight, masks)
-            if read is None:  # the logit does not depend on the scale of this weight, or of those behind it
+            if read is None:  # the logit does not depend on the scale of this weight, or of earlier ones
                 break
             bias = None
             if projection.bias is not None:

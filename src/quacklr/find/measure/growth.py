@@ -4,11 +4,11 @@ The bound needs a query that is Lipschitz in its projection, and a logit that is
 of the weights changes the logit, up to a constant, no more than if it were linear. A second forward pass, with all
 leaves SCALE times as large, tests this: a linear function keeps its slope, a square has a SCALE times larger slope.
 
-    softplus, GELU, SiLU, ELU of a query     slopes stay      on the path
-    a gate, sigmoid(g) * q                   slopes of q stay q is on the path, g is not
-    q * q, q * g, silu(g) * q                slopes grow      cannot be written as a path
-    tanh(q)                                  slopes vanish    on no path: the logit is bounded
-    a cap of the logit, 30 tanh(z / 30)      slopes vanish    its queries and keys are on the path
+    softplus, GELU, SiLU, ELU of a query     slopes stay         on the path
+    a gate, sigmoid(g) * q                   slopes of q stay    q is on the path, g is not
+    q * q, q * g, silu(g) * q                slopes grow         cannot be written as a path
+    tanh(q)                                  slopes vanish       on no path: the logit is bounded
+    a cap of the logit, 30 tanh(z / 30)      slopes vanish       its queries and keys are on the path
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ THRESHOLD = SCALE**0.5  # a slope that changes by a smaller factor counts as unc
 MOST_ROWS = 0.75  # tanh at a SCALE times larger input is flat in all rows but a few whose input was near 0
 
 
-class Change(Enum):
+class SlopeChange(Enum):
     """How a slope changes at a larger scale."""
 
     STAYS = auto()
@@ -70,7 +70,7 @@ class Slope:
             return gradient.abs().mean()
         return numbered[self.at].gradient_per_row(gradient, Tensor.mean)
 
-    def change(self, before: Tensor, after: Tensor) -> Change:
+    def change(self, before: Tensor, after: Tensor) -> SlopeChange:
         """How the slope changes from a forward pass to the one at the larger scale.
 
         The slope of a capped logit, or of a gated projection, may become small: it counts as STAYS. Other slopes that
@@ -78,9 +78,9 @@ class Slope:
         saturates, but not in a few rows, by chance. Slopes that vanish only in some rows have no path: GROWS.
         """
         if before.shape != after.shape or not after.isfinite().all() or (after > THRESHOLD * before).any():
-            return Change.GROWS
+            return SlopeChange.GROWS
         before, after = before[before > 0], after[before > 0]
         vanishing, saturated = THRESHOLD * after < before, SCALE**1.5 * after < before
         if self.part == "logits" or self.linear or not vanishing.any():
-            return Change.STAYS
-        return Change.VANISHES if vanishing.all() or saturated.float().mean() > MOST_ROWS else Change.GROWS
+            return SlopeChange.STAYS
+        return SlopeChange.VANISHES if vanishing.all() or saturated.float().mean() > MOST_ROWS else SlopeChange.GROWS

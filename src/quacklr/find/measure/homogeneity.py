@@ -1,8 +1,8 @@
 """Finds the projections that a query or a key is linear in, and those whose scale a norm removes.
 
 By Euler's theorem, the sum of y * df/dy is f where f is linear in y, and 0 where y is normed. This sum is the share of
-projection y in f. Shares are computed for the projections that make the queries and the keys, and then for the earlier
-projections behind each one that has a share.
+projection y in f. Shares are computed for the projections that make the queries and the keys; then, for each projection
+with a share, for the earlier projections that its input is computed from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from quacklr.find.measure.growth import Change, Slope
+from quacklr.find.measure.growth import Slope, SlopeChange
 from quacklr.find.measure.records import Attention, Factor, Projection
 from quacklr.util.autograd import gradients
 
@@ -27,7 +27,7 @@ class Homogeneity:
 
     `contributing` maps a query, a key or a projection to the projections with a share in it. `cut` are projections with
     a gradient, but no share. `bounded` are those that change a logit by no more than some bound. `partial` are those
-    whose input has other terms besides the contributing projections behind them.
+    whose input has other terms besides the contributing projections.
     """
 
     PASSES = 4  # random directions
@@ -40,7 +40,7 @@ class Homogeneity:
         made_of: Mapping[Factor, list[Projection]],
         cotangents: Mapping[Factor, list[Tensor]],
         projections: Mapping[int, Projection],
-        changes: Mapping[Slope, Change],
+        changes: Mapping[Slope, SlopeChange],
     ) -> None:
         self.projections, self.call, self.changes = projections, attention.call, changes
         self.number = attention.products[0].number
@@ -65,7 +65,7 @@ class Homogeneity:
         while waiting:
             projection = waiting.pop()
             if projection not in self.contributing:
-                self.contributing[projection] = self._behind(projection)
+                self.contributing[projection] = self._of_projection(projection)
                 waiting += self.contributing[projection]
         on_paths = set(self.on_paths)
         self.cut = {p: None for p in self.cut if p not in on_paths}
@@ -101,7 +101,7 @@ class Homogeneity:
 
         Gates are projections that multiply another one. Learned tensors, such as a temperature, count as gates here.
         """
-        bounded = [p for p in found if self.changes.get(replace(slope, at=p.number)) is Change.VANISHES]
+        bounded = [p for p in found if self.changes.get(replace(slope, at=p.number)) is SlopeChange.VANISHES]
         self.bounded += bounded
         found = [p for p in found if p not in bounded]
         if not found:
@@ -120,13 +120,13 @@ class Homogeneity:
             self.disproportionate = True  # a function of several projections that is not a function of their sum
         curved = [p for p in kept if any(by.output is not None for by in nonlinear_in[p])]
         for each in [replace(slope, at=p.number, linear=p in linear) for p in curved]:
-            self.disproportionate |= self.changes.get(each) is Change.GROWS
+            self.disproportionate |= self.changes.get(each) is SlopeChange.GROWS
             if each not in self.changes:
                 self.unknown.append(each)
         return kept
 
-    def _behind(self, projection: Projection) -> list[Projection]:
-        """The earlier projections in the same call of the attention module that have a share in a projection."""
+    def _of_projection(self, projection: Projection) -> list[Projection]:
+        """The earlier projections in the same call of the attention module with a share in a projection."""
         earlier = self._earlier(projection)
         if not earlier or projection.output is None or projection.input is None:
             return []

@@ -2,7 +2,7 @@
 
 The only requirement is that the model runs. For each attention that a Tape records, these are found: the rows of each
 projection that make the query and the key of each head; which of them are multiplied with each other (in MLA only some
-are); the earlier projections behind them in the same module (MLA's latents); and where a norm removes their scale.
+are); the earlier projections in the same module that they read (MLA's latents); and where a norm removes their scale.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quacklr.find.measure.growth import SCALE, Change, Slope
+from quacklr.find.measure.growth import SCALE, Slope, SlopeChange
 from quacklr.find.measure.records import Attention, Projection
 from quacklr.find.measure.tape import Tape
 from quacklr.find.measure.terms import Chain, TermFinder
 from quacklr.util.autograd import leaves_of
 from quacklr.util.module_stack import module_stack
-from quacklr.util.modules import own_attributes, own_buffers, run, run_uncompiled, undisturbed, unwrapped
+from quacklr.util.modules import copied_buffers, restored_attributes, run, run_uncompiled, undisturbed, unwrapped
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 SMALL = 2**16  # entries: in a larger parameter, only the first row is searched for zeros
@@ -53,9 +53,9 @@ class Measurement:
 def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
     """A measurement of the model in eval mode, with random numbers for activations and for zeros of its parameters.
 
-    The zeros are restored at the end of the context, so that derivatives can be taken until then; all else of the model
-    is restored before. A model that fails on random numbers (it may repeat an operation a predicted number of times) is
-    run on its own activations.
+    The zeros are restored when the context ends, so that derivatives can be taken inside it; everything else in the
+    model is restored before the context begins. If the model fails on random activations (for example, because it
+    computes the number of iterations of a loop from them), it is run on its own activations.
     """
     model = unwrapped(model)
     for random, filled in ((True, True), (False, True), (False, False)):
@@ -74,10 +74,10 @@ def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
 
 
 def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
-    """One forward pass; more for operations on logits, nonlinear logits, or a model that is itself the attention."""
+    """One forward pass; several for operations on logits, for nonlinear logits, or if the model is the attention."""
     not_replaced: set[int] = set()
     options = {"random": random, "not_replaced": not_replaced, "root_attends": False}
-    changes: dict[Slope, Change] = {}
+    changes: dict[Slope, SlopeChange] = {}
     while True:
         tape, measurement, unknown = _observe(model, sample, changes, options)
         if not tape.on_logits <= not_replaced:
@@ -87,13 +87,13 @@ def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
         else:
             found = _changes(model, sample, unknown, options) if unknown else {}
             changes |= found
-            if set(found.values()) <= {Change.STAYS}:
+            if set(found.values()) <= {SlopeChange.STAYS}:
                 measurement.idle.update(id(leaf) for weight in tape.idle for leaf in (weight, *leaves_of(weight)))
                 return measurement
 
 
 def _observe(
-    model: nn.Module, sample: Any, changes: dict[Slope, Change], options: dict[str, Any]
+    model: nn.Module, sample: Any, changes: dict[Slope, SlopeChange], options: dict[str, Any]
 ) -> tuple[Tape, Measurement, dict[Slope, Tensor]]:
     """One forward pass: its tape, its attentions, and the slopes whose change at a larger scale must be measured."""
     measurement, unknown = Measurement(), dict[Slope, Tensor]()
@@ -110,9 +110,9 @@ def _observe(
 
 def _changes(
     model: nn.Module, sample: Any, slopes: dict[Slope, Tensor], options: dict[str, Any]
-) -> dict[Slope, Change]:
+) -> dict[Slope, SlopeChange]:
     """How slopes change in a forward pass at a larger scale. One that cannot be measured there counts as growing."""
-    found: dict[Slope, Change] = dict.fromkeys(slopes, Change.GROWS)
+    found: dict[Slope, SlopeChange] = dict.fromkeys(slopes, SlopeChange.GROWS)
 
     def on_attention(attention: Attention, tape: Tape) -> None:
         for slope, before in slopes.items():
@@ -128,8 +128,8 @@ def _run(model: nn.Module, sample: Any, on_attention: Callable[[Attention, Tape]
     """One forward pass with a tape."""
     with (
         undisturbed(model),
-        own_buffers(model),
-        own_attributes(model),
+        copied_buffers(model),
+        restored_attributes(model),
         torch.enable_grad(),
         run_uncompiled(),
         module_stack(model) as running,
@@ -143,7 +143,7 @@ def _run(model: nn.Module, sample: Any, on_attention: Callable[[Attention, Tape]
 def no_zeros(model: nn.Module) -> Iterator[None]:
     """The model with random numbers for the zeros of its parameters; afterwards they are zero again.
 
-    A weight that is initialised to zero, or to the identity, would hide the projections behind it.
+    A weight that is initialised to zero, or to the identity, would hide the projections before it.
     """
     kept = [(parameter, parameter.data) for parameter in model.parameters() if _has_zeros(parameter)]
     try:

@@ -46,7 +46,8 @@ from quacklr.util.torch_functions import (
 
 CLAMP: set[Any] = {torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip, Tensor.clip_}
 BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias")
-LIKE: set[Any] = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as}  # of a weight
+LIKE: set[Any] = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as}
+"""Functions that take the dtype or the shape of a second tensor. Applied to a weight, the result is still a weight."""
 
 
 class Tape(TorchFunctionMode):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quacklr.find.measure.growth import Change, Slope
+from quacklr.find.measure.growth import Slope, SlopeChange
 from quacklr.find.measure.homogeneity import Homogeneity
 from quacklr.find.measure.mixing import Heads, are_mixed
 from quacklr.find.measure.records import Attention, Factor, Product, Projection, RowMask, recorded_in
@@ -24,8 +24,8 @@ NOT_LINEAR = (
 )
 NOT_FINITE = "its derivatives are not finite"
 SPARSE = (
-    "entries of its queries or keys have no gradient here and there, as behind a ReLU, so which rows they are made of "
-    "may not all be seen; if you know its paths, declare them in a method logit_paths() of the module"
+    "some entries of its queries or keys have no gradient, as after a ReLU, so the measurement may miss rows that they "
+    "are made of; if you know its paths, declare them in a method logit_paths() of the module"
 )
 
 
@@ -37,7 +37,7 @@ class TermFinder:
     """
 
     def __init__(
-        self, attention: Attention, projections: dict[int, Projection], changes: Mapping[Slope, Change]
+        self, attention: Attention, projections: dict[int, Projection], changes: Mapping[Slope, SlopeChange]
     ) -> None:
         self.attention, self.projections = attention, projections
         self.logits, self.products = attention.logits, attention.products
@@ -54,7 +54,7 @@ class TermFinder:
         self.mixed = False
         self.terms = self._terms()
         curved = [] if attention.fused or not self._is_curved() else [Slope("logits", p.number) for p in self.products]
-        self.grows = any(changes.get(slope) is Change.GROWS for slope in curved)
+        self.grows = any(changes.get(slope) is SlopeChange.GROWS for slope in curved)
         self.unknown = [*self.homogeneity.unknown, *(slope for slope in curved if slope not in changes)]
 
     def problem(self) -> str:
@@ -162,7 +162,7 @@ class TermFinder:
     def _cotangents(self, product: Product, cotangent: Tensor) -> dict[Factor, Tensor]:
         """Random cotangents for the query and the key, at the entries that a cotangent of their product reaches.
 
-        They are not the gradients themselves, which are zero where the other factor is zero, as behind a ReLU.
+        They are not the gradients themselves, which are zero where the other factor is zero, as after a ReLU.
         """
         q, k = product.q, product.k
         found: dict[Factor, Tensor] = {}
@@ -216,12 +216,12 @@ class TermFinder:
         return list(self._continued(first, at)) if at is not None and at.any() else []
 
     def _continued(self, projection: Projection, gradient: Tensor) -> Iterator[Chain]:
-        """The chains of a projection and those behind it; and the projection alone, if it also has another input."""
+        """The chains from a projection to earlier ones; also the projection alone, if it has another input as well."""
         rows = projection.rows_with(gradient)
-        behind = self.homogeneity.contributing.get(projection, [])
-        leaves = [earlier.leaf for earlier in behind]
+        contributing = self.homogeneity.contributing.get(projection, [])
+        leaves = [earlier.leaf for earlier in contributing]
         at = gradients(projection.output, leaves, gradient) if projection.output is not None else ()
-        longer = [(earlier, g) for earlier, g in zip(behind, at, strict=True) if g is not None and g.any()]
+        longer = [(earlier, g) for earlier, g in zip(contributing, at, strict=True) if g is not None and g.any()]
         if not longer or projection in self.homogeneity.partial:
             yield (rows,)
         for earlier, at_earlier in longer:

@@ -1,7 +1,7 @@
 """The rule for attention whose queries and keys are rows of one parameter. The class determines the layout of the rows.
 
-concat     [q | k | v]              heads, then groups, then groups
-per head   [h, 3, d]                each head's q, k, v together
+concat     [q | k | v]              the queries of all heads, then all keys, then all values
+per head   [h, 3, d]                each head's query, key and value together
 grouped    [g, r + 2, d]            each group's r queries, then its key and value
 """
 
@@ -142,8 +142,8 @@ def _paths(module: nn.Module, known: FusedClass, terms: list[ProjectionWeight]) 
     if not heads or rows % (heads + 2 * groups):
         raise UnreadableError(f"{heads} heads and {groups} groups do not divide {rows} rows")
     d = rows // (heads + 2 * groups)
-    if (said := int_attributes(module, HEAD_SIZE)) and d not in said:
-        raise UnreadableError(f"{rows} rows make heads of {d}, but it says {said[0]}")
+    if (sizes := int_attributes(module, HEAD_SIZE)) and d not in sizes:
+        raise UnreadableError(f"{rows} rows make heads of {d}, but it says {sizes[0]}")
     if not known.package:
         validate_consecutive_rows(module, {heads, groups}, {d})
     segments, repeat = layout(heads, groups, d)

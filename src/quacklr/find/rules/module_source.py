@@ -146,7 +146,7 @@ def validate_parts(module: nn.Module, known: Iterable[str], projections: str) ->
     package = type(module).__module__.partition(".")[0]
     expected = {*known, *HARMLESS, *HARMLESS_IN_PACKAGE.get(package, ())}
     if unexpected := [name for name in parts if name not in expected]:
-        raise UnreadableError(f"beside {projections} it has {', '.join(unexpected)}")
+        raise UnreadableError(f"besides {projections} it has {', '.join(unexpected)}")
 
 
 def has_weights(module: nn.Module) -> bool:

@@ -53,12 +53,12 @@ def _read(module: nn.Module, names: tuple[str, str], projections: Sequence[Any])
     if not calls_attention(module):
         if LINEAR_ATTENTION.search(type(module).__name__):
             return Finding(reason=NO_SOFTMAX)
-        raise UnreadableError("it shows no softmax")
+        raise UnreadableError("its source shows no softmax")
     both = " and ".join(names)
     if not is_trusted(module):
         validate_product(module)
         if any(isinstance(each, nn.Parameter) for each in projections):
-            raise UnreadableError(f"{both} are parameters: which of their dimensions has the rows is not read")
+            raise UnreadableError(f"{both} are parameters, and it is not known which of their dimensions has the rows")
     if has_qk_norm(module):
         return Finding(reason=QK_NORM)
     validate_parts(module, (*names, *_input_norms(module), CONTAINER), both)
@@ -73,7 +73,7 @@ def _paths(module: nn.Module, q: list[ProjectionWeight], k: list[ProjectionWeigh
     heads, groups, d = head_sizes(module, q[0].rows // 2 if gated else q[0].rows, k[0].rows)
     tiled = "repeat" in names_used(module) and "repeat_kv" not in names_used(module)  # the latter is transformers'
     if 1 < groups < heads and (hasattr(module, "to_q") or tiled):
-        raise UnreadableError("it may repeat keys for groups of heads, or groups of keys for heads")
+        raise UnreadableError("it may repeat each key for consecutive heads, or all keys one after another")
     if not is_trusted(module):
         validate_consecutive_rows(module, {heads, groups}, {d})
     q_rows: list[Segment] = [("q", 1, d), (None, 1, d)] if gated else [("q", heads, d)]

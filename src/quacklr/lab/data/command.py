@@ -93,7 +93,7 @@ def _run(options: Options) -> None:
         _verify(options, options.verify)
         return
     if options.out is None:
-        raise UserError(f"where to? Give --out DIR; see {NAME} --help")
+        raise UserError(f"--out DIR is missing, the folder to write; see {NAME} --help")
     request = _request(options)
     ready = (options.out / MANIFEST).exists()
     prepare(request, options.out)
@@ -109,7 +109,7 @@ def _verify(options: Options, folder: Path) -> None:
     total = sum(split.tokens for split in corpus.manifest.splits.values()) * DTYPE.itemsize
     with progress("verifying", total / 1e6, "MB") as show:
         corpus.verify(lambda tokens: show(tokens * DTYPE.itemsize / 1e6))
-    print(f"{folder} is what was written")
+    print(f"{folder}: all hashes are those of its manifest")
     print(_table(corpus))
 
 

@@ -47,12 +47,12 @@ def agreement(run: Trained, folder: Path) -> Agreement:
     with torch.inference_mode():
         logits_BTV, theirs_BTV = run.model(tokens_BT), model(tokens_BT, use_cache=False).logits
         if not logits_BTV.isfinite().all():
-            raise UserError("the model's logits are no numbers, so there is nothing to export: its run has diverged")
+            raise UserError("the model's logits are NaN or inf, so there is nothing to export: its run has diverged")
         perturb(run.model, generator)
         rounding = max_abs(run.model(tokens_BT) - logits_BTV)
     found = Agreement(type(model).__name__, max_abs(theirs_BTV - logits_BTV), max_abs(logits_BTV))
     if not found.difference <= TOLERANCE * rounding:
-        raise RuntimeError(f"{found.name} differs by {found.difference:.1e}, and rounding makes {rounding:.1e} of that")
+        raise RuntimeError(f"{found.name} differs by {found.difference:.1e}, but rounding changes only {rounding:.1e}")
     return found
 
 

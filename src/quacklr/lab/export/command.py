@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from quacklr.lab.data.extra import requires_extra
-from quacklr.lab.errors import UserError, exit_code
+from quacklr.lab.errors import UserError, exit_code, os_errors
 from quacklr.lab.export import tokenizer, transformers_model
 from quacklr.lab.export.check import agreement
 from quacklr.lab.files import read_json, write_json
@@ -53,7 +53,7 @@ def _export(options: ExportOptions) -> int:
     transformers_model.architecture(Folder(options.run).config())  # fails before a large checkpoint is loaded
     with write_errors(options.out):
         if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-            raise UserError(f"--out {options.out} is there already; choose a folder that is new or empty")
+            raise UserError(f"--out {options.out} exists already; choose a folder that is new or empty")
     with quiet_transformers():
         run = open_run(options.run, options.step)
         with atomic_folder(options.out) as folder:
@@ -119,12 +119,11 @@ def write(run: Trained, path: Path, folder: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn an error of writing to `path` into a UserError: a full disk, a folder without permission."""
-    from safetensors import SafetensorError
-
+    """Raise an error of writing to `path` as a UserError: a full disk, a folder without permission."""
+    with requires_extra("an export", "hf"):
+        from safetensors import SafetensorError
     try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        with os_errors(f"cannot write {path}"):
+            yield
     except SafetensorError as error:
         raise UserError(f"cannot write {path}: {error}") from error

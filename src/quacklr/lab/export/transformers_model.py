@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import quacklr
 from quacklr.lab.config import Config, kind_of
 from quacklr.lab.errors import UserError
-from quacklr.lab.methods import AbsorbedQKNorm, QKNorm, SoftCap
+from quacklr.lab.methods import AbsorbedQKNorm, QKNorm, Quack, SoftCap
 from quacklr.lab.model import MHA, MLA, Attention, Decoder
 from quacklr.lab.model.mla import Latent
 
@@ -38,15 +38,15 @@ def architecture(config: Config) -> str:
                 "Llama and DeepSeek-V3 do not cap their logits, and Gemma 2, which does, has other blocks; train with "
                 "another --method"
             )
-        case MHA(), QKNorm():
+        case MHA(), QKNorm() | Quack(together="qk-norm"):
             return "Qwen3"
         case MHA(heads), _ if width % heads:
             raise unsupported(
-                f"its Llama wants --heads to divide --d-model; train with others than {heads} and {width}"
+                f"its Llama needs --heads to divide --d-model; train with others than {heads} and {width}"
             )
         case MHA(), _:
             return "Llama"
-        case MLA(), QKNorm() | AbsorbedQKNorm():
+        case MLA(), QKNorm() | AbsorbedQKNorm() | Quack(together="qk-norm"):
             raise unsupported("none has MLA with a norm on queries and keys; train with another --method")
         case MLA(latent_norm=False), _:
             raise unsupported("DeepSeek-V3 norms the latents of MLA, and this model does not; train with --latent-norm")

@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from quacklr.lab.errors import UserError, exit_code, validate_positive
-from quacklr.lab.inference.sample import SamplingParams, written
+from quacklr.lab.inference.sample import SamplingParams, continuation
 from quacklr.lab.inference.stream import decode_stream
 from quacklr.lab.options import read
 from quacklr.lab.train.trained import Trained, open_run
@@ -70,9 +70,9 @@ def prompt_text(option: str) -> str:
     except OSError as error:
         raise UserError(f"--prompt - cannot read stdin: {error.strerror or error}") from error
     except UnicodeError as error:
-        raise UserError(f"--prompt is no text in UTF-8: {error}") from error
+        raise UserError(f"--prompt is not valid UTF-8: {error}") from error
     if not text:
-        raise UserError("--prompt is empty; give at least a character to go on with")
+        raise UserError("--prompt is empty; give at least one character to continue")
     return text
 
 
@@ -80,11 +80,11 @@ def max_new_tokens(run: Trained, prompt: Sequence[int], wanted: int | None) -> i
     """How many tokens to generate at most; UserError if they do not fit into the context."""
     context = run.config.shape.context
     if not prompt:
-        raise UserError("--prompt has no token in it that this model knows; give another text to go on with")
+        raise UserError("--prompt has no token that this model knows; give another text to continue")
     if len(prompt) >= context:
         raise UserError(
             f"--prompt has {len(prompt):,} tokens, and the context of this model is {context:,}, so there is no room "
-            f"to go on; leave at least {len(prompt) - context + 1:,} out"
+            f"for another; leave at least {len(prompt) - context + 1:,} out"
         )
     if wanted is not None and len(prompt) + wanted > context:
         raise UserError(
@@ -99,7 +99,7 @@ def print_continuation(run: Trained, text: str, prompt: Sequence[int], count: in
     times: list[float] = []
 
     def timed() -> Iterator[int]:
-        for token in written(run, prompt, count, params):
+        for token in continuation(run, prompt, count, params):
             times.append(time.perf_counter())
             yield token
 

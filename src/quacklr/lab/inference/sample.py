@@ -38,7 +38,7 @@ class SamplingParams:
 
         def choose(logits_V: Tensor) -> int:
             if not logits_V.isfinite().all():
-                raise UserError("the model's logits are no numbers, so there is no next token: its run has diverged")
+                raise UserError("the model's logits are NaN or inf, so there is no next token: its run has diverged")
             if self.temperature == 0:
                 return int(logits_V.argmax())
             probability_V = self.probabilities(logits_V.cpu())
@@ -68,7 +68,7 @@ def sample_tokens(model: Decoder, prompt: Sequence[int], count: int, choose: Cal
         yield tokens[0]
 
 
-def written(run: Trained, prompt: Sequence[int], count: int, params: SamplingParams) -> Iterator[int]:
+def continuation(run: Trained, prompt: Sequence[int], count: int, params: SamplingParams) -> Iterator[int]:
     """Yield at most `count` tokens of the run's vocabulary that follow a prompt, up to the end of the document."""
     choose, vocab = params.sampler(), run.tokenizer.vocab  # the embedding can have more rows
     for token in sample_tokens(run.model, prompt, count, lambda logits_V: choose(logits_V[:vocab])):

@@ -31,7 +31,8 @@ class Attention(nn.Module, ABC):
         super().__init__()
         self.parts, self.query_size = list(parts), sum(parts)
         self.cap: float | None = None
-        self.norms_cut = True  # whether the logit paths end at a norm on a latent; False for Quack(literal=True)
+        self.norms_cut = True  # whether the logit paths end at a norm; False to ignore that a norm removes the scale
+        self.values_have_rates = False  # whether the product of values and output projection is declared as a path
         self.q_norm: RMSNorm | PartsNorm | None = None
         self.k_norm: RMSNorm | PartsNorm | None = None
 
@@ -85,12 +86,23 @@ class Attention(nn.Module, ABC):
     def scale_free(self) -> bool:
         """Whether the logits do not depend on the weights' scale: under QK norm, or with parametrized weights."""
         matrices = self.matrices()
-        return self.q_norm is not None or any(parametrize.is_parametrized(matrices[r][0]) for r in self.logit_roles)
+        normed = self.q_norm is not None and self.norms_cut
+        return normed or any(parametrize.is_parametrized(matrices[r][0]) for r in self.logit_roles)
 
     def weight(self, role: str) -> Weight:
         """The projection of a role as a quacklr Weight."""
         linear, blocks = self.matrices()[role]
         return packed(linear, (role, blocks, linear.out_features // blocks))[0]
+
+    def value_paths(self, role: str, *before: Weight) -> list[LogitPath]:
+        """o[h] . v[h], if it is to have rates: `role` is that of the values, `before` a weight that they read."""
+        if not self.values_have_rates:
+            return []
+        values = self.weight(role)
+        size = int(values.rows_of_block[0])
+        block_of_column = torch.arange(self.o.in_features, device="cpu") // size
+        o = Weight("o", self.o.weight, block_of_column, dim=1)
+        return [LogitPath((o, values, *before), heads=o.blocks)]
 
 
 def causal_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor) -> Tensor:

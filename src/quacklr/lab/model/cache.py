@@ -29,7 +29,7 @@ class Cache:
         """Append new positions, and return the tensors of all positions so far, in the order of the arguments."""
         start, end = self.length, self.length + next(iter(new_BGTX.values())).shape[2]
         if end > self.positions:
-            raise ValueError(f"a cache with room for {self.positions} positions cannot remember {end}")
+            raise ValueError(f"a cache with room for {self.positions} positions cannot hold {end}")
         for name, tensor_BGTX in new_BGTX.items():
             self._tensors[name][:, :, start:end] = tensor_BGTX
         self.length = end

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from quacklr import LogitPath, Weight
 from quacklr.lab.errors import UserError
 from quacklr.lab.model.attention import Attention
 from quacklr.lab.model.cache import Cache
@@ -36,6 +37,13 @@ class FeedForward(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Transform each position independently."""
         return self.down(F.silu(self.gate(x_BTC)) * self.up(x_BTC))
+
+    def product_paths(self, name: str) -> list[LogitPath]:
+        """down . up and down . gate, with weights named `<name>.<role>`: for rates by the same rule as a logit's."""
+        block_of_feature = torch.zeros(self.up.out_features, dtype=torch.long, device="cpu")
+        down = Weight(f"{name}.down", self.down.weight, block_of_feature, dim=1)
+        others = [Weight(f"{name}.{role}", getattr(self, role).weight, block_of_feature) for role in ("up", "gate")]
+        return [LogitPath((down, other), heads=1) for other in others]
 
 
 class Block(nn.Module):

@@ -42,8 +42,10 @@ class MultiHead(Attention):
         return {"k": (self.kv_heads, self.query_size), "v": (self.kv_heads, self.query_size)}
 
     def logit_paths(self) -> list[LogitPath]:
-        """q[h] . k[g(h)]."""
-        return [] if self.scale_free else mha(self.weight("q"), self.weight("k"))
+        """q[h] . k[g(h)]; and o[h] . v[g(h)], if that is to have rates."""
+        if self.scale_free:
+            return []
+        return mha(self.weight("q"), self.weight("k")) + self.value_paths("v")
 
     def matrices(self) -> dict[str, tuple[nn.Linear, int]]:
         """The rows of a head are contiguous."""

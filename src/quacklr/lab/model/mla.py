@@ -106,13 +106,17 @@ class Latent(Attention):
         return torch.einsum("bhl,hel->bhe", read_BHL, uv_HEL).flatten(1).unsqueeze(1)
 
     def logit_paths(self) -> list[LogitPath]:
-        """dq uq[h] . uk[h] dkv + dq qr[h] . kr; norms on the latents exclude dq and dkv, if `norms_cut`."""
+        """dq uq[h] . uk[h] dkv + dq qr[h] . kr; norms on the latents exclude dq and dkv, if `norms_cut`.
+
+        And o[h] . uv[h] dkv, if that is to have rates.
+        """
         if self.scale_free:
             return []
         uq, uk, qr, kr = (self.weight(role) for role in ("uq", "uk", "qr", "kr"))
         if self.q_latent_norm is not None and self.norms_cut:
-            return mla(uq, uk, qr, kr)
-        return mla(uq, uk, qr, kr, dq=self.weight("dq"), dkv=self.weight("dkv"))
+            return mla(uq, uk, qr, kr) + self.value_paths("uv")
+        dq, dkv = self.weight("dq"), self.weight("dkv")
+        return mla(uq, uk, qr, kr, dq, dkv) + self.value_paths("uv", dkv)
 
     def matrices(self) -> dict[str, tuple[nn.Linear, int]]:
         """The rows of a head are contiguous; dq, dkv and kr are shared by all heads."""

@@ -52,7 +52,7 @@ class MHA:
         if self.heads % self.kv_heads:
             raise UserError(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
         if self.head_dim % 2:
-            raise UserError(f"--head-dim {self.head_dim} is odd, but rotary positions turn pairs")
+            raise UserError(f"--head-dim {self.head_dim} is odd, but rotary embeddings rotate pairs of elements")
 
     @property
     def attended(self) -> int:
@@ -77,12 +77,12 @@ class MLA:
     d_ckv: int = 32
     """Size of the latent of keys and values, which is cached in decoding."""
     latent_norm: bool = False
-    """RMS norm on both latents, as DeepSeek has; the paper has none."""
+    """RMS norm on both latents, as in DeepSeek; the paper has none."""
 
     def __post_init__(self) -> None:
         validate_positive(**{name: value for name, value in vars(self).items() if name != "latent_norm"})
         if self.rope_dim % 2:
-            raise UserError(f"--rope-dim {self.rope_dim} is odd, but rotary positions turn pairs")
+            raise UserError(f"--rope-dim {self.rope_dim} is odd, but rotary embeddings rotate pairs of elements")
 
     @property
     def attended(self) -> int:

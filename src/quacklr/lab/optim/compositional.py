@@ -10,7 +10,7 @@ projection is orthogonalised as one matrix, all others by head. A key or value b
 the sum of their Gram matrices as partner, and its step is divided by their number. With `isotropic`, C is a number for
 each head: the root of the mean eigenvalue.
 
-The method's authors apply no factor for the shape of a matrix, unlike Muon.
+Unlike Muon, the method has no factor that depends on the shape of a matrix.
 
 Shapes: H blocks of a weight, D features, C columns.
 """

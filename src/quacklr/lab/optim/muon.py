@@ -154,7 +154,7 @@ class Muon(Optimizer):
         _apply_updates(jobs, exchange.shards, rows)
 
     def _step_composed(self, composition: Composition) -> None:
-        """Step the weights of products; none of a model without gradients."""
+        """Step the weights of products by Compositional Muon; none of them if one has no gradient."""
         group_of = {param: group for group in self.param_groups for param in group["params"]}
 
         def update_of(param: Tensor) -> Tensor:

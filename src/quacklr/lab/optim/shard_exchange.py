@@ -87,7 +87,10 @@ class ShardExchange:
         """This rank's shard of each matrix, in the order of `shapes`."""
 
     def run_at_owners(self, function: Callable[[Tensor], Tensor], max_numel: int) -> None:
-        """Apply `function` to stacks of whole matrices, each at its owner; a stack has `max_numel` or one matrix."""
+        """Apply `function` to stacks of whole matrices at their owners.
+
+        A stack has at most `max_numel` elements, or it is a single matrix.
+        """
         self._send(self._local, self._owned)
         matrices = list(zip(*self._owned.shards, strict=True))
         size = max(1, max_numel // self._max_numel)

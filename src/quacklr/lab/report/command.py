@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
+from quacklr.lab.sweep.code_version import code_version
 from quacklr.util import terminal
 from quacklr.util.figures import FORMATS, RC, drawn
 
@@ -73,6 +75,13 @@ def summary(results: Results) -> str:
     return ", ".join([*parts, *([f"{len(results.crashed)} others crashed"] if results.crashed else [])])
 
 
+def code_versions(results: Results) -> str:
+    """How many runs were made by which version of the code that trains, and which version this is."""
+    counts = Counter(entry.environment.get("code", "not recorded") for entry in results.entries)
+    versions = ", ".join(f"{version} {count}" for version, count in counts.most_common())
+    return f"Runs by version of the code that trained them: {versions}. This report was made by {code_version()}."
+
+
 def write(path: Path, content: str | bytes) -> Path:
     """Write a file atomically."""
     with atomic_write(path) as file:
@@ -92,7 +101,8 @@ def report(options: ReportOptions) -> int:
         raise UserError(f"{source} has no runs {missing(results)}")
     claims, about = claim_results(results), summary(results)
     figures = draw(FIGURES, results, folder / "figures")
-    tables = f"# What was found\n\n{about}.\n\n{markdown.claims(claims)}\n# Evidence\n\n{markdown.evidence(claims)}"
+    found = f"# What was found\n\n{about}. {code_versions(results)}\n\n{markdown.claims(claims)}"
+    tables = f"{found}\n# Evidence\n\n{markdown.evidence(claims)}"
     written = [
         write(folder / "claims.md", tables),
         write(folder / "methods.md", f"# Methods\n\n{about}.\n\n{markdown.methods(results)}"),

@@ -1,4 +1,4 @@
-"""The paper's four figures and two more, each a function of the results; parts without runs are left out.
+"""The paper's four figures and three more, each a function of the results; parts without runs are left out.
 
 Lines are means over seeds, bands their range. A method has its best setting, selected on another seed.
 The docstring of a figure is its title and its caption.
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import ConstantTau, Default, Method, QKNorm, Quack
+from quacklr.lab.report.size_figure import sizes
 from quacklr.lab.report.style import Points, colour, line_with_seeds, method_curve, panels, validation
 from quacklr.lab.studies.claims import BOTH
 from quacklr.lab.studies.measures import NotRun
@@ -52,7 +53,8 @@ def interventions(results: Results) -> Figure:
     """Figure 2. Validation loss of every method, in MHA and MLA, at each learning rate; on the right at the end.
 
     QK norm is dashed in MLA, where it usually means that keys are cached. What the paper does not test is dotted, in
-    the last column. If logits stay below its threshold, QK clip equals the default. Axes omit values far above.
+    the last column. If logits stay below its threshold, QK clip equals the default. Axes omit values far above the
+    lowest line.
     """
     rates = results.scale.rates
     figure, grid = panels(2, len(rates) + 1, 2.7, 2.5)
@@ -101,7 +103,8 @@ def limit_y(axes: Any) -> None:
 def norms(results: Results) -> Figure:
     """Figure 3. Does it matter how weights are measured, and how well must tau be known?
 
-    Left: validation loss of QuacK in MHA at the highest rate. Right: at the end against tau, a dot for every seed.
+    Left: validation loss of QuacK in MHA at the highest rate. Right: validation loss at the end against tau, a dot for
+    every seed.
     """
     lr = results.scale.high
     figure, [[left, right]] = panels(1, 2, 4.2, 3.2)
@@ -239,4 +242,5 @@ FIGURES: dict[str, Draw] = {
     "figure-4-logits": logits,
     "figure-5-sensitivity": sensitivity,
     "figure-6-heatmaps": heatmaps,
+    "figure-7-sizes": sizes,
 }

@@ -25,6 +25,7 @@ from quacklr.lab.ledger import Entry, rounded
 from quacklr.lab.studies.comparison import Comparison
 from quacklr.lab.studies.names import METHOD_NAMES, describe, method_name, settings_of
 from quacklr.lab.studies.verdicts import ClaimResult
+from quacklr.lab.sweep.code_version import code_version
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("run.js", "page.js")
@@ -76,7 +77,7 @@ def run_row(entry: Entry, unusual: str) -> RunRow:
         name,
         attention=kind_of("attention", config.attention).upper() + norms,
         method=method_name(config.method),
-        settings=", ".join(filter(None, (settings_of(config.method), unusual))),
+        settings=", ".join(filter(None, (settings_of(config.method), unusual, other_code(entry)))),
         optimizer=optimizer,
         recipe=f"{optimizer}, lr {config.optimizer.lr:g}",
         steps=entry.result.get("step", len(entry.losses)),
@@ -112,6 +113,11 @@ def page(entries: Sequence[Entry], claims: Sequence[ClaimResult], figures: Seque
         hashes=Markup(" ".join(f"'sha256-{digest(script)}'" for script in (plotly, *scripts))),
         version=__version__,
     )
+
+
+def other_code(entry: Entry) -> str:
+    """A mark for a run that another version of the code has trained."""
+    return "" if entry.environment.get("code", code_version()) == code_version() else "other code"
 
 
 def inline(script: str) -> Markup:

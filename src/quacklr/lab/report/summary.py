@@ -64,6 +64,6 @@ def _compared(results: Results, attention: str, lr: float, methods: Sequence[typ
     parts = []
     for method, runs in available(methods, lambda method: results.best(attention, method, lr)).items():
         verdict = less(difference(quack, runs))
-        word = {"holds": "worse", "fails": "better", "the same": "the same", "undecided": "not decided"}[verdict]
+        word = {"holds": "worse", "fails": "better", "the same": "the same", "undecided": "undecided"}[verdict]
         parts.append(f"{METHOD_NAMES[method]} {_loss(runs)} ({word})")
     return ", ".join(parts) + "."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from quacklr.lab.config import Config
 from quacklr.lab.methods import Default, Method
@@ -37,6 +38,10 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.model}, lr {self.lr:g}"
+
+    def changed(self, description: str, **parts: Any) -> Cell:
+        """The cell with other parts of its configuration, and a description of the change for its name."""
+        return Cell(f"{self.model}, {description}", replace(self.base, **parts))
 
     def run(self, method: Method, seed: int) -> Config:
         """The run of a method in this cell."""

@@ -33,7 +33,7 @@ class Comparison:
     differences: tuple[float, ...] = ()
     """One for each seed, in the order of the seeds."""
     same_within: float = 0.0
-    """The two are `the same` if the whole interval is within this distance of zero; 0 if there is no such verdict."""
+    """The two are `the same` if the interval contains zero and is within this distance of it; 0: no such verdict."""
     compared: tuple[MethodRuns, ...] = ()
     """The methods that are compared; one more seed needs a run of each."""
 
@@ -86,13 +86,13 @@ def next_runs(compared: Iterable[MethodRuns]) -> list[Config]:
 
 
 def less(comparison: Comparison) -> Verdict:
-    """Whether the first quantity is below the second; `the same` if the difference is too small to matter."""
+    """Whether the first quantity is below the second; `the same` if undecided and within `same_within` of zero."""
     found = below(comparison, 0.0)
     return "the same" if found == "undecided" and within(comparison, comparison.same_within) else found
 
 
 def more(comparison: Comparison) -> Verdict:
-    """Whether the first quantity is above the second; `the same` if the difference is too small to matter."""
+    """Whether the first quantity is above the second; `the same` if undecided and within `same_within` of zero."""
     mirrored = replace(comparison, mean=-comparison.mean, low=-comparison.high, high=-comparison.low)
     return less(mirrored)
 

@@ -9,9 +9,9 @@ from statistics import mean
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
     Budget,
+    CompositionalMuon,
     ConstantTau,
     Default,
-    Method,
     MuonSplit,
     QKClipping,
     QKNorm,
@@ -25,14 +25,24 @@ from quacklr.lab.studies.comparison import MARGIN, SAME, below, compare, differe
 from quacklr.lab.studies.measures import lr_sensitivity
 from quacklr.lab.studies.names import METHOD_NAMES
 from quacklr.lab.studies.results import AnyMethod, MethodRuns, Results, as_tuned
-from quacklr.lab.studies.tuned_methods import LITERAL, QUACK, fixed
+from quacklr.lab.studies.tuned_methods import (
+    EVERYWHERE,
+    ISOTROPIC,
+    LITERAL,
+    QUACK,
+    SAME_TAU_LR,
+    WITH_CLIP,
+    WITH_QK_NORM,
+    WITH_SIGMA,
+    fixed,
+)
 from quacklr.lab.studies.tuning import neighbour
-from quacklr.lab.studies.verdicts import Answer, Claim, answer, mean_and_sd
+from quacklr.lab.studies.verdicts import Answer, Claim, answer, mean_and_sd, method_means
 
-below_margin = partial(below, limit=MARGIN)
+below_margin, below_same = partial(below, limit=MARGIN), partial(below, limit=SAME)
 
 
-def no_need_for_quack(sentence: str, rival: type[Method] | Method, attentions: Sequence[str] = BOTH) -> Claim:
+def no_need_for_quack(sentence: str, rival: AnyMethod, attentions: Sequence[str] = BOTH) -> Claim:
     """The claim that the loss of a rival is at most MARGIN above that of QuacK at the highest rate."""
 
     def claim(results: Results) -> Answer:
@@ -46,6 +56,38 @@ def no_need_for_quack(sentence: str, rival: type[Method] | Method, attentions: S
 
     claim.__doc__ = sentence
     return claim
+
+
+def better_than_all(sentence: str, one: AnyMethod, *others: AnyMethod) -> Claim:
+    """The claim that a method has a lower loss than each of the others at the highest rate, in MHA and in MLA."""
+
+    def claim(results: Results) -> Answer:
+        lr, tested, texts = results.scale.high, [], []
+        for attention in BOTH:
+            first, *rest = (results.best(attention, method, lr) for method in (one, *others))
+            tested += [(less, difference(first, other)) for other in rest]
+            texts.append(method_means(results, attention, (one, *others), lr))
+        return answer("; ".join(texts), *tested)
+
+    claim.__doc__ = sentence
+    return claim
+
+
+def everywhere_closes_the_gap(results: Results) -> Answer:
+    """QuacK for all products of weights closes the gap to sigma-Reparam at the highest rate, up to 0.02."""
+    lr, sigma = results.scale.high, SigmaReparametrised
+    pairs = [(results.best(attention, EVERYWHERE, lr), results.best(attention, sigma, lr)) for attention in BOTH]
+    text = "; ".join(method_means(results, attention, (EVERYWHERE, sigma, QUACK), lr) for attention in BOTH)
+    return answer(text, *((below_same, difference(*pair)) for pair in pairs))
+
+
+def best_tau_and_rate(results: Results) -> Answer:
+    """The best tau is proportional to 1 / lr: with one tau * lr for all learning rates the loss is at most 0.02 above
+    that with tau selected at each, in MHA and in MLA."""
+    cells = [results.scale.cell(attention, lr) for attention in BOTH for lr in results.scale.rates]
+    pairs = [(results.runs(cell, SAME_TAU_LR), results.runs(cell, QUACK)) for cell in cells]
+    texts = [f"tau {one.value:g} {mean_and_sd(one)}, selected {best.value:g} in {one.cell}" for one, best in pairs]
+    return answer("; ".join(texts), *((below_same, difference(*pair)) for pair in pairs))
 
 
 def latent_cut(results: Results) -> Answer:
@@ -102,7 +144,7 @@ def budget_needs_no_tuning(results: Results) -> Answer:
     for cell in results.scale.cells():
         best = min((results.runs(cell, method) for method in methods_in(cell, PAPER)), key=MethodRuns.mean)
         compared = difference(results.runs(cell, Budget), best)
-        tested.append((partial(below, limit=SAME), compared))
+        tested.append((below_same, compared))
         behind += [f"{compared.mean:+.3f} in {cell}"] if compared.mean > SAME else []
     counts = f"the mean is within {SAME:g} in {len(tested) - len(behind)} of {len(tested)} cells"
     return answer(f"{counts}; others: {', '.join(behind)}" if behind else counts, *tested)
@@ -131,6 +173,34 @@ EXTRA_CLAIMS: dict[str, Claim] = {
     "absorbed QK norm": no_need_for_quack(
         f"The QK norm that keeps latent decoding {NO_NEED} in MLA.", AbsorbedQKNorm, ["mla"]
     ),
+    "compositional Muon": no_need_for_quack(f"Compositional Muon {NO_NEED} in MHA.", CompositionalMuon, ["mha"]),
+    "isotropic compositional Muon": no_need_for_quack(
+        f"The isotropic form of Compositional Muon {NO_NEED} in MHA.", ISOTROPIC, ["mha"]
+    ),
+    "compositional Muon in MLA": no_need_for_quack(
+        f"Compositional Muon of the pairs uq . uk, qr . kr and uv . o {NO_NEED} in MLA.", CompositionalMuon, ["mla"]
+    ),
+    "everywhere": better_than_all(
+        "QuacK for all products of weights (also value . output projection, and those of the MLP) beats QuacK for the "
+        "logits alone, at the highest learning rate.",
+        EVERYWHERE,
+        QUACK,
+    ),
+    "everywhere and sigma-Reparam": everywhere_closes_the_gap,
+    "with QK norm": better_than_all(
+        "QuacK together with QK norm beats both alone, at the highest learning rate.", WITH_QK_NORM, QUACK, QKNorm
+    ),
+    "with sigma-Reparam": better_than_all(
+        "QuacK for queries and keys together with sigma-Reparam of all other linear layers beats both alone, at the "
+        "highest learning rate.",
+        WITH_SIGMA,
+        QUACK,
+        SigmaReparametrised,
+    ),
+    "with QK clip": better_than_all(
+        "A budget together with QK clip beats both alone, at the highest learning rate.", WITH_CLIP, Budget, QKClipping
+    ),
+    "tau and learning rate": best_tau_and_rate,
     "latent norms": latent_cut,
     "AdamW": with_adamw,
     "highest rate": highest_is_best,

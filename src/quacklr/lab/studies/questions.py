@@ -12,6 +12,7 @@ from dataclasses import replace
 from quacklr.lab.config import Config
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
+    Budget,
     CompositionalMuon,
     ConstantTau,
     Default,
@@ -26,14 +27,18 @@ from quacklr.lab.methods import (
 from quacklr.lab.optim import Constant
 from quacklr.lab.studies.budget_table import methods_in
 from quacklr.lab.studies.cell import Cell
+from quacklr.lab.studies.conditions import longer as in_longer_runs
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import PAPER_METHODS
-from quacklr.lab.studies.results import AnyMethod, Results, as_tuned
+from quacklr.lab.studies.results import AnyMethod, MethodRuns, Results, as_tuned
 from quacklr.lab.studies.scale import StudyScale, seeded
+from quacklr.lab.studies.sizes import WIDTHS, above_critical, critical_rate, tau_of_size
 from quacklr.lab.studies.tuned_methods import LITERAL, QUACK
 from quacklr.lab.studies.tuning import Runs
 
 Study = Callable[[StudyScale], Iterator[tuple[Cell, AnyMethod]]]
+AdaptiveStudy = Callable[[Results, str], Iterator[tuple[Cell, AnyMethod]]]
+"""A study of one size of the model, whose cells depend on the results so far."""
 Grid = Callable[[StudyScale], Iterator[Config]]
 """Runs without a setting to select, so their first seed is 0."""
 
@@ -137,6 +142,26 @@ def budgets(scale: StudyScale) -> Iterator[tuple[Cell, AnyMethod]]:
             yield cell, method
 
 
+def longer(scale: StudyScale) -> Iterator[tuple[Cell, AnyMethod]]:
+    """Does the order of the methods stay in runs of ten times as many steps?
+
+    Scientific: the method. Fixed: MLA at the highest rate; tau and budget are not selected again.
+    """
+    for method in (Default(), Quack(), Budget(), QKNorm()):
+        yield in_longer_runs(scale.cell("mla", scale.high)), method
+
+
+def sizes(results: Results, size: str) -> Iterator[tuple[Cell, AnyMethod]]:
+    """What changes with the size of the model: the critical learning rate, and what each method gains above it?
+
+    Scientific: the width, the method. Fixed: MHA, heads of the same size, tau * lr = 0.1. The critical learning rate
+    is searched for on seed 0. NotRun if it is not known yet.
+    """
+    critical, cell = critical_rate(results, size), above_critical(results, size)
+    yield from ((runs.cell, Default()) for runs in (critical.low, critical.high))
+    yield from ((cell, method) for method in (Default(), Quack(tau_of_size(cell)), Budget(), QKNorm()))
+
+
 def timed(scale: StudyScale) -> StudyScale:
     """The scale with shorter runs, to measure the time of a step."""
     training = replace(scale.base.training, steps=TIMED_STEPS)
@@ -166,8 +191,9 @@ def demo(scale: StudyScale) -> Iterator[Config]:
 
 STUDIES: dict[str, Study] = {
     study.__name__: study
-    for study in (critical, interventions, rivals, latents, absorbed, norms, adamw, sensitivity, budgets)
+    for study in (critical, interventions, rivals, latents, absorbed, norms, adamw, sensitivity, budgets, longer)
 }
+ADAPTIVE: dict[str, AdaptiveStudy] = {"sizes": sizes}
 GRIDS: dict[str, Grid] = {"speed": speed, "demo": demo}
 
 
@@ -176,8 +202,14 @@ def runs_of(study: str, scale: StudyScale, known: Runs, seeds: int) -> Iterator[
     if study in GRIDS:
         yield from seeded(GRIDS[study](scale), seeds)
         return
-    results, judged = Results(known.values(), scale), []
-    for cell, method in STUDIES[study](scale):
+    results, judged = Results(known.values(), scale), list[MethodRuns]()
+    if study in ADAPTIVE:
+        for size in WIDTHS:
+            try:
+                judged += [results.planned(cell, method) for cell, method in ADAPTIVE[study](results, size)]
+            except NotRun as not_known:
+                yield from not_known.needed
+    for cell, method in STUDIES[study](scale) if study in STUDIES else ():
         tuned = as_tuned(method)
         if tuned.first is not None and not tuned.same_in_all_cells:
             yield from results.selection(cell, tuned).tried

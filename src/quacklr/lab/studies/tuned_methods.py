@@ -61,6 +61,22 @@ def _constant_tau(tau: float) -> Method:
 QUACK = TunedMethod("QuacK", Quack, "tau", _tau(0.1, 0.01))
 LITERAL = TunedMethod("QuacK, literal", lambda tau: Quack(tau, literal=True), "tau", _tau(0.1, 0.01))
 """Algorithm 2 as printed; it differs from QUACK only where latents have norms."""
+EVERYWHERE = TunedMethod("QuacK everywhere", lambda tau: Quack(tau, products="all"), "tau", _tau(0.1, 0.01))
+"""QuacK also for value . output projection and for the products of the MLP."""
+WITH_QK_NORM = TunedMethod("QuacK with QK norm", lambda tau: Quack(tau, together="qk-norm"), "tau", _tau(0.1, 0.01))
+WITH_SIGMA = TunedMethod(
+    "QuacK with sigma-Reparam", lambda tau: Quack(tau, together="sigma-reparam"), "tau", _tau(0.1, 0.01)
+)
+"""Sigma-Reparam of all linear layers except those of queries and keys."""
+WITH_CLIP = TunedMethod(
+    "budget with QK clip", lambda threshold: Budget(threshold=threshold), "threshold", lambda _: 30.0
+)
+ISOTROPIC = TunedMethod(
+    "isotropic compositional Muon",
+    lambda factor: CompositionalMuon(factor, isotropic=True),
+    "multiplier",
+    lambda _: 1.0,
+)
 SAME_TAU_LR = TunedMethod("QuacK, tau * lr fixed", Quack, "tau", _tau(0.1, 0.01), same_in_all_cells=True)
 
 TUNED: dict[type[Method], TunedMethod] = {

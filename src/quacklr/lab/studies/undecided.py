@@ -13,7 +13,7 @@ from quacklr.lab.studies.intervals import MOST_SEEDS
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
 FAR = 200
-"""The largest number of seeds that an estimate names."""
+"""An estimate above this number of seeds is printed as `over 200`."""
 
 
 class Plan(NamedTuple):
@@ -92,6 +92,6 @@ def describe_open(claims: Iterable[ClaimResult]) -> str:
 
 
 def seeds_text(part: ClaimPart) -> str:
-    """Such as `7 would decide it`: the number of seeds, if mean and standard deviation do not change."""
+    """Such as `7 seeds in all would decide it`, if mean and standard deviation do not change."""
     seeds = seeds_to_decide(part.comparison, part.test, FAR)
-    return f"over {FAR} would decide it" if seeds is None else f"{seeds} would decide it"
+    return f"over {FAR} seeds in all would decide it" if seeds is None else f"{seeds} seeds in all would decide it"

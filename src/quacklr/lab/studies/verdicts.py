@@ -1,4 +1,4 @@
-"""Verdicts on claims, from the intervals of comparisons. The margins are constants; docs/log.md says since when."""
+"""Verdicts on claims, from the intervals of comparisons. Margins are constants; docs/log.md has the date of each."""
 
 from __future__ import annotations
 
@@ -104,7 +104,10 @@ def mean_and_sd(runs: MethodRuns) -> str:
 
 
 def method_means(results: Results, attention: str, methods: Iterable[AnyMethod], lr: float | None) -> str:
-    """`MHA at lr 0.1: default 2.393 (sd 0.012), ...`: each method at its best setting (lr None: and rate)."""
+    """Such as `MHA at lr 0.1: default 2.393 (sd 0.012), ...`: the loss of each method at its best setting.
+
+    If `lr` is None, each method is at its best learning rate too.
+    """
     each = (f"{as_tuned(method).name} {mean_and_sd(results.best(attention, method, lr))}" for method in methods)
     return f"{attention.upper()} at {'its best lr' if lr is None else f'lr {lr:g}'}: {', '.join(each)}"
 

@@ -19,7 +19,7 @@ from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.options import read
 from quacklr.lab.progress import duration
 from quacklr.lab.studies.all_claims import CLAIM_NAMES, claim_results
-from quacklr.lab.studies.questions import GRIDS, STUDIES, runs_of
+from quacklr.lab.studies.questions import ADAPTIVE, GRIDS, STUDIES, runs_of
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, StudyScale, scale_of
 from quacklr.lab.studies.undecided import describe_open, plan
@@ -33,7 +33,8 @@ from quacklr.util import terminal
 
 TIMED = "speed"  # the study whose runs are interleaved
 
-ALL_STUDIES = [*STUDIES, *GRIDS]
+DOCS: dict[str, str] = {name: study.__doc__ or "" for name, study in (STUDIES | ADAPTIVE | GRIDS).items()}
+ALL_STUDIES = list(DOCS)
 ABOUT = """\
 Run studies, several runs at once, and append every run that ends to a ledger. Runs in the ledger are not repeated, and
 stopped runs continue from their checkpoints: after Ctrl-C, a crash or a power failure, give the same command again.
@@ -43,7 +44,7 @@ figures, claims and a page from the ledger.
 With --until-decided, NAME is a claim (without a name, all claims): each comparison that is not decided gets one seed
 after another, up to 16.
 
-""" + "\n\n".join(f"{name}: {(study.__doc__ or '').splitlines()[0]}" for name, study in (STUDIES | GRIDS).items())
+""" + "\n\n".join(f"{name}: {doc.splitlines()[0]}" for name, doc in DOCS.items())
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Sweep:
 
 
 class Goal(Protocol):
-    """What a sweep should reach. It computes the next runs from the runs that have ended."""
+    """The goal of a sweep: it computes the next runs from the runs that have ended."""
 
     def title(self) -> str:
         """The title of the display."""
@@ -178,13 +179,15 @@ def execute(given: Sweep) -> State | None:
     validate_positive(**{name: value for name, value in counts.items() if value is not None})
     validate_at_most(MAX_THREADS, **counts)
     if TIMED in given.names and (given.on != "here" or given.jobs or given.slurm or len(given.names) > 1):
-        raise UserError(f"{TIMED} compares times of runs in one process: alone, without --on and --jobs")
+        raise UserError(
+            f"{TIMED} compares times of runs in one process; give no other study, and neither --on, --jobs nor --slurm"
+        )
     ledger, goal = Ledger(given.out / "ledger.jsonl", given.details), goal_of(given)
     known = ledger.entries()
     if TIMED in given.names:  # times of runs that were not interleaved cannot be compared
         known = {key: entry for key, entry in known.items() if entry.environment.get("turns")}
     if given.dry_run:
-        terminal.answer(goal.listing(known))
+        terminal.print_result(goal.listing(known))
         return None
     configs, (todo, later) = goal.runs(known), goal.next(known)
     todo = list(todo)
@@ -204,7 +207,7 @@ def execute(given: Sweep) -> State | None:
 
 
 def goal_of(given: Sweep) -> Goal:
-    """What the options ask for."""
+    """The goal that the options select."""
     if given.until_decided:
         return ClaimsGoal(given.names, scale_of(given.size))
     return StudiesGoal(given.names, scale_of(given.size), given.seeds, given.retry)
@@ -230,6 +233,10 @@ def main(argv: Sequence[str]) -> int:
         given = read(Sweep, "quacklr sweep", argv, ABOUT, tyro.conf.PositionalRequiredArgs)
         if given.until_decided and not set(given.names) <= set(CLAIM_NAMES):
             raise UserError(f"which claim? Some of {', '.join(CLAIM_NAMES)}; without a name all of them")
+        if given.until_decided and (given.retry or given.seeds != Sweep.seeds):
+            raise UserError(
+                "--until-decided selects seeds itself, and does not repeat crashed runs: without --seeds and --retry"
+            )
         if not given.until_decided and (not given.names or not set(given.names) <= set(ALL_STUDIES)):
             raise UserError(f"which study? One or more of {', '.join(ALL_STUDIES)}; see quacklr sweep --help")
         state = execute(given)
@@ -248,7 +255,7 @@ def print_summary(given: Sweep, state: State, argv: Sequence[str]) -> int:
     troubles = "".join(f", {count} {kind}" for kind, count in counts.items() if count)
     print(f"{len(state.ended)} runs{troubles}; the ledger is {given.out / 'ledger.jsonl'}")
     if counts["crashed"]:
-        print("A crashed run says why in the ledger and in its log.txt; try again with --retry.", file=sys.stderr)
+        print("The ledger and log.txt of a crashed run have the reason; try again with --retry.", file=sys.stderr)
     return 1 if counts["crashed"] else 0
 
 

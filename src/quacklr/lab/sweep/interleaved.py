@@ -82,4 +82,4 @@ def validate_removable(path: Path) -> None:
     environment = read_json(about) if about.exists() else {}
     interleaved = isinstance(environment, dict) and environment.get("turns") is True
     if path.exists() and not interleaved and any(not each.name.startswith(".") for each in path.iterdir()):
-        raise UserError(f"{path} holds something else than a run that took turns; give other --runs")
+        raise UserError(f"{path} holds something other than an interleaved run; give other --runs")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.ledger import Entry, Ledger, crashed
 from quacklr.lab.signals import stop_signals
+from quacklr.lab.sweep.code_version import code_version
 from quacklr.lab.sweep.executor import Crashed, Executor, Halted, Job, Lost, Outcome
 
 ATTEMPTS = 3
@@ -81,6 +82,7 @@ def sweep(
         queued = (tasks.setdefault(path, Task(config, path)) for path, config in wanted.items() if path not in busy)
         state.waiting = deque(queued)
 
+    code_version()  # of the code now, before somebody edits it during the sweep
     queue(configs)
     with stop_signals() as caught:
         while state.running or (state.waiting and state.stopped is None):
@@ -116,6 +118,7 @@ def _collect(state: State, ledger: Ledger) -> bool:
         if entry is None:
             state.waiting.appendleft(task)
         else:
+            entry = replace(entry, environment=entry.environment | {"code": code_version()})
             ledger.append(entry)
             state.ended.append(entry)
     return len(state.ended) > before

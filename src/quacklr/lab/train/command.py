@@ -160,7 +160,7 @@ def parse_run(argv: Sequence[str]) -> tuple[Config, Path, RunLocation]:
         with nullcontext() if is_rank0() else redirect_stderr(None):
             config, location = parse(argv)
         if location.resume and location.out:
-            raise UserError("--resume says the folder of the run, so leave --out away")
+            raise UserError("--resume already names the folder of the run; do not give --out as well")
     except UserError:
         if is_rank0():
             raise

@@ -57,7 +57,7 @@ def _run(config: Config, folder: Folder, resume: bool, wandb: str | None, world:
     device = device_of(config.machine)  # before the corpus, which may take minutes to prepare
     corpus = open_corpus(config.training.corpus)
     if corpus.fingerprint != world.broadcast(lambda: corpus.fingerprint):
-        raise UserError(f"--corpus {config.training.corpus} is other text here than for the leading process")
+        raise UserError(f"--corpus {config.training.corpus} has other text in this process than in rank 0")
     verify_corpus(corpus, world, resumed=resume and folder.has_run)
     session = Session(config, corpus, device)
     identity = run_identity(session.config, corpus.fingerprint)

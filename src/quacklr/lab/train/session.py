@@ -143,7 +143,7 @@ class Session:
         return row | ({"mfu": rounded(utilization)} if utilization is not None else {})
 
     def _divergence(self, row: Row) -> Row:
-        """The reason if the run has diverged: a loss is not finite, or the validation loss is above its first value."""
+        """The reason if the run diverged: a loss is not finite, or after warmup val_loss is above its first value."""
         if not math.isfinite(row["loss"]):
             return {"diverged": f"the loss is {row['loss']} at step {self.step}"}
         val, first = row.get("val_loss", 0.0), self.first_val_loss

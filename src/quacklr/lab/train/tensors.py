@@ -48,7 +48,7 @@ def tensors_to_load(
         if name not in saved:
             raise UserError(f"the checkpoint has no {name}, which the run has; it is of another version: start anew")
         if name not in found:
-            raise UserError(f"the checkpoint has {name}, which the run has not; it is of another version: start anew")
+            raise UserError(f"the checkpoint has {name}, which the run lacks; it is of another version: start anew")
         if (spec := (found[name].shape, found[name].dtype)) != saved[name]:
             old, new = (f"{list(shape)} of {str(dtype)[6:]}" for shape, dtype in (saved[name], spec))
             raise UserError(f"{name} is {old} in the checkpoint, but {new} in the run; start anew")

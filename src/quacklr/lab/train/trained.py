@@ -77,4 +77,4 @@ def _last_step(folder: Folder, config: Config, steps: list[int]) -> int:
 
 def _step_hint(steps: list[int]) -> str:
     """The end of a message: which steps have a checkpoint."""
-    return f"; --step {' or '.join(map(str, steps))} takes a checkpoint that it has" if steps else ""
+    return f"; --step {' or '.join(map(str, steps))} loads an existing checkpoint" if steps else ""

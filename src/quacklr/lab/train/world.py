@@ -52,7 +52,7 @@ class World:
         """Raise UserError if the sequences of a step cannot be divided equally among the ranks."""
         if sequences % self.size:
             raise UserError(
-                f"the {sequences} sequences of a step cannot be shared out equally to {self.size} processes; change "
+                f"the {sequences} sequences of a step cannot be divided equally among {self.size} processes; change "
                 "--batch-tokens, or how many processes torchrun starts"
             )
 

@@ -1,0 +1,66 @@
+"""The figure of the study `sizes`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from statistics import linear_regression
+
+from matplotlib.figure import Figure
+
+from quacklr.lab.methods import Budget, Default, Method, QKNorm, Quack
+from quacklr.lab.report.style import colour, line_with_seeds, panels
+from quacklr.lab.studies.measures import NotRun
+from quacklr.lab.studies.names import METHOD_NAMES
+from quacklr.lab.studies.results import Results, available
+from quacklr.lab.studies.sizes import ABOVE_CRITICAL, WIDTHS, above_critical, critical_rate, tau_of_size
+
+
+def sizes(results: Results) -> Figure:
+    """Figure 7. Does the problem grow with the size of the model, and what does QuacK gain?
+
+    MHA of four widths with heads of the same size, trained with Muon. Left: the learning rate at which the largest
+    logit of the default is 100, and a power law fitted to it. Right: the validation loss at ten times this learning
+    rate. A dot for every seed.
+    """
+    figure, [[left, right]] = panels(1, 2, 4.2, 3.2)
+    rates = available(
+        WIDTHS, lambda size: {s: 10**value for s, value in critical_rate(results, size).by_seed().items()}
+    )
+    if not rates:
+        raise NotRun("no critical learning rate is known")
+    by_width = {float(WIDTHS[size]): values for size, values in rates.items()}
+    line_with_seeds(left, by_width, color=colour(Default), marker=".", linestyle="none")
+    if len(by_width) > 1:
+        slope, start = fit(
+            [(math.log10(width), math.log10(rate)) for width, seeds in by_width.items() for rate in seeds.values()]
+        )
+        fitted = [10 ** (start + slope * math.log10(width)) for width in by_width]
+        left.plot(list(by_width), fitted, color=colour(Default), linewidth=1, label=f"width^{slope:.2f}")
+        left.legend()
+    left.set(xscale="log", yscale="log", ylabel="critical learning rate of the default")
+    for method in (Default, Quack, Budget, QKNorm):
+        losses = available(rates, partial(_above, results, method))
+        points = {float(WIDTHS[size]): values for size, values in losses.items()}
+        line_with_seeds(right, points, color=colour(method), marker=".", label=METHOD_NAMES[method])
+    right.set(xscale="log", ylabel="validation loss", title=f"{ABOVE_CRITICAL} times the critical learning rate")
+    if right.lines:
+        right.legend()
+    for axes in (left, right):
+        axes.set_xticks([WIDTHS[size] for size in rates], [f"{WIDTHS[size]}\n{size}" for size in rates], minor=False)
+        axes.minorticks_off()
+        axes.set_xlabel("width, and number of parameters")
+    return figure
+
+
+def _above(results: Results, method: type[Method], size: str) -> dict[int, float]:
+    """The losses of a method at ten times the critical learning rate of a size."""
+    cell = above_critical(results, size)
+    return results.runs(cell, Quack(tau_of_size(cell)) if method is Quack else method()).by_seed()
+
+
+def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Slope and intercept of the least-squares line through some points."""
+    found = linear_regression(*zip(*points, strict=True))
+    return found.slope, found.intercept

@@ -1,0 +1,58 @@
+"""Claims about the size of the model: 0.3M, 1M and 4M parameters."""
+
+from __future__ import annotations
+
+from quacklr.lab.methods import Default, Quack
+from quacklr.lab.studies.comparison import compare, difference, less, more
+from quacklr.lab.studies.results import MethodRuns, Results
+from quacklr.lab.studies.sizes import ABOVE_CRITICAL, JUDGED, above_critical, critical_rate, tau_of_size
+from quacklr.lab.studies.verdicts import Answer, Claim, answer, mean_and_sd
+
+
+def methods_above(results: Results, size: str) -> tuple[MethodRuns, MethodRuns]:
+    """QuacK and the default at ten times the critical learning rate."""
+    cell = above_critical(results, size)
+    return results.runs(cell, Quack(tau_of_size(cell))), results.runs(cell, Default)
+
+
+def larger_is_critical_earlier(results: Results) -> Answer:
+    """The larger the model, the lower the learning rate at which the largest logit of the default is 100."""
+    found = {size: critical_rate(results, size) for size in JUDGED}
+    (small, first), *_, (large, last) = found.items()
+    label = f"MHA, Muon: {large} - {small}, log10 of the critical learning rate"
+    runs = (last.low, last.high, first.low, first.high)
+    text = ", ".join(f"{10**each.on_tuning_seed:.2g} at {size}" for size, each in found.items())
+    return answer(
+        f"critical learning rate {text} (seed 0)", (less, compare(label, last.by_seed(), first.by_seed(), *runs))
+    )
+
+
+def better_at_every_size(results: Results) -> Answer:
+    """At ten times the critical learning rate, QuacK beats the default at 0.3M, 1M and 4M parameters."""
+    pairs = [methods_above(results, size) for size in JUDGED]
+    texts = [f"{quack.cell}: {quack} {mean_and_sd(quack)}, default {mean_and_sd(other)}" for quack, other in pairs]
+    return answer("; ".join(texts), *((less, difference(*pair)) for pair in pairs))
+
+
+def gains_more_with_size(results: Results) -> Answer:
+    """The larger the model, the more QuacK gains over the default at ten times the critical learning rate."""
+    pairs = {size: methods_above(results, size) for size in JUDGED}
+    gains = {size: gain(*pair) for size, pair in pairs.items()}
+    (small, of_small), *_, (large, of_large) = gains.items()
+    label = f"MHA, Muon, {ABOVE_CRITICAL} times the critical lr: gain at {large} - gain at {small}, validation loss"
+    compared = compare(label, of_large, of_small, *pairs[large], *pairs[small])
+    text = ", ".join(f"{sum(each.values()) / len(each):.3f} at {size}" for size, each in gains.items())
+    return answer(f"loss of the default - loss of QuacK: {text}", (more, compared))
+
+
+def gain(quack: MethodRuns, default: MethodRuns) -> dict[int, float]:
+    """How far the loss of QuacK is below that of the default, by seed."""
+    losses, others = quack.by_seed(), default.by_seed()
+    return {seed: others[seed] - losses[seed] for seed in losses.keys() & others.keys()}
+
+
+SIZE_CLAIMS: dict[str, Claim] = {
+    "size and critical rate": larger_is_critical_earlier,
+    "every size": better_at_every_size,
+    "size and gain": gains_more_with_size,
+}
