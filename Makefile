@@ -82,6 +82,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install 
 $(READY): pyproject.toml constraints.txt $(BIN)/python
 	$(INSTALL) --editable '.[dev]'
 	$(INSTALL) --no-deps timm  # asks for torchvision, whose wheels need CUDA; tests/kit/timm_without_torchvision.py does without
+	$(INSTALL) --no-deps torchtitan spmd_types torchdata  # torchtitan asks for an older datasets
 	touch $@
 
 $(LAB): pyproject.toml constraints.txt $(BIN)/python

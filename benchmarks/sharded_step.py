@@ -1,14 +1,17 @@
 """Measures the cost of QuacK in a training step of a sharded model: ratios of interleaved steps on the same two ranks.
 
-    python benchmarks/sharded_step.py                                     a minute or two on 2 cores
+    python benchmarks/sharded_step.py                                     a few minutes on 2 cores
+    python benchmarks/sharded_step.py --engines FSDP2 FSDP1               only these
     python benchmarks/sharded_step.py --out results/sharded_step.md       also writes the table to a file
 
-The model is the lab's decoder under FSDP2 on two processes (gloo, CPU, one thread each), with AdamW and 1024 tokens per
-process. A round takes one plain step and one step with each norm. The time of a step is that of the slower rank:
+The model is the lab's decoder on two processes (gloo, CPU, one thread each), with AdamW and 1024 tokens per process:
+under FSDP2, under FSDP1, and in DeepSpeed's ZeRO stages 1 to 3. A round takes one plain step and one step with each
+norm. The time of a step is that of the slower rank:
 
     hooks         1 + time in QuacK's hooks / time of a plain step, medians
     step          time of a step with QuacK / time of a plain step, median over the rounds; includes the machine's noise
-    collectives   number of collectives in optimizer.step, counted by torch's CommDebugMode; AdamW uses none
+    collectives   number of collectives of QuacK in a step, counted by torch's CommDebugMode
+    bytes         bytes that QuacK gives to all-reduces in a step
 
 On a shared machine gloo waits until the processes are scheduled, and `hooks` is mostly this waiting time. A network
 card does not have it.
@@ -17,16 +20,20 @@ card does not have it.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
@@ -34,23 +41,55 @@ from quacklr import QuacK, frobenius, spectral
 from quacklr.lab.model import MHA, MLA, Shape, build
 
 RANKS = 2
+all_reduce = dist.all_reduce
 SHAPE = Shape(d_model=256, layers=6, d_ff=1024, context=128, vocab=256)
 SPECS: dict[str, MHA | MLA] = {"MHA": MHA(8, 8, 32), "MLA": MLA(8, 32, 32, 32, d_cq=64, d_ckv=32)}
 NORMS: dict[str, Any] = {"frobenius": frobenius, "spectral": spectral}
+ENGINES = ("FSDP2", "FSDP1", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+def fsdp2(model: Any) -> tuple[Any, Any]:
+    """The model and its optimizer."""
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def fsdp1(model: Any) -> tuple[Any, Any]:
+    """The model and its optimizer."""
+    policy = ModuleWrapPolicy({type(model.blocks[0])})
+    device = torch.device("cpu")
+    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
+
+
+def zero(model: Any, stage: int) -> tuple[Any, Any]:
+    """DeepSpeed's engine, twice: it is called, and it steps."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    import deepspeed  # type: ignore[import-untyped]
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, which takes minutes
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": stage}, "steps_per_print": 10**9}
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return engine, engine
 
 
 class Trained:
     """A sharded model, its optimizer, and QuacK on it with a norm or without one."""
 
-    def __init__(self, spec: MHA | MLA, norm: Any) -> None:
-        self.model = build(SHAPE, spec, seed=0)
-        for block in self.model.blocks:
-            fully_shard(block)
-        fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.in_hooks = 0.0
+    def __init__(self, spec: MHA | MLA, engine: str, norm: Any) -> None:
+        whole = build(SHAPE, spec, seed=0)
+        self.size = sum(param.numel() for param in whole.parameters())
+        make = {"FSDP2": fsdp2, "FSDP1": fsdp1}.get(engine) or partial(zero, stage=int(engine[-1]))
+        self.model, self.optimizer = make(whole)
+        self.in_hooks, self.sent = 0.0, 0
         if norm is not None:
-            quack: Any = QuacK(self.model, self.optimizer, norm=norm)
+            quack: Any = QuacK(self.model, self.optimizer, norm=norm, verify=False)
             for hook in quack._hooks[:2]:
                 self._time(hook)
 
@@ -61,16 +100,25 @@ class Trained:
 
         def timed(*args: Any) -> None:
             began = time.perf_counter()
-            inner(*args)
+            with patch.object(dist, "all_reduce", self._all_reduce):
+                inner(*args)
             self.in_hooks += time.perf_counter() - began
 
         hooks[hook.id] = timed
+
+    def _all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.sent += tensor.numel() * tensor.element_size()
+        return all_reduce(tensor, *args, **kwargs)
+
+    def _backward(self, tokens_BT: Tensor) -> None:
+        loss = self.model(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        self.model.backward(loss) if self.model is self.optimizer else loss.backward()
 
     def step(self, tokens_BT: Tensor) -> tuple[float, float]:
         """Seconds of a step, and of them in hooks, of the slower rank."""
         dist.barrier()
         self.in_hooks, began = 0.0, time.perf_counter()
-        self.model(tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()
+        self._backward(tokens_BT)
         self.optimizer.step()
         self.optimizer.zero_grad()
         taken = torch.tensor([time.perf_counter() - began, self.in_hooks])
@@ -79,8 +127,9 @@ class Trained:
         return whole, hooks
 
     def collectives(self, tokens_BT: Tensor) -> int:
-        """Of the optimizer's step."""
-        self.model(tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()
+        """Of the optimizer's step. Also counts the bytes of QuacK's."""
+        self._backward(tokens_BT)
+        self.sent = 0
         with CommDebugMode() as counted:
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -94,31 +143,31 @@ def taken(several: tuple[Trained, ...], tokens_BT: Tensor, first: int) -> list[t
     return [times[number] for number in range(len(several))]
 
 
-def rows(spec: str, rounds: int) -> list[str]:
+def rows(spec: str, engine: str, rounds: int) -> list[str]:
     """A line of the table for each norm."""
     tokens_BT = torch.randint(0, 256, (8, 129), generator=torch.Generator().manual_seed(dist.get_rank()))
-    plain, *others = (Trained(SPECS[spec], norm) for norm in (None, *NORMS.values()))
+    plain, *others = (Trained(SPECS[spec], engine, norm) for norm in (None, *NORMS.values()))
     counts = [each.collectives(tokens_BT) for each in (plain, *others)]
-    size = sum(param.numel() for param in plain.model.parameters())
+    sent = [each.sent for each in (plain, *others)]
     times = [taken((plain, *others), tokens_BT, first) for first in range(rounds)]
     base = median(step for (step, _), *_ in times)
     found = []
     for number, name in enumerate(NORMS, start=1):
         hooks = 1 + median(round_[number][1] for round_ in times) / base
         ratio = median(round_[number][0] / round_[0][0] for round_ in times)
-        found.append(f"| {spec}, {size / 1e6:.0f}M | {name} | {hooks:.3f} | {ratio:.3f} | {counts[number]} |")
-    assert counts[0] == 0
+        own = f"{counts[number] - counts[0]} | {sent[number]:,}"
+        found.append(f"| {engine} | {spec}, {plain.size / 1e6:.0f}M | {name} | {hooks:.3f} | {ratio:.3f} | {own} |")
     return found
 
 
-def rank_main(rank: int, folder: str, rounds: int, out: Path | None) -> None:
+def rank_main(rank: int, folder: str, rounds: int, engines: list[str], out: Path | None) -> None:
     """One of the processes; the first prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    lines = [row for spec in SPECS for row in rows(spec, rounds)]
+    lines = [row for engine in engines for spec in SPECS for row in rows(spec, engine, rounds)]
     if rank == 0:
-        head = ["| model | norm | hooks | step | collectives |", "|---|---|---|---|---|"]
-        command = f"`python benchmarks/sharded_step.py --rounds {rounds}`, two ranks on gloo, on the CPU, FSDP2, AdamW"
+        head = ["| engine | model | norm | hooks | step | collectives | bytes |", "|---|---|---|---|---|---|---|"]
+        command = f"`python benchmarks/sharded_step.py --rounds {rounds}`, two ranks on gloo, on the CPU, AdamW"
         text = "\n".join(["# What QuacK costs a step of a sharded model", "", f"{command}.", "", *head, *lines]) + "\n"
         print(text)
         if out:
@@ -130,10 +179,11 @@ def main() -> None:
     """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="steps of each kind (default: %(default)s)")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: all)")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, (folder, given.rounds, given.out), nprocs=RANKS)
+        spawn(rank_main, (folder, given.rounds, given.engines, given.out), nprocs=RANKS)
 
 
 if __name__ == "__main__":

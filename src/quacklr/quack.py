@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.core.budget_rates import BudgetRates, HeadChange
+from quacklr.core.flat_tensor import original
 from quacklr.core.norms import Norm, frobenius
 from quacklr.core.path import LogitPath, all_rated, as_paths
 from quacklr.core.relative_rates import RESUMED_ALONE, RelativeRates
@@ -30,14 +31,13 @@ from quacklr.core.validate import (
 )
 from quacklr.describe import describe
 from quacklr.distributed.collectives import reshard
+from quacklr.distributed.engines.read import as_module, engine_of
 from quacklr.distributed.sharded_blocks import ShardedBlocks, blocks_of
-from quacklr.distributed.validate import validate_not_fsdp1
 from quacklr.find import logit_paths
 from quacklr.find.finding import Finding
 from quacklr.find.verify import Verification
 from quacklr.optimizers.attach import as_optimizers, first_after_step, is_idle, validate_linear
 from quacklr.optimizers.nested_steps import RunningStep, RunningSteps
-from quacklr.optimizers.scratch import ids_in_groups
 from quacklr.optimizers.step_check import StepCheck
 from quacklr.util.autocast import without_autocast
 from quacklr.util.read_only import ReadOnly
@@ -61,8 +61,8 @@ class QuacK:
 
     Args:
         model: the model, whose attention is found by `logit_paths(model)`; or an iterable of LogitPath.
-        optimizer: the optimizer that trains the model, or several. Without a budget their steps must be linear in lr,
-            as those of SGD, AdamW, Muon and most others are.
+        optimizer: the optimizer that trains the model, or several; or DeepSpeed's engine. Without a budget their steps
+            must be linear in lr, as those of SGD, AdamW, Muon and most others are.
         tau: the rate at the start, relative to the optimizer's lr. The one hyperparameter to tune.
         norm: the norm of a block of weights: `quacklr.frobenius`, `quacklr.spectral`, or a function of the same form.
         adapt: if False, all rates stay at tau (the constant-tau ablation of the paper).
@@ -77,8 +77,8 @@ class QuacK:
 
     Rates are computed from the weights before a step; with a budget, from the step itself. With several optimizers and
     no budget, all steps of one iteration use the same rates; an iteration ends when a parameter steps again.
-    Sharded parameters (FSDP2, HSDP, tensor parallelism) are supported: attach QuacK after sharding, in every process. A
-    step then takes one small all-reduce for each mesh dimension that shards weights; with a budget also an all-to-all.
+    Sharded parameters are supported (FSDP1 and 2, tensor parallelism, DeepSpeed, Megatron): attach after sharding, in
+    every process (docs/scaling.md). A step then takes one small all-reduce; with a budget also an all-to-all.
 
     A step costs a copy of the rows on the paths (on the CPU its memory is kept for the next step), one pass over them
     for the norms, and one to scale the step. Only the checks in the first step wait for the device.
@@ -100,33 +100,33 @@ class QuacK:
         if budget is not None:
             validate_budget(budget, tau, norm, adapt, floor)
         self._norm, self._adapt, self._floor = norm, adapt, floor
-        self.optimizers = as_optimizers(optimizer, linear=budget is None)
-        module = model if isinstance(model, nn.Module) else None
-        if module is not None:
-            validate_not_fsdp1(module)
-            reshard(module)
-        given: Any = model if module is None else logit_paths(module)
+        module = as_module(model)
+        engine = engine_of(module, optimizer)
+        self.optimizers, self._in_groups = as_optimizers(engine.optimizers or optimizer, budget is None), engine.stepped
+        reshard(module)
+        with engine.whole_shapes():
+            given: Any = model if module is None else logit_paths(module)
         self.left_alone: Mapping[str, str] = getattr(given, "left_alone", {})
         found: Mapping[str, Finding] = getattr(given, "found", {})
-        paths = as_paths(given, "the model must be an nn.Module or")
+        paths = engine.located(as_paths(given, "the model must be an nn.Module or"))
         validate_not_meta(weight for path in paths for weight in path.weights)
         self._rule = Rule(paths if budget is None else all_rated(paths), blocks_of)
         weights = self._rule.weights
         self._on_paths = {id(part.param) for part in self._rule.parts}
-        validate_stepped(weights, self.optimizers)
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         validate_not_attached_twice(weights, [weight for other in others for weight in other._rule.weights])
         self._method: RelativeRates | BudgetRates
-        if budget is None:
-            validate_linear(self.optimizers, (part.param for part in self._rule.parts))
-            self._method = RelativeRates(self._rule, tau, norm, adapt, floor)
-        else:
-            self._method = BudgetRates(self._rule, budget, self.optimizers)
-        self._running = RunningSteps()
-        self._loaded = self._resumed_alone = False
-        self._step_check = StepCheck(module, weights, self.optimizers, linear=budget is None)
+        with engine.filled_groups():
+            validate_stepped(weights, self.optimizers, self._in_groups)
+            if budget is None:
+                validate_linear(self.optimizers, (part.param for part in self._rule.parts), self._in_groups)
+                self._method = RelativeRates(self._rule, tau, norm, adapt, floor)
+            else:
+                self._method = BudgetRates(self._rule, budget, self.optimizers, self._in_groups)
+        self._running, self._loaded, self._resumed_alone = RunningSteps(), False, False
+        self._step_check = StepCheck(module, weights, self.optimizers, budget is None, self._in_groups)
         self._origin = {name: finding.origin for name, finding in found.items()}
-        self._verification = None if module is None else Verification(module, found, verify)
+        self._verification = None if module is None else Verification(module, found, verify, engine.gathers)
         self._hooks = [hook for each in self.optimizers for hook in self._register_hooks(each)]
         _attached.add(self)
 
@@ -175,7 +175,7 @@ class QuacK:
         if optimizer in self._running:  # a nested step
             return
         of_callers = [running.tensors for running in self._running.values()]  # steps that called this one
-        tensors = (ids_in_groups(optimizer) & self._on_paths).difference(*of_callers)
+        tensors = (self._in_groups.by(optimizer) & self._on_paths).difference(*of_callers)
         stepped = self._method.stepped
         new_iteration = not stepped or not stepped.isdisjoint(tensors)
         if is_idle(optimizer):  # every lr is 0
@@ -243,7 +243,7 @@ class QuacK:
         collective call, except with a budget, and the result is a plain tensor for the whole parameter.
         """
         rated = [weight for weight in self._rule.weights if weight.rated]
-        parts = [(weight, part) for weight in rated for part in weight.parts if part.param is param]
+        parts = [(weight, part) for weight in rated for part in weight.parts if original(part.param) is param]
         if not parts or not param.requires_grad:
             return None
         rates = self.rates()

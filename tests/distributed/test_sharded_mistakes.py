@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from crew import Crew
 from models import assert_equal
-from quacklr import LogitMonitor, QKClip, QuacK, spectral
+from quacklr import LogitMonitor, QuacK, spectral
 from quacklr.lab.model import MHA, Decoder, Shape, build
 
 dcp: Any = checkpoint
@@ -62,17 +62,6 @@ def wrong_order(_: int) -> None:
 
 def test_sharding_after_attaching_or_after_making_the_optimizer_is_an_error(two: Crew) -> None:
     two(wrong_order)
-
-
-def flattened(_: int) -> None:
-    model = FullyShardedDataParallel(build(SHAPE, GQA, seed=0), use_orig_params=True, device_id=torch.device("cpu"))
-    for attach in (QuacK, QKClip):
-        with pytest.raises(ValueError, match=r"wrapped in FullyShardedDataParallel \(FSDP1\), .* use fully_shard"):
-            attach(model, sgd(model))
-
-
-def test_fsdp1_is_refused_by_name(two: Crew) -> None:
-    two(flattened)
 
 
 def on_meta_device(_: int) -> None:

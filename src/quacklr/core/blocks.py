@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quacklr.core.local import is_sharded, local_tensor
+from quacklr.core.local import Box, is_sharded, local_boxes
 from quacklr.core.norms import Norm, frobenius
 from quacklr.core.step_norms import gram, largest_singular_values
 from quacklr.core.weight import Weight
@@ -26,20 +26,20 @@ Memory = list[Tensor | None]
 
 
 class BlockRows:
-    """The local rows of some blocks of a parameter, with the same number of rows in every block.
+    """The rows of some blocks that are in a box of a parameter, with the same number of rows in every block.
 
     If the rows are at regular distances, as in every common layout, they are read and written through a view.
     Otherwise they are gathered into a copy, and `scale_step` writes the copy back.
     """
 
-    def __init__(self, weight: Weight, blocks: Tensor) -> None:
-        block_of_row = weight.local_blocks()
+    def __init__(self, weight: Weight, blocks: Tensor, box: Box) -> None:
+        block_of_row = weight.blocks_in(box)
         index = torch.stack([(block_of_row == block).nonzero().squeeze(1) for block in blocks])
-        self.weight, self.tensor = weight, weight.param
+        self.weight, self.tensor, self.box = weight, weight.param, box
         self.sharded = is_sharded(weight.param)
         self.index = index.to(weight.param.device)
         self.shape = tuple(weight.param.shape)
-        self.size = (*index.shape, math.prod(weight.rows_first().shape[1:]))
+        self.size = (*index.shape, math.prod(weight.rows_first(box).shape[1:]))
         self.first = int(index[0, 0])
         self.block_step = int(index[1, 0]) - self.first if len(index) > 1 else 0
         self.row_step = int(index[0, 1]) - self.first if index.shape[1] > 1 else 0
@@ -54,11 +54,11 @@ class BlockRows:
 
         The view is cached while the tensor has the same memory, dtype, shape and strides.
         """
-        data = local_tensor(self.tensor) if self.sharded else self.tensor
+        data = self.box.tensor() if self.sharded else self.tensor
         view_of = data.data_ptr(), data.dtype, data.shape, data.stride()
         if view_of != self._view_of:
             self._view, self._view_of = self._new_view(), view_of
-        return self._view if self._view is not None else self.weight.rows_first()[self.index].reshape(self.size)
+        return self._view if self._view is not None else self._rows_first()[self.index].reshape(self.size)
 
     def scale_step(self, old_BRC: Tensor, rate_B11: Tensor) -> None:
         """Set the rows to old + rate * (new - old); exactly to `new` where the rate is 1."""
@@ -68,8 +68,11 @@ class BlockRows:
         else:  # in fp32, since a rate in bf16 would be off by up to 0.2 %
             new_BRC.copy_(new_BRC.to(torch.float32).sub_(old_BRC).mul_(rate_B11).add_(old_BRC))
         if self._view is None:
-            tensor = self.weight.rows_first()
+            tensor = self._rows_first()
             tensor[self.index] = new_BRC.view(*self.index.shape, *tensor.shape[1:])
+
+    def _rows_first(self) -> Tensor:
+        return self.weight.rows_first(self.box)
 
     def _new_view(self) -> Tensor | None:
         """The view, or None if strides cannot describe it."""
@@ -78,7 +81,7 @@ class BlockRows:
                 f"{self.weight.name}: its parameter has shape {tuple(self.tensor.shape)} now, and had {self.shape} "
                 "when QuacK was attached; attach a new one"
             )
-        rows = self.weight.rows_first()
+        rows = self._rows_first()
         if not self.is_grid or not _is_matrix(rows):
             return None
         matrix = rows.view(-1, self.size[2])
@@ -96,12 +99,14 @@ def _is_matrix(rows: Tensor) -> bool:
 class LocalBlocks:
     """Blocks of one weight that have the same number of local rows; almost always all of its blocks.
 
-    `parts` are the parameters whose local rows it reads: by default the weight and its bias.
+    `parts` are the parameters whose rows it reads, each with the box that they are in: by default the weight and its
+    bias, which are whole.
     """
 
-    def __init__(self, weight: Weight, blocks: Tensor, parts: Sequence[Weight] | None = None) -> None:
+    def __init__(self, weight: Weight, blocks: Tensor, parts: Sequence[tuple[Weight, Box]] | None = None) -> None:
         self.weight, self.blocks = weight, blocks
-        self.parts = [BlockRows(part, blocks) for part in parts or weight.parts]  # the columns of [W b]
+        parts = parts or [(part, local_boxes(part.param)[0]) for part in weight.parts]
+        self.parts = [BlockRows(part, blocks, box) for part, box in parts]  # the columns of [W b]
         self.widths = [rows.size[2] for rows in self.parts]
         on_cpu = weight.param.device.type == "cpu"
         self._recycles = on_cpu and (weight.rows_are_first or len(self.parts) == 1)

@@ -16,6 +16,7 @@ from quacklr.core.budget import BudgetRule
 from quacklr.core.relative_lr import RelativeLr
 from quacklr.core.sensitivity import Rule
 from quacklr.core.state import VERSION, validate_version
+from quacklr.core.stepped import PLAIN, Stepped
 from quacklr.core.weight import Weight
 
 MOSTLY_ROUNDING = (
@@ -44,15 +45,15 @@ class BudgetRates:
     have stepped in this iteration. An iteration ends when one of them steps again.
     """
 
-    def __init__(self, rule: Rule, budget: float, optimizers: Iterable[Optimizer]) -> None:
-        self.rule, self.budget = rule, budget
+    def __init__(self, rule: Rule, budget: float, optimizers: Iterable[Optimizer], in_groups: Stepped = PLAIN) -> None:
+        self.rule, self.budget, self._in_groups = rule, budget, in_groups
         self.stepped: set[int] = set()
         self._ever_stepped: set[int] = set()
         self.compiled = BudgetRule(rule)
         self.rates = torch.full((rule.blocks.total,), torch.nan, device=rule.blocks.device, dtype=torch.float32)
         self.asked = self.given = self.rates.new_zeros(self.compiled.total_heads)
         self._on_paths = {id(part.param) for part in rule.parts}
-        self._lr = RelativeLr(self._on_paths)
+        self._lr = RelativeLr(self._on_paths, in_groups)
         for optimizer in optimizers:
             self._lr.remember(optimizer)
         self._checked_rounding: set[int] = set()
@@ -107,12 +108,12 @@ class BudgetRates:
     def _allowed(self, optimizer: Optimizer, tensors: Collection[int]) -> Tensor:
         """By block, the budget in nats, times lr / initial lr of its param group."""
         allowed = self.rates.new_zeros(self.rule.blocks.total)
-        groups = [group for group in optimizer.param_groups if any(id(param) in tensors for param in group["params"])]
-        factors = [self._lr.now(optimizer, group, self.budget) for group in groups]
+        groups = [(group, ids) for group, ids in self._in_groups.groups(optimizer) if not ids.isdisjoint(tensors)]
+        factors = [self._lr.now(optimizer, group, self.budget) for group, _ in groups]
         if all(not isinstance(factor, Tensor) and factor == factors[0] for factor in factors):
             return allowed.fill_(self.budget * factors[0])
-        for group, factor in zip(groups, factors, strict=True):
-            in_group = self._blocks_in({id(param) for param in group["params"]})
+        for (_, ids), factor in zip(groups, factors, strict=True):
+            in_group = self._blocks_in(ids & self._on_paths)
             allowed = torch.maximum(allowed, self.budget * factor * in_group)
         return allowed
 

@@ -1,28 +1,72 @@
-"""The local shard of a DTensor parameter. No other module of the core uses DTensor.
+"""The local part of a parameter, as boxes. No other module of the core uses DTensor.
 
-Under FSDP2, HSDP or tensor parallelism a parameter is a DTensor, and each process holds a shard of it. Global indices,
-one vector for each dimension, identify the entries of the shard. It may therefore end in the middle of a head, hold no
-row at all, or be sharded along the columns.
+A box is a part of a parameter whose entries are identified by global indices, one vector for each dimension. Under
+FSDP2, HSDP or tensor parallelism a parameter is a DTensor, and its local shard is one box. Under ZeRO, Megatron or
+FSDP1 a process has a flat range of it, which is a few boxes (flat_tensor.py). A box may therefore end in the middle of
+a head, hold no row at all, or have some of the columns only.
 """
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quacklr.core.flat_tensor import FlatTensor, Ranges
+
+
+class Box(NamedTuple):
+    """A part of a parameter that is in one process.
+
+    `indices` are the global indices of its entries, one vector for each dimension. `tensor` returns the entries, in the
+    memory of the parameter.
+    """
+
+    indices: tuple[Tensor, ...]
+    tensor: Callable[[], Tensor]
+
+
+def local_boxes(tensor: Tensor) -> list[Box]:
+    """The boxes of the local part of a tensor: one, except for a FlatTensor, which has any number, also none."""
+    if not isinstance(tensor, FlatTensor):
+        indices = tuple(local_indices(tensor, dim) for dim in range(tensor.ndim))
+        return [Box(indices, partial(local_tensor, tensor))]
+    boxes = tensor.boxes()
+    sizes = [math.prod(end - start for start, end in ranges) for ranges in boxes]
+    return [_flat_box(tensor, ranges, at) for ranges, at in zip(boxes, accumulate(sizes, initial=0), strict=False)]
+
+
+def _flat_box(tensor: FlatTensor, ranges: Ranges, at: int) -> Box:
+    shape = [end - start for start, end in ranges]
+    indices = tuple(torch.arange(*each, device="cpu") for each in ranges)
+    return Box(indices, lambda: tensor.entries()[at : at + math.prod(shape)].view(shape))
+
 
 def is_sharded(tensor: Tensor) -> bool:
+    """Whether a process may have only a part of a tensor: it is a DTensor or a FlatTensor."""
+    return isinstance(tensor, FlatTensor) or is_dtensor(tensor)
+
+
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor. Does not import torch's module for DTensor, because that is slow."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """The local shard of a DTensor, or the tensor itself; detached, and in the memory of the parameter."""
-    if not is_sharded(tensor):
+    """The local shard of a DTensor, the flat range of a FlatTensor, or the tensor itself.
+
+    The result is detached, and in the memory of the parameter.
+    """
+    if isinstance(tensor, FlatTensor):
+        return tensor.entries()
+    if not is_dtensor(tensor):
         return tensor.detach()
     with torch.no_grad():
         return tensor.to_local().detach()
@@ -31,7 +75,7 @@ def local_tensor(tensor: Any) -> Tensor:
 def local_indices(tensor: Any, dim: int) -> Tensor:
     """Global indices along a dimension of the entries in the local shard, in its order. Does not communicate."""
     indices = torch.arange(tensor.shape[dim], device="cpu")
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return indices
     from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -52,7 +96,7 @@ def _of_vector(placement: Any) -> Any:
 
 
 class ShardSpec(NamedTuple):
-    """One sharding of a tensor: the process group over which a dimension is sharded."""
+    """One sharding of a tensor: the process group over which a dimension is sharded; -1 if it is a flat range."""
 
     group: Any
     dim: int
@@ -61,6 +105,8 @@ class ShardSpec(NamedTuple):
 
 def shard_specs(tensor: Any) -> tuple[ShardSpec, ...]:
     """How a tensor is sharded, in the order of the mesh's dimensions; without groups of a single process."""
+    if isinstance(tensor, FlatTensor):
+        return () if tensor.group is None or tensor.group.size() == 1 else (ShardSpec(tensor.group, -1, 1),)
     return tuple(
         ShardSpec(tensor.device_mesh.get_group(i), placement.dim, getattr(placement, "split_factor", 1))
         for i, placement in _shards(tensor)
@@ -75,9 +121,9 @@ def shard_counts(tensor: Any) -> list[int]:
 
 def _shards(tensor: Any) -> list[tuple[int, Any]]:
     """The mesh dimensions over which a tensor is sharded, with the placements."""
-    return [(i, each) for i, each in enumerate(tensor.placements) if _is_shard(each)] if is_sharded(tensor) else []
+    return [(i, each) for i, each in enumerate(tensor.placements) if _is_shard(each)] if is_dtensor(tensor) else []
 
 
 def is_partial(tensor: Any) -> bool:
     """Whether a tensor is a pending sum over processes (a Partial DTensor)."""
-    return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)
+    return is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)

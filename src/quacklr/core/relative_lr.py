@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from quacklr.core.stepped import PLAIN, Stepped
+
 KEY = "quack_initial_lr"
 ABOVE_INITIAL = (
     "the lr of a param group of {} is {:.3g} times its {}. The budget follows lr, so it is {:.3g} now instead of {:g}, "
@@ -26,14 +28,14 @@ WARN_ABOVE = 1.5
 class RelativeLr:
     """Relative lrs of the param groups that have tensors on paths. `on_paths` are the ids of these tensors."""
 
-    def __init__(self, on_paths: Collection[int]) -> None:
-        self._on_paths = on_paths
+    def __init__(self, on_paths: Collection[int], stepped: Stepped = PLAIN) -> None:
+        self._on_paths, self._stepped = set(on_paths), stepped
         self._warn_above = WARN_ABOVE
 
     def remember(self, optimizer: Optimizer) -> None:
         """Keep the lrs of an optimizer as initial lrs where it has none; ValueError if such an lr is 0."""
-        for group in optimizer.param_groups:
-            if any(id(param) in self._on_paths for param in group["params"]) and not _remember(group):
+        for group, ids in self._stepped.groups(optimizer):
+            if not ids.isdisjoint(self._on_paths) and not _remember(group):
                 raise ValueError(
                     f"the lr of a param group of {type(optimizer).__name__} is 0. A budget follows lr relative to its "
                     "initial value: attach QuacK before a warmup sets lr to 0, or set 'initial_lr' in the param group "

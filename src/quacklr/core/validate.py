@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from quacklr.core.flat_tensor import original
 from quacklr.core.local import is_sharded, local_tensor
 from quacklr.core.norms import frobenius
 from quacklr.core.sensitivity import Rule
+from quacklr.core.stepped import PLAIN, Stepped
 from quacklr.core.weight import Weight
 
 FLOAT32 = torch.finfo(torch.float32)
@@ -49,11 +51,11 @@ def validate_budget(
         raise ValueError(f"with a budget, {' and '.join(names)} must be left out: the budget decides the rates alone")
 
 
-def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> None:
+def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer], in_groups: Stepped = PLAIN) -> None:
     """Every parameter on a path that is not frozen must be in one of the optimizers."""
     if not any(weight.trains for weight in weights):
         raise ValueError(f"{weights[0].name} and all others on a path are frozen, so there is nothing to control")
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    stepped = set().union(*map(in_groups.by, optimizers))
     for part in (part for weight in weights if weight.rated for part in weight.parts):
         if not part.param.requires_grad or id(part.param) in stepped:
             continue
@@ -77,11 +79,12 @@ def validate_not_meta(weights: Iterable[Weight]) -> None:
 
 def validate_not_attached_twice(weights: Iterable[Weight], taken: Iterable[Weight], who: str = "QuacK") -> None:
     """No parameter may be on the paths of two QuacKs on one optimizer: its step would be scaled twice."""
-    others = {id(part.param): part.name for weight in reversed(list(taken)) for part in weight.parts}
+    others = {id(original(part.param)): part.name for weight in reversed(list(taken)) for part in weight.parts}
     for part in (part for weight in weights for part in weight.parts):
-        if id(part.param) in others:
+        param = id(original(part.param))
+        if param in others:
             raise ValueError(
-                f"{part.name}: another {who} is attached to its parameter (as {others[id(part.param)]}); "
+                f"{part.name}: another {who} is attached to its parameter (as {others[param]}); "
                 "call remove() on that one first"
             )
 

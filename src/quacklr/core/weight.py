@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from quacklr.core.local import is_sharded, local_indices, local_tensor
+from quacklr.core.local import Box, local_tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -91,7 +91,9 @@ class Weight:
 
     def _validate_contiguous(self, param: Tensor) -> None:
         """`flatten` of a tensor that is not contiguous makes a copy, and writing to a copy would have no effect."""
-        if not param.is_contiguous():
+        if not param.is_contiguous() and any(
+            param.stride()
+        ):  # strides of 0: it only shows its shape (engines/engine.py)
             raise ValueError(f"{self.name}: dim={self.dim}, but its parameter is not contiguous")
 
     def __repr__(self) -> str:
@@ -108,25 +110,32 @@ class Weight:
         """The dimensions of the parameter along which the rows are."""
         return self.dim if isinstance(self.dim, tuple) else (self.dim,)
 
-    def rows_first(self) -> Tensor:
-        """The local shard of the parameter, detached: a view with the rows along the first dimension."""
-        param = local_tensor(self.param)
+    def rows_first(self, box: Box | None = None) -> Tensor:
+        """The parameter or a box of it, detached: a view with the rows along the first dimension."""
+        param = local_tensor(self.param) if box is None else box.tensor()
         if not isinstance(self.dim, tuple):
             return param.movedim(self.dim, 0)
         self._validate_contiguous(param)
         return param.flatten(0, len(self.dim) - 1)
 
-    def local_rows(self) -> Tensor:
-        """Global row indices of the local shard; all rows, unless the parameter is sharded."""
-        return _flat_indices(self.param, self.dims)
+    def rows_in(self, box: Box) -> Tensor:
+        """Global indices of the rows that are in a box."""
+        return self._flat_indices(box, self.dims)
 
-    def local_blocks(self) -> Tensor:
-        """The block of each local row."""
-        return self.block_of_row[self.local_rows()] if is_sharded(self.param) else self.block_of_row
+    def blocks_in(self, box: Box) -> Tensor:
+        """The block of each row that is in a box."""
+        return self.block_of_row[self.rows_in(box)]
 
-    def local_columns(self) -> Tensor:
-        """Global column indices of the local shard."""
-        return _flat_indices(self.param, tuple(d for d in range(self.param.ndim) if d not in self.dims))
+    def columns_in(self, box: Box) -> Tensor:
+        """Global indices of the columns that are in a box."""
+        return self._flat_indices(box, tuple(d for d in range(self.param.ndim) if d not in self.dims))
+
+    def _flat_indices(self, box: Box, dims: tuple[int, ...]) -> Tensor:
+        """Global indices of a box along some dimensions, as if these dimensions were flattened."""
+        index = torch.zeros(1, dtype=torch.long, device="cpu")
+        for dim in dims:
+            index = (index.unsqueeze(1) * self.param.shape[dim] + box.indices[dim]).flatten()
+        return index
 
     def spread(self, of_row: Tensor) -> Tensor:
         """Reshape a vector of one number for each row, so that it broadcasts to the parameter."""
@@ -184,14 +193,6 @@ def whole_numbers(given: object) -> Tensor | None:
         return None
     inexact = numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
     return None if inexact else numbers.to(torch.long)
-
-
-def _flat_indices(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Global indices of the local shard along some dimensions, as if these dimensions were flattened."""
-    index = torch.zeros(1, dtype=torch.long, device="cpu")
-    for dim in dims:
-        index = (index.unsqueeze(1) * tensor.shape[dim] + local_indices(tensor, dim)).flatten()
-    return index
 
 
 Segment = tuple[str | None, int, int]

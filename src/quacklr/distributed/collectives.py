@@ -104,9 +104,9 @@ def fully_sharded(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module | None) -> None:
     """Free the unsharded parameters of FSDP2, so that the model has the sharded ones that its optimizer has."""
-    for module in fully_sharded(model):
+    for module in [] if model is None else fully_sharded(model):
         module.reshard()
 
 

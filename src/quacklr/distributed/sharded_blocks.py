@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quacklr.core.blocks import BlockGroup, Blocks, Copies, LocalBlocks, Memory, by_size
-from quacklr.core.local import is_partial, is_sharded, shard_specs
+from quacklr.core.flat_tensor import FlatTensor
+from quacklr.core.local import Box, is_partial, is_sharded, local_boxes, shard_specs
 from quacklr.core.norms import Norm, frobenius, spectral
 from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import Rule
@@ -45,10 +46,10 @@ def sensitivity(paths: Iterable[LogitPath], norm: Norm = frobenius) -> dict[Weig
 
 
 class GroupShard(NamedTuple):
-    """The parameters of a block group that are sharded in the same way: the weight and its bias, or one of the two."""
+    """A box of a parameter of a block group; or of its weight and its bias, if they are sharded in the same way."""
 
     group: int  # index of the block group
-    parts: tuple[Weight, ...]
+    parts: list[tuple[Weight, Box]]
     process_groups: Groups
     columns: Tensor  # indices of the local columns of [W b]
 
@@ -68,14 +69,14 @@ class ShardedBlocks(Blocks):
     def _local_blocks(self) -> list[LocalBlocks]:
         """LocalBlocks for each shard of a block group and number of local rows. Also sets their placements."""
         shards = [shard for number, group in enumerate(self.groups) for shard in shards_of(number, group)]
-        process_groups = [union(s.process_groups for s in shards if s.group == i) for i in range(len(self.groups))]
+        process_groups = [union(map(process_groups_of, group.weight.parts)) for group in self.groups]
         self._placements = Placements(self.groups, process_groups, [column_groups(g.weight) for g in self.groups])
         self._counted_in_all: list[bool] = []  # for each placement, whether it is part of sums over all ranks
         local = []
         for group, parts, own_groups, columns in shards:
             weight, blocks = self.groups[group]
             counted = all(dist.get_rank(other) == 0 for other in process_groups[group] if other not in own_groups)
-            block_of_row, device = parts[0].local_blocks(), weight.param.device
+            block_of_row, device = parts[0][0].blocks_in(parts[0][1]), weight.param.device
             sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
             for same_size in by_size(blocks, sizes) if len(columns) else ():
                 local.append(LocalBlocks(weight, same_size, parts))
@@ -150,22 +151,32 @@ class ShardedBlocks(Blocks):
 
 
 def shards_of(number: int, group: BlockGroup) -> Iterator[GroupShard]:
-    """One shard for the weight and its bias if both are sharded in the same way, otherwise one for each of the two."""
+    """One shard for the weight and its bias if both are sharded in the same way, otherwise one for each box of both."""
     parts = group.weight.parts
     starts = [sum(part.columns for part in parts[:i]) for i in range(len(parts))]
-    columns = [start + part.local_columns() for start, part in zip(starts, parts, strict=True)]
-    process_groups = [tuple(spec.group for spec in shard_specs(part.param)) for part in parts]
+    process_groups = [process_groups_of(part) for part in parts]
+    boxes = [local_boxes(part.param) for part in parts]
     if are_sharded_alike(parts):
-        yield GroupShard(number, parts, process_groups[0], torch.cat(columns))
-    else:
-        for part, part_groups, part_columns in zip(parts, process_groups, columns, strict=True):
-            yield GroupShard(number, (part,), part_groups, part_columns)
+        pairs = [(part, box) for part, (box,) in zip(parts, boxes, strict=True)]
+        columns = [start + part.columns_in(box) for start, (part, box) in zip(starts, pairs, strict=True)]
+        yield GroupShard(number, pairs, process_groups[0], torch.cat(columns))
+        return
+    for part, start, part_groups, part_boxes in zip(parts, starts, process_groups, boxes, strict=True):
+        for box in part_boxes:
+            yield GroupShard(number, [(part, box)], part_groups, start + part.columns_in(box))
+
+
+def process_groups_of(part: Weight) -> Groups:
+    """The process groups over which a parameter is sharded."""
+    return [spec.group for spec in shard_specs(part.param)]
 
 
 def are_sharded_alike(parts: Sequence[Weight]) -> bool:
     """Whether every process has the same rows of all parts. All processes get the same result, from the placements."""
-    if not any(shard_specs(part.param) for part in parts) or len(parts) == 1:
+    if not any(shard_specs(part.param) for part in parts):
         return True
+    if len(parts) == 1:
+        return not isinstance(parts[0].param, FlatTensor)
     first, *others = ([(s.group, part.dims == (s.dim,), s.factor) for s in shard_specs(part.param)] for part in parts)
     same_rows = all(torch.equal(part.block_of_row, parts[0].block_of_row) for part in parts[1:])
     return same_rows and all(each == first for each in others) and all(by_row for _, by_row, _ in first)
@@ -185,12 +196,12 @@ def _shape(weight: Weight, blocks: Tensor) -> tuple[int, int]:
 
 def rows_in_blocks(local: LocalBlocks) -> Tensor:
     """(B, R): each local row's index within its block."""
-    part = local.parts[0].weight
+    part, box = local.parts[0].weight, local.parts[0].box
     row_in_block = torch.empty(len(part.block_of_row), dtype=torch.long, device="cpu")
     for block in range(part.blocks):
         rows = (part.block_of_row == block).nonzero().squeeze(1)
         row_in_block[rows] = torch.arange(len(rows), device="cpu")
-    return row_in_block[part.local_rows()][local.parts[0].index.cpu()]
+    return row_in_block[part.rows_in(box)][local.parts[0].index.cpu()]
 
 
 def _validate_not_partial(weights: Iterable[Weight]) -> None:

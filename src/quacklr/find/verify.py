@@ -43,10 +43,10 @@ class Verification:
     the random state. `notes` has, for each attention found by a rule, VERIFIED or the reason why it is not verified.
     """
 
-    def __init__(self, model: nn.Module, found: Mapping[str, Finding], verify: bool) -> None:
+    def __init__(self, model: nn.Module, found: Mapping[str, Finding], verify: bool, sharded: bool = False) -> None:
         self._found = dict(found)
         ruled = [name for name, finding in found.items() if finding.origin == BY_RULE and not finding.unknown]
-        why = SWITCHED_OFF if not verify else _unverifiable(model) or WAITS
+        why = SWITCHED_OFF if not verify else _unverifiable(model, sharded) or WAITS
         self.notes: dict[str, str] = dict.fromkeys(ruled, why)
         self._batch = FirstBatch(model, ruled) if why == WAITS and ruled else None
         self._unknown_classes = {
@@ -128,8 +128,8 @@ class Verification:
         return VERIFIED
 
 
-def _unverifiable(model: nn.Module) -> str:
+def _unverifiable(model: nn.Module, sharded: bool) -> str:
     """The reason why a model cannot be verified while it trains; empty if it can."""
     if any(each._compiled_call_impl is not None for each in wrappers(model)):
         return COMPILED
-    return SHARDED if any(is_sharded(param) for param in model.parameters()) else ""
+    return SHARDED if sharded or any(is_sharded(param) for param in model.parameters()) else ""

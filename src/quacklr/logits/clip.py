@@ -13,7 +13,7 @@ each query by the remaining factor, so that no head shrinks by more than its own
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -21,11 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quacklr.core.flat_tensor import original
+from quacklr.core.local import local_boxes
 from quacklr.core.path import LogitPath, as_paths
 from quacklr.core.validate import validate_not_attached_twice, validate_stepped
 from quacklr.core.weight import Weight, distinct
 from quacklr.distributed.collectives import all_reduce_max, groups_of, is_distributed, reshard
-from quacklr.distributed.validate import validate_no_tensor_parallel, validate_not_fsdp1
+from quacklr.distributed.engines.read import engine_of
+from quacklr.distributed.validate import validate_no_tensor_parallel
 from quacklr.find import logit_paths
 from quacklr.find.discover import by_module
 from quacklr.find.finding import Finding
@@ -85,32 +88,38 @@ class QKClip:
                 "QK clip cannot record the logits of the replicas of DataParallel; use DistributedDataParallel"
             )
         self.threshold, self.clip = threshold, clip
-        self.optimizers = as_optimizers(optimizer)
-        validate_not_fsdp1(model)
+        engine = engine_of(model, optimizer)
+        self.optimizers, self._in_groups = as_optimizers(engine.optimizers or optimizer), engine.stepped
         reshard(model)
-        found = logit_paths(model) if paths is None else paths
-        weights = [weight for path in as_paths(found, "paths must be") for weight in path.weights]
-        validate_no_tensor_parallel(model, "QK clip")
-        validate_stepped(weights, self.optimizers)
+        with engine.whole_shapes():
+            found = logit_paths(model) if paths is None else paths
+        as_paths(found, "paths must be")
+        self._paths = {name: engine.located(each) for name, each in by_module(found).items()}
+        weights = [weight for paths in self._paths.values() for path in paths for weight in path.weights]
+        validate_no_tensor_parallel(model, "QK clip", engine.tensor_parallel)
+        with engine.filled_groups():
+            validate_stepped(weights, self.optimizers, self._in_groups)
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         validate_not_attached_twice(weights, [weight for other in others for weight in other._canonical], "QKClip")
         self._canonical: dict[Weight, Weight] = distinct(weights)
-        self._paths, self._groups = by_module(found), groups_of(model)
-        self._device = weights[0].param.device
-        self._block_of_row = {
-            part: part.local_blocks().to(part.param.device) for weight in weights for part in weight.parts
+        self._groups = engine.data_groups if engine.data_groups and is_distributed() else groups_of(model)
+        self._device = original(weights[0].param).device
+        self._boxes = {
+            part: [(box, part.blocks_in(box).to(part.param.device)) for box in local_boxes(part.param)]
+            for weight in weights
+            for part in weight.parts
         }
         if not self._groups and is_distributed():
             warnings.warn(ALONE, stacklevel=2)
-        if stuck := [name for name, paths in self._paths.items() if not all(map(scalable, paths))]:
+        if stuck := [name for name, each in self._paths.items() if not all(map(scalable, each))]:
             warnings.warn(STUCK.format(", ".join(name or "the model" for name in stuck)), stacklevel=2)
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepping: set[Optimizer] = set()
-        self._stepped: set[Optimizer] = set()  # optimizers without a forward since their last step
+        self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
         known: Mapping[str, Finding] = getattr(found, "found", {}) if paths is None else {}
-        self._verification = Verification(model, known, verify)
-        heads = {name: paths[0].heads for name, paths in self._paths.items()}
+        self._verification = Verification(model, known, verify, engine.gathers)
+        heads = {name: each[0].heads for name, each in self._paths.items()}
         self._recorder = MaxLogitRecorder(model, heads, self._record)
         eager: Any = torch.compiler.disable
         self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
@@ -122,7 +131,7 @@ class QKClip:
         max_H = max_H.masked_fill(max_H == torch.inf, torch.nan)
         for optimizer, maxima in self._maxima.items():
             if optimizer in self._stepped:
-                self._stepped.remove(optimizer)
+                del self._stepped[optimizer]
                 maxima.clear()
             maxima[name] = torch.fmax(maxima[name], max_H) if name in maxima else max_H
 
@@ -138,23 +147,29 @@ class QKClip:
         self._stepping.remove(optimizer)
         if not is_idle(optimizer):
             self._verification.finish()
-        if optimizer in self._stepped:  # the maxima were used by an earlier step
+        params = self._in_groups.by(optimizer)
+        if not self._stepped.get(optimizer, set()).isdisjoint(params):  # the maxima were used by an earlier step
             if not is_idle(optimizer):
                 self._maxima[optimizer].clear()
                 warnings.warn(SPENT, stacklevel=4)
             return
-        maxima = self._reduced(self._maxima[optimizer])
-        if not maxima and not is_idle(optimizer):
-            raise RuntimeError(UNSEEN)
-        self._stepped.add(optimizer)
-        self._maxima[optimizer] = maxima
-        self._warn(maxima)
+        if optimizer not in self._stepped:  # else an engine steps the next part of the parameters
+            maxima = self._reduced(self._maxima[optimizer])
+            if not maxima and not is_idle(optimizer):
+                raise RuntimeError(UNSEEN)
+            self._maxima[optimizer] = maxima
+            self._warn(maxima)
+        self._stepped[optimizer] = self._stepped.get(optimizer, set()) | params
         if self.clip:
-            stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            for weight, factor_B in self._factors(maxima).items():
-                for part in weight.parts:
-                    if id(part.param) in stepped and part.param.requires_grad:
-                        scale(part, self._block_of_row[part], factor_B)
+            self._scale(params, self._factors(self._maxima[optimizer]))
+
+    def _scale(self, params: Container[int], factors: Mapping[Weight, Tensor]) -> None:
+        """Multiply the rows of these parameters (by id) by the factors of their blocks."""
+        trained = [(part, factor_B) for weight, factor_B in factors.items() for part in weight.parts]
+        for part, factor_B in trained:
+            if id(part.param) in params and part.param.requires_grad:
+                for box, block_of_row in self._boxes[part]:
+                    scale(part.rows_first(box), block_of_row, factor_B)
 
     def _factors(self, maxima: Mapping[str, Tensor]) -> dict[Weight, Tensor]:
         """For each weight to scale, the (blocks,) factors; the least one, if several modules share the weight."""
@@ -251,8 +266,7 @@ def scalable(path: LogitPath) -> list[tuple[Weight, Tensor]]:
     return sorted(found, key=lambda pair: pair[0].blocks)
 
 
-def scale(part: Weight, block_of_row: Tensor, factor_B: Tensor) -> None:
-    """Multiply each local row by the factor of its block; rows of block -1 are not scaled."""
-    rows = part.rows_first()
+def scale(rows: Tensor, block_of_row: Tensor, factor_B: Tensor) -> None:
+    """Multiply each row by the factor of its block; rows of block -1 are not scaled."""
     factor = torch.where(block_of_row >= 0, factor_B.to(rows.device)[block_of_row.clamp(min=0)], 1.0)
     rows.mul_(factor.view(-1, *[1] * (rows.ndim - 1)).to(rows.dtype))

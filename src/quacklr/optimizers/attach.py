@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from quacklr.core.stepped import PLAIN, Stepped
+from quacklr.distributed.engines.engine import unwrapped_optimizer
 from quacklr.optimizers.linearity import CONSTANT, LINEAR, MANY_STEPS, NEARLY, Linearity, probe
 from quacklr.optimizers.scratch import ProbeError, inner_optimizers
 
@@ -26,7 +28,6 @@ NOT_LINEAR = {
     optim.Rprop: "lr is only where its step sizes start; after that they grow and shrink by themselves",
     optim.ASGD: "it averages the weights it wrote, and lr also sets how fast its own step decays",
 }
-PASS_ON = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")  # their wrappers only call `step`
 SHARD_STATE = ("ZeroRedundancyOptimizer", "OSS")  # each process steps a part of the parameters and broadcasts it
 USE_ANOTHER = (
     "Use an optimizer whose step is lr times a direction, such as SGD, AdamW, Lion or Muon; docs/attach.md lists those "
@@ -69,8 +70,7 @@ def _optimizers_to_hook(given: Any, notes: list[str], linear: bool) -> list[Opti
     if scratch copies show that only its step as a whole is linear, because it calls the inner step from other weights.
     If steps need not be linear, it is the wrapper itself if its step runs hooks: its whole step moves the logits.
     """
-    while type(given).__module__.split(".")[0] in PASS_ON and hasattr(given, "optimizer"):
-        given = given.optimizer
+    given = unwrapped_optimizer(given)
     name, inner = type(given).__name__, inner_optimizers(given)
     if not isinstance(given, Optimizer) and not (inner and hasattr(given, "step") and hasattr(given, "zero_grad")):
         raise ValueError(f"{name} is not a torch.optim.Optimizer; call QuacK(model, optimizer)")
@@ -114,14 +114,16 @@ def _validate_hooks(optimizer: Optimizer) -> None:
         raise ValueError(f"{name} has no step of its own, so QuacK would never see one: its weights move elsewhere")
 
 
-def validate_linear(optimizers: Iterable[Optimizer], params: Iterable[Tensor]) -> None:
+def validate_linear(optimizers: Iterable[Optimizer], params: Iterable[Tensor], in_groups: Stepped = PLAIN) -> None:
     """Raise ValueError for an optimizer whose step of these parameters is not linear in lr; warn if it nearly is.
 
     Takes some milliseconds for an optimizer that is not torch's, once for a class and its settings.
     """
     rated = set(map(id, params))
     for optimizer in optimizers:
-        stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in rated]
+        stepped = [
+            p for group in optimizer.param_groups for p in group["params"] if not rated.isdisjoint(in_groups.of(p))
+        ]
         known = optimizer.optim if type(optimizer).__name__ in SHARD_STATE else optimizer  # type: ignore[attr-defined]
         if type(known) in KNOWN_LINEAR or not stepped:
             continue

@@ -13,8 +13,10 @@ from weakref import ReferenceType, ref
 from torch import nn
 from torch.optim import Optimizer
 
+from quacklr.core.flat_tensor import gradient_of, original
+from quacklr.core.local import local_tensor
+from quacklr.core.stepped import PLAIN, Stepped
 from quacklr.core.weight import Weight
-from quacklr.optimizers.scratch import ids_in_groups
 from quacklr.optimizers.weight_copies import warn_of_copies
 
 NONE_STEPPED = (
@@ -42,14 +44,19 @@ class StepCheck:
     """
 
     def __init__(
-        self, model: nn.Module | None, weights: Iterable[Weight], optimizers: Sequence[Optimizer], linear: bool
+        self,
+        model: nn.Module | None,
+        weights: Iterable[Weight],
+        optimizers: Sequence[Optimizer],
+        linear: bool,
+        in_groups: Stepped = PLAIN,
     ) -> None:
-        self._linear = linear
+        self._linear, self._in_groups = linear, in_groups
         self._parts = [part for weight in weights for part in weight.parts if weight.rated]
         self._optimizers = optimizers
         self._model: ReferenceType[nn.Module] | None = None if model is None else ref(model)
         own = set() if model is None else {id(param) for param in model.parameters()}
-        self._of_model = [part for part in self._parts if id(part.param) in own]
+        self._of_model = [part for part in self._parts if id(original(part.param)) in own]
         self._groups = [optimizer.param_groups for optimizer in optimizers]
         self._in_use = self._all_stepped = False  # not checked yet
         self._stepped: set[Optimizer] = set()
@@ -63,11 +70,11 @@ class StepCheck:
             last_iteration: ids of those that stepped in the last iteration, if a new one begins.
         """
         if len(self._stepped) < len(self._optimizers):  # some optimizers clear gradients in `step`
-            self._had_gradient.update(id(part.param) for part in self._parts if part.param.grad is not None)
+            self._had_gradient.update(id(part.param) for part in self._parts if gradient_of(part.param) is not None)
         if tensors and self._in_use and (self._all_stepped or not last_iteration):
             return
         trained = [part for part in self._parts if part.param.requires_grad]
-        in_groups = set().union(*map(ids_in_groups, self._optimizers))
+        in_groups = self._in_groups.known.union(*map(self._in_groups.by, self._optimizers))
         missing = [part for part in trained if id(part.param) not in in_groups]
         if missing and len(missing) == len(trained):
             raise RuntimeError(NONE_STEPPED.format(missing[0].name))
@@ -81,7 +88,7 @@ class StepCheck:
         model = self._model() if self._model is not None else None
         if model is not None:
             own = {id(param) for param in model.parameters()}
-            replaced = [part for part in self._of_model if id(part.param) not in own]
+            replaced = [part for part in self._of_model if id(original(part.param)) not in own]
             if replaced and len(replaced) == len(self._of_model):
                 raise RuntimeError(REPLACED.format(replaced[0].name, "all"))
             if replaced:
@@ -106,13 +113,14 @@ class StepCheck:
         """Check that a weight on a path had a gradient in this optimizer's first step, or moved without one."""
         if optimizer in self._stepped:
             return
-        params = [part.param for part in self._parts if part.param.requires_grad and id(part.param) in tensors]
-        had_gradient = any(param.grad is not None or id(param) in self._had_gradient for param in params)
+        trained = [part.param for part in self._parts if part.param.requires_grad and id(part.param) in tensors]
+        params = [param for param in trained if local_tensor(param).numel()]  # a rank may have no entry of a parameter
+        had_gradient = any(gradient_of(param) is not None or id(param) in self._had_gradient for param in params)
         if params and not had_gradient and not moved():
             ids = {id(part.param) for part in self._parts}
-            if all(other is optimizer or ids_in_groups(other).isdisjoint(ids) for other in self._optimizers):
+            if all(other is optimizer or self._in_groups.by(other).isdisjoint(ids) for other in self._optimizers):
                 raise RuntimeError(NO_GRADIENT.format(""))
             warnings.warn(NO_GRADIENT.format(f" of {type(optimizer).__name__}"), stacklevel=6)
         if not self._linear:
-            warn_of_copies(optimizer, tensors)
+            warn_of_copies(optimizer, tensors, self._in_groups)
         self._stepped.add(optimizer)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quacklr.core.local import local_tensor
+from quacklr.core.stepped import PLAIN, Stepped
 
 KEEPS_A_COPY = (
     "{} keeps a copy of the weights in its state ({!r}), and a budget scales the step of the weights only. If the "
@@ -24,14 +25,16 @@ KEEPS_A_COPY = (
 )
 
 
-def warn_of_copies(optimizer: Optimizer, tensors: Collection[int]) -> None:
+def warn_of_copies(optimizer: Optimizer, tensors: Collection[int], in_groups: Stepped = PLAIN) -> None:
     """Warn if an optimizer's state has a copy of one of these tensors (by id). Waits for the device.
 
     A tensor of the state counts as a copy if its distance to the weight is less than half of the weight's norm. Momenta
     and second moments are further away. To be called after the first step: copies that an optimizer makes later are not
     found.
     """
-    for param in (p for group in optimizer.param_groups for p in group["params"] if id(p) in tensors):
+    wanted = set(tensors)
+    stepped = (p for group in optimizer.param_groups for p in group["params"] if not wanted.isdisjoint(in_groups.of(p)))
+    for param in stepped:
         state: Any = optimizer.state.get(param, {})
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, Tensor) and value.shape == param.shape and _is_copy(value, param):

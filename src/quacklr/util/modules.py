@@ -12,13 +12,29 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from quacklr.util.torch_functions import tensors_in
 
+IN_PLACE = ("_orig_mod", "_fsdp_wrapped_module")  # of torch.compile and FSDP1, which also wrap modules inside a model
+ENGINES = {
+    *(("deepspeed", "DeepSpeedEngine"), ("deepspeed", "PipelineEngine")),
+    *(("megatron", "DistributedDataParallel"), ("megatron", "Float16Module")),
+}
+
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and the modules in its DistributedDataParallel, DataParallel or compiled wrappers; outermost first."""
+    """The model, and the modules in its wrappers (DistributedDataParallel, compiled, DeepSpeed's); outermost first."""
     yield model
-    while isinstance(model, DistributedDataParallel | DataParallel) or is_compiled(model):
-        model = model.get_submodule("_orig_mod" if is_compiled(model) else "module")
+    while (name := _wrapped_name(model)) is not None:
+        model = model.get_submodule(name)
         yield model
+
+
+def _wrapped_name(model: nn.Module) -> str | None:
+    """The name of the module in a wrapper; None if the model is no wrapper."""
+    if name := next((name for name in IN_PLACE if name in model._modules), None):
+        return name
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        return "module"
+    names = {(cls.__module__.split(".")[0], cls.__name__) for cls in type(model).__mro__}
+    return "module" if names & ENGINES else None
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -27,15 +43,15 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel and torch.compile."""
+    """The model inside of its wrappers."""
     *_, inside = wrappers(model)
     return inside
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, under the names that they have without torch.compile and DistributedDataParallel."""
+    """All modules, under the names that they have without torch.compile, DistributedDataParallel and FSDP1."""
     for name, module in unwrapped(model).named_modules():
-        if not is_compiled(module):
+        if not any(wrapped in module._modules for wrapped in IN_PLACE):
             yield _plain_name(name), module
 
 
@@ -54,7 +70,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part not in IN_PLACE)
 
 
 @contextmanager

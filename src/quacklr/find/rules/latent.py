@@ -84,12 +84,14 @@ def _read(module: nn.Module, names: PartNames, parts: list[nn.Module | None]) ->
         head_rows = {sizes.nope + sizes.rope + sizes.rest, sizes.nope + sizes.value}
         validate_consecutive_rows(module, {sizes.heads}, head_rows)
         validate_rope_last(module, sizes.rope)
-    if calls := [call for call in norm_calls(module) if call != "norm"]:
+    trusted = is_trusted(module, {"megatron"})  # its code splits the norms of Transformer Engine from projections
+    if calls := [call for call in norm_calls(module) if call != "norm" and not trusted]:
         raise UnreadableError(f"its code calls {' and '.join(calls)}")
     if names.q_norm not in Q_NORM and active_child(module, *Q_NORM) is not None:
         raise UnreadableError("it norms queries after their last projection")
     normed = {"dq": names.q_norm, "dkv": names.kv_norm}
-    cut = {role: LATENT_NORM for role, norm in normed.items() if active_child(module, norm) is not None}
+    fused = {"dq": "LayerNorm" in type(parts[0]).__name__, "dkv": "LayerNorm" in type(parts[2]).__name__}  # TE's
+    cut = {role: LATENT_NORM for role, norm in normed.items() if fused[role] or active_child(module, norm) is not None}
     return _paths(sizes, (q, q_down, kv_down, kv_up), cut)
 
 

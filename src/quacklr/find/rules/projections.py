@@ -83,6 +83,7 @@ def projection_weights(projection: nn.Module | Tensor | None) -> list[Projection
         return [ProjectionWeight(module)] if module.ndim == 2 else []
     if not isinstance(module, nn.Module):
         return []
+    module = module._modules.get("_fsdp_wrapped_module", module)  # FSDP1 may wrap single projections
     if hasattr(module, "base_layer") and hasattr(module, "active_adapters"):
         return _lora(module)
     if [name for name, _ in module.named_children()] == ["linear"] and not hasattr(module, "weight"):
@@ -110,9 +111,9 @@ def _plain(module: Any) -> list[ProjectionWeight]:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether a forward hook may change the output. Those of FSDP2 and tensor parallelism only communicate."""
+    """Whether a forward hook may change the output. Those of FSDP2, tensor parallelism and ZeRO only communicate."""
     packages = [str(getattr(hook, "__module__", "")) for hook in module._forward_hooks.values()]
-    return not all(package.startswith("torch.distributed.") for package in packages)
+    return not all(package.startswith(("torch.distributed.", "deepspeed.")) for package in packages)
 
 
 def _lora(module: Any) -> list[ProjectionWeight]:

@@ -1,0 +1,77 @@
+"""QuacK in torchtitan: `with_quack(model_spec)` returns the model spec of a config with QuacK in it.
+
+torchtitan calls the spec's `post_optimizer_build_fn` once the model is sharded and initialised and its optimizers are
+made, and loads checkpoints later. So QuacK's state is a part of the state of the optimizers, which the checkpointer
+saves and loads. Where only weights are loaded (`initial_load_path`, or weights of Hugging Face), QuacK is attached
+again before the first step, and rates are relative to the loaded weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from quacklr.quack import QuacK
+
+BuildFn = Callable[[Any, list[nn.Module], Any], None]
+KEY = "quack"
+SEVERAL_PARTS = (
+    "this rank has {} parts of the model, as with an interleaved pipeline of torchtitan, which QuacK does not support; "
+    "use a schedule with one part for each rank"
+)
+
+
+def with_quack(model_spec: Any, **settings: Any) -> Any:
+    """A copy of a torchtitan ModelSpec that attaches QuacK; `settings` are the options of `quacklr.QuacK`.
+
+    A `post_optimizer_build_fn` that the spec has already, as that of models with experts, is called first.
+    """
+    hook = QuacKBuildFn(model_spec.post_optimizer_build_fn, **settings)
+    return replace(model_spec, post_optimizer_build_fn=hook)
+
+
+class QuacKBuildFn:
+    """A `post_optimizer_build_fn`: attaches QuacK to the optimizers, and adds its state to theirs.
+
+    `before` is another such function, which is called first. `quack` is the attached QuacK.
+    """
+
+    quack: QuacK
+
+    def __init__(self, before: BuildFn | None = None, **settings: Any) -> None:
+        self._before, self._settings = before, settings
+        self._loaded = False
+
+    def __call__(self, optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
+        """Attach QuacK. `optimizers` is torchtitan's OptimizersContainer."""
+        if self._before is not None:
+            self._before(optimizers, model_parts, parallel_dims)
+        if len(model_parts) > 1:
+            raise ValueError(SEVERAL_PARTS.format(len(model_parts)))
+        self._optimizers, self._model = list(optimizers), model_parts[0]
+        self._attach()
+        self._first_step = optimizers.register_step_pre_hook(self._before_first_step)
+        self._state_dict, self._load_state_dict = optimizers.state_dict, optimizers.load_state_dict
+        optimizers.state_dict, optimizers.load_state_dict = self._with_state, self._load_with_state
+
+    def _attach(self) -> None:
+        self.quack = QuacK(self._model, self._optimizers, **self._settings)
+
+    def _before_first_step(self, *_: Any) -> None:
+        """Attach again, unless a state was loaded: weights may have been loaded since."""
+        self._first_step.remove()
+        if not self._loaded:
+            self.quack.remove()
+            self._attach()
+
+    def _with_state(self) -> dict[str, Any]:
+        return {**self._state_dict(), KEY: self.quack.state_dict()}
+
+    def _load_with_state(self, state_dict: dict[str, Any]) -> None:
+        state_dict = dict(state_dict)
+        self.quack.load_state_dict(state_dict.pop(KEY))
+        self._load_state_dict(state_dict)
+        self._loaded = True

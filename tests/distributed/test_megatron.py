@@ -1,0 +1,210 @@
+"""Megatron-core: its GPTModel and its optimizers step as one process does. Judge: the model with torch's optimizer.
+
+There is no GPU, so Megatron's code runs on the CPU under `on_the_cpu` (tests/kit/megatron_runs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import engine_runs as runs
+import megatron_runs as mg
+from crew import Crew
+from engine_runs import TAU, Result
+from quacklr import QKClip, QuacK, logit_paths
+
+SELF = "decoder.layers.{}.self_attention.{}"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Crew]:
+    """Two ranks of their own: Megatron keeps its process groups in globals."""
+    crew = Crew(2)
+    yield crew
+    crew.stop()
+
+
+def by_megatron(kind: str, with_quack: bool, options: Any, **model_options: Any) -> Result:
+    model, optimizer = mg.megatron_optimizer(mg.gpt(**model_options), kind, **options)
+    assert type(optimizer).__name__ == "ChainedOptimizer"
+    quack = QuacK([model], optimizer, TAU, verify=False) if with_quack else None  # CommDebugMode allows no forward
+    counts = []
+
+    def step(number: int) -> None:
+        mg.backward(model, optimizer, number)
+        with CommDebugMode() as comm:
+            optimizer.step()
+        counts.append(comm.get_total_counts())
+
+    named = dict(model.module.named_parameters())
+    found = runs.trained(quack, step, lambda: named, named)
+    found.counts = counts
+    return found
+
+
+def by_torch(kind: str, with_quack: bool, **model_options: Any) -> Result:
+    model = mg.gpt(**model_options)
+    optimizer = mg.torch_optimizer(model, kind)
+    quack = QuacK(model, optimizer, TAU) if with_quack else None
+
+    def step(number: int) -> None:
+        mg.loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    named = dict(model.named_parameters())
+    return runs.trained(quack, step, lambda: named, named)
+
+
+def compared(_: int, kind: str, options: Any, model_options: Any) -> tuple[Result, Result, Result, Result]:
+    """By Megatron with QuacK and without, and by torch with QuacK and without."""
+    with mg.on_the_cpu():
+        engine = [by_megatron(kind, with_quack, options, **model_options) for with_quack in (True, False)]
+        alone = [by_torch(kind, with_quack, **model_options) for with_quack in (True, False)]
+        return engine[0], engine[1], alone[0], alone[1]
+
+
+def test_the_distributed_optimizer_steps_as_one_process_does(ranks: Crew) -> None:
+    """It takes Adam only."""
+    found = ranks(compared, "adam", {}, {})
+    for engine, control, wanted, plain in found:
+        runs.assert_as_alone(engine, control, wanted, plain)
+        extra = [here - there for here, there in zip(engine.counts, control.counts, strict=True)]
+        assert extra == [1] * 3
+    one, other = (engine.layout[SELF.format(1, "q")] for engine, *_ in found)
+    assert one[1] + other[1] == 72 * 42
+    assert min(one[1], other[1]) % 42 != 0, "a row is cut"
+    assert {engine.layout[SELF.format(2, "q")][1] for engine, *_ in found} == {0, 72 * 42}, "a rank has none"
+
+
+def test_without_the_distributed_optimizer_the_parameters_are_stepped(ranks: Crew) -> None:
+    for engine, control, wanted, plain in ranks(compared, "sgd", {"distributed": False}, {}):
+        runs.assert_as_alone(engine, control, wanted, plain)
+        assert engine.counts == control.counts
+
+
+def test_mla_is_found_and_steps_as_one_process_does(ranks: Crew) -> None:
+    for engine, control, wanted, plain in ranks(compared, "adam", {}, {"mla": True}):
+        runs.assert_as_alone(engine, control, wanted, plain)
+        assert any(name.endswith(".kr") for name in wanted.rates[0])
+
+
+def in_bf16(_: int, distributed: bool) -> list[tuple[float, float]]:
+    """The difference of the fp32 weights from the 16-bit ones, and how far rates moved."""
+    found = []
+    with mg.on_the_cpu():
+        model, optimizer = mg.megatron_optimizer(
+            mg.gpt(dtype=torch.bfloat16), "adam" if distributed else "sgd", distributed
+        )
+        with QuacK(model, optimizer, TAU) as quack:
+            for number in range(3):
+                mg.backward(model, optimizer, number)
+                optimizer.step()
+                found.append(runs.moved(quack.rates()))
+            measured = {
+                name: float(value[0]) for name, value in quack.state_dict()["sensitivity"].items() if name.endswith("q")
+            }
+            norms = key_norms(model.module)
+            rates = quack.rates()
+            ratios = [norms[name] * float(rates[name][0]) / TAU / value for name, value in measured.items()]
+            rounding = max(abs(ratio - 1) for ratio in ratios)
+            assert "verified" in repr(quack)
+    return [(rounding, moved) for moved in found]
+
+
+def key_norms(model: Any) -> dict[str, float]:
+    """The norm of the first key, which is the sensitivity of the first query: rows 12 to 17, with their biases."""
+    found = {}
+    for number, layer in enumerate(model.decoder.layers):
+        qkv = layer.self_attention.linear_qkv
+        rows = torch.cat([qkv.weight.detach()[12:18].float(), qkv.bias.detach()[12:18, None].float()], 1)
+        found[SELF.format(number, "q")] = float(rows.norm())
+    return found
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_in_bf16_rates_are_those_of_the_fp32_copies(distributed: bool, ranks: Crew) -> None:
+    for found in ranks(in_bf16, distributed):
+        assert found[-1][1] > 0.02
+        assert 0 < found[0][0] < 3e-3, "rates follow from the weights, up to the rounding to bf16"
+
+
+def tensor_parallel(_: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Rates of this rank's heads with tensor parallel size 2, and those of all heads in one process."""
+    with mg.on_the_cpu():
+        wanted = by_torch("adam", True, query_groups=2).rates
+    with mg.on_the_cpu(2):
+        found = by_megatron("adam", True, {}, tensor_parallel=2, query_groups=2).rates
+    return found, wanted
+
+
+def test_under_tensor_parallelism_each_rank_has_the_rates_of_its_heads(ranks: Crew) -> None:
+    for rank, (found, wanted) in enumerate(ranks(tensor_parallel)):
+        assert runs.moved(wanted[-1]) > 0.02
+        for here, there in zip(found, wanted, strict=True):
+            for name, rates in here.items():
+                torch.testing.assert_close(rates, there[name].chunk(2)[rank], rtol=3e-6, atol=0)
+
+
+def mla_in_parallel(_: int) -> None:
+    with mg.on_the_cpu(2):
+        model, optimizer = mg.megatron_optimizer(mg.gpt(mla=True, tensor_parallel=2), "adam")
+        with pytest.raises(ValueError, match=r"all heads read it, and tensor parallelism divides the heads"):
+            QuacK(model, optimizer)
+        model, optimizer = mg.megatron_optimizer(mg.gpt(tensor_parallel=2, query_groups=2), "adam")
+        with pytest.raises(ValueError, match="cut by tensor parallelism, so no process has all heads, and QK clip"):
+            QKClip(model, optimizer)
+
+
+def test_a_weight_of_all_heads_is_refused_under_tensor_parallelism(ranks: Crew) -> None:
+    ranks(mla_in_parallel)
+
+
+def not_read(_: int) -> None:
+    with mg.on_the_cpu():
+        model, optimizer = mg.megatron_optimizer(mg.gpt(), "adam")
+        config = optimizer.chained_optimizers[0].config
+        for setting, name in (
+            ("use_precision_aware_optimizer", "precision-aware optimizer"),
+            ("optimizer_cpu_offload", "offload of the optimizer to the CPU"),
+        ):
+            setattr(config, setting, True)
+            with pytest.raises(ValueError, match=f"Megatron's {name} .*; set {setting}=False"):
+                QuacK(model, optimizer)
+            setattr(config, setting, False)
+        optimizer.__class__ = type("LayerWiseDistributedOptimizer", (kind := type(optimizer),), {})
+        with pytest.raises(ValueError, match="Megatron's LayerWiseDistributedOptimizer keeps"):
+            QuacK(model, optimizer)
+        optimizer.__class__ = kind
+        with pytest.raises(ValueError, match="a list of 2 modules, as with Megatron's virtual pipeline"):
+            QuacK([model, model], optimizer)
+        with pytest.raises(ValueError, match="QK norm"):
+            logit_paths(mg.gpt(qk_norm=True))
+
+
+def test_what_cannot_be_read_is_refused_by_name(ranks: Crew) -> None:
+    ranks(not_read)
+
+
+def resumed(_: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Rates of a run of one process, and those after its weights and state are loaded into Megatron."""
+    with mg.on_the_cpu():
+        saved = by_torch("adam", True)
+        model, optimizer = mg.megatron_optimizer(mg.gpt(), "adam")
+        with QuacK(model, optimizer, TAU) as quack:
+            model.module.load_state_dict(saved.weights, strict=False)
+            optimizer.reload_model_params()
+            quack.load_state_dict(saved.state)
+            return saved.rates[-1], quack.rates()
+
+
+def test_a_state_of_one_process_goes_on_under_megatron(ranks: Crew) -> None:
+    for wanted, found in ranks(resumed):
+        assert runs.moved(wanted) > 0.02
+        assert runs.difference(wanted, found) <= 2e-6
