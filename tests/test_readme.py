@@ -17,6 +17,7 @@ from quacklr.lab.demo import sentence, table
 from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.options import OPTIONS
 from quacklr.lab.report import markdown
+from quacklr.lab.report.choosing import ADVICE, choosing, open_questions, outdated
 from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
@@ -94,6 +95,14 @@ def test_claims_and_methods_in_results_are_what_the_ledger_says(results: Results
     assert markdown.claims(findings) in claims
     assert markdown.evidence(findings) in claims
     assert markdown.methods(results) in methods
+    advice = (RESULTS / "choosing.md").read_text()
+    assert choosing(findings, ADVICE) in advice
+    assert open_questions(findings) in advice
+
+
+def test_the_advice_is_for_the_verdicts_of_the_study(results: Results) -> None:
+    """If this fails, a verdict has changed: read the line of ADVICE again, and revise it."""
+    assert outdated(claim_results(results), ADVICE) == []
 
 
 def test_nothing_crashed_and_a_claim_that_is_open_knows_its_next_runs(results: Results, entries: list[Entry]) -> None:

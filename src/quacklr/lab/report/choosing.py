@@ -14,6 +14,7 @@ from quacklr.lab.report.markdown import table
 from quacklr.lab.studies.comparison import Comparison, Verdict
 from quacklr.lab.studies.verdicts import ClaimResult
 
+OPEN = ("undecided", "not run")
 MOST_NUMBERS = 2
 """Claims with more comparisons than this show none of them."""
 
@@ -60,4 +61,49 @@ def difference_text(comparison: Comparison) -> str:
     return f"{comparison.mean:+.3f}" + (f" [{comparison.low:+.3f}, {comparison.high:+.3f}]" if known else "")
 
 
-ADVICE: tuple[Advice, ...] = ()
+def open_questions(claims: Sequence[ClaimResult]) -> str:
+    """The claims without a verdict, as a list."""
+    lines = [f"- *{claim.name}* ({claim.verdict}): {claim.claim}\n" for claim in claims if claim.verdict in OPEN]
+    return "".join(lines) or "Every claim has a verdict.\n"
+
+
+ADVICE = (
+    Advice(
+        "you can lower the learning rate",
+        "Do this first. All methods ended lower at the middle learning rate than at the highest.",
+        {"highest rate": "fails"},
+    ),
+    Advice(
+        "MHA or GQA, and you can change the model",
+        "Use QK norm, or sigma-Reparam of all linear layers. Both ended below QuacK.",
+        {"f": "holds", "sigma-Reparam": "holds"},
+    ),
+    Advice(
+        "MHA or GQA, and the model must stay as it is",
+        "Use QuacK. A constant tau, per-head Muon and soft-capping ended above it. With Muon, Compositional Muon at a "
+        "tenth of its learning rate also removes the problem.",
+        {"e": "holds", "per-head Muon": "fails", "soft-capping": "fails", "compositional Muon": "holds"},
+    ),
+    Advice(
+        "you can declare products of weights by hand",
+        "Give the product of values and output projection, and those of the MLP, rates by the same rule "
+        "(`quacklr train --products all`). In MHA this ended well below QuacK for the logits alone.",
+        {"everywhere": "undecided"},
+    ),
+    Advice(
+        "MLA that decodes from latents",
+        "Use QuacK: the best of the paper's methods that keep latent decoding. If you can train with other weights, "
+        "sigma-Reparam of all linear layers ended lower, and its weights are plain after training.",
+        {"g": "holds", "sigma-Reparam": "holds"},
+    ),
+    Advice(
+        "you use QK clip already",
+        "Lower its threshold: 10 was best in MHA and 3 in MLA, not 100. In MLA, QuacK ended below it even so.",
+        {"g": "holds", "d": "undecided"},
+    ),
+    Advice(
+        "you do not want to tune tau",
+        "Pass `budget=0.02`. It is close to a tuned tau in most cells, but not to the best method in every cell.",
+        {"budget": "fails"},
+    ),
+)

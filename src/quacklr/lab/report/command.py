@@ -16,6 +16,7 @@ from quacklr.lab.files import atomic_write
 from quacklr.lab.ledger import Ledger
 from quacklr.lab.options import read
 from quacklr.lab.report import markdown
+from quacklr.lab.report.choosing import ADVICE, choosing, open_questions
 from quacklr.lab.report.figures import FIGURES, Draw
 from quacklr.lab.report.page import PageFigure, page
 from quacklr.lab.report.style import hide_empty_panels
@@ -23,6 +24,7 @@ from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
+from quacklr.lab.studies.verdicts import ClaimResult
 from quacklr.lab.sweep.code_version import code_version
 from quacklr.util import terminal
 from quacklr.util.figures import FORMATS, RC, drawn
@@ -82,6 +84,11 @@ def code_versions(results: Results) -> str:
     return f"Runs by version of the code that trained them: {versions}. This report was made by {code_version()}."
 
 
+def choosing_page(claims: Sequence[ClaimResult]) -> str:
+    """The advice, and the claims without a verdict."""
+    return f"# Choosing a method\n\n## Advice\n\n{choosing(claims, ADVICE)}\n## Open\n\n{open_questions(claims)}"
+
+
 def write(path: Path, content: str | bytes) -> Path:
     """Write a file atomically."""
     with atomic_write(path) as file:
@@ -107,6 +114,7 @@ def report(options: ReportOptions) -> int:
         write(folder / "claims.md", tables),
         write(folder / "methods.md", f"# Methods\n\n{about}.\n\n{markdown.methods(results)}"),
         write(folder / "budget.md", f"# One budget beside tuned methods\n\n{markdown.budget(results)}"),
+        write(folder / "choosing.md", choosing_page(claims)),
         write(folder / "report.html", page(entries, claims, figures, "Does QuacK hold?")),
     ]
     for each in claims:
