@@ -116,10 +116,10 @@ def test_in_16_bits_the_fp32_copies_are_measured_and_scaled(stage: int, dtype: s
     plain = runs.alone_in_16_bits("SGD", False, getattr(torch, dtype))
     for found, control in both(ranks, "SGD", stage, dtype):
         assert runs.moved(wanted.rates[-1]) > 0.02
-        assert runs.rates_difference(found, wanted) <= 3e-4
-        rounding = 3 * runs.difference(control.weights, plain.weights) + 4e-3
-        assert runs.difference(found.weights, wanted.weights) <= rounding < 0.1
-        assert runs.difference(wanted.weights, plain.weights) > rounding
+        assert runs.rates_difference(found, wanted) <= 0.1 * TAU * runs.moved(wanted.rates[-1])
+        effect = runs.mean_difference(wanted.weights, plain.weights)
+        assert runs.mean_difference(found.weights, wanted.weights) < 0.25 * effect, "rounding in 16 bits differs"
+        assert runs.mean_difference(control.weights, plain.weights) < 0.25 * effect
 
 
 def accumulated(_: int, stage: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
@@ -130,7 +130,6 @@ def accumulated(_: int, stage: int) -> tuple[list[dict[str, Tensor]], dict[str, 
             ds.backward(engine, number)
             ds.step(engine)
             rates.append(quack.rates())
-        assert ("not verified" in repr(quack)) == (stage == 3), "rules are verified where the model has whole weights"
     weights = ds.whole_weights(engine)
     engine.destroy()
     return rates, weights

@@ -139,6 +139,12 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+def mean_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The mean difference of the query and key weights."""
+    names = [name for name in one if name.endswith(("q_proj.weight", "k_proj.weight"))]
+    return sum(float((one[name] - other[name]).abs().mean()) for name in names) / len(names)
+
+
 def rates_difference(one: Result, other: Result) -> float:
     return max(difference(here, there) for here, there in zip(one.rates, other.rates, strict=True))
 
