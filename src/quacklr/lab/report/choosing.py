@@ -87,14 +87,21 @@ ADVICE = (
     Advice(
         "you can declare products of weights by hand",
         "Give the product of values and output projection, and those of the MLP, rates by the same rule "
-        "(`quacklr train --products all`). In MHA this ended well below QuacK for the logits alone.",
-        {"everywhere": "undecided"},
+        "(in the lab `--products all`). In MHA and in MLA this ended well below QuacK for the logits alone.",
+        {"everywhere": "holds"},
     ),
     Advice(
         "MLA that decodes from latents",
-        "Use QuacK: the best of the paper's methods that keep latent decoding. If you can train with other weights, "
-        "sigma-Reparam of all linear layers ended lower, and its weights are plain after training.",
-        {"g": "holds", "sigma-Reparam": "holds"},
+        "Use QuacK: the best of the paper's methods that keep latent decoding. If you can change the model, absorbed "
+        "QK norm and sigma-Reparam of all linear layers do as well or better; the weights of sigma-Reparam are plain "
+        "after training.",
+        {"g": "holds", "absorbed QK norm": "holds", "sigma-Reparam": "holds"},
+    ),
+    Advice(
+        "MLA with norms on its latents, as in DeepSeek, and Muon",
+        "Declare dq and dkv on the paths too, as in the paper's Algorithm 2. This ended lower than paths that end at "
+        "the norms, which is what QuacK finds by itself.",
+        {"latent norms": "fails"},
     ),
     Advice(
         "you use QK clip already",
@@ -103,7 +110,8 @@ ADVICE = (
     ),
     Advice(
         "you do not want to tune tau",
-        "Pass `budget=0.02`. It is close to a tuned tau in most cells, but not to the best method in every cell.",
-        {"budget": "fails"},
+        "A wrong tau costs QuacK less than it costs a constant tau. Or pass `budget=0.02`: it is close to a tuned tau "
+        "in most cells, but not to the best method in every cell.",
+        {"tau": "holds", "budget": "fails"},
     ),
 )
