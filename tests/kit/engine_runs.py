@@ -136,13 +136,13 @@ def trained(
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
 
 
 def mean_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """The mean difference of the query and key weights."""
     names = [name for name in one if name.endswith(("q_proj.weight", "k_proj.weight"))]
-    return sum(float((one[name] - other[name]).abs().mean()) for name in names) / len(names)
+    return sum(float((one[name] - other[name]).detach().abs().mean()) for name in names) / len(names)
 
 
 def rates_difference(one: Result, other: Result) -> float:

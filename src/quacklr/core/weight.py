@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from quacklr.core.local import Box, local_tensor
+from quacklr.core.local import Box, is_sharded, local_tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -124,7 +124,7 @@ class Weight:
 
     def blocks_in(self, box: Box) -> Tensor:
         """The block of each row that is in a box."""
-        return self.block_of_row[self.rows_in(box)]
+        return self.block_of_row[self.rows_in(box)] if is_sharded(self.param) else self.block_of_row
 
     def columns_in(self, box: Box) -> Tensor:
         """Global indices of the columns that are in a box."""

@@ -105,7 +105,9 @@ class QKClip:
         self._groups = engine.data_groups if engine.data_groups and is_distributed() else groups_of(model)
         self._device = original(weights[0].param).device
         self._boxes = {
-            part: [(box, part.blocks_in(box).to(part.param.device)) for box in local_boxes(part.param)]
+            part: [
+                (box._replace(indices=()), part.blocks_in(box).to(part.param.device)) for box in local_boxes(part.param)
+            ]
             for weight in weights
             for part in weight.parts
         }
