@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from crew import Crew, RankDied
+from crew import Crew, RankDiedError
 
 
 def crashed_once(rank: int, mark: Path) -> int:
@@ -29,6 +29,6 @@ def left(rank: int) -> int:
 
 def test_a_task_whose_rank_crashed_is_done_once_more_and_one_that_ended_itself_fails(two: Crew, tmp_path: Path) -> None:
     assert two(crashed_once, tmp_path / "mark") == [0, 1]
-    with pytest.raises(RankDied, match="rank 0 died with exit code 3\ngoodbye"):
+    with pytest.raises(RankDiedError, match="rank 0 died with exit code 3\ngoodbye"):
         two(left)
     assert two(crashed_once, tmp_path / "mark") == [0, 1]

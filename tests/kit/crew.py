@@ -32,7 +32,7 @@ SECONDS = 600  # for a collective that not all ranks take part in, and for a tas
 CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}  # of code that is not Python's
 
 
-class RankDied(AssertionError):  # noqa: N818
+class RankDiedError(AssertionError):
     """A rank ended without an answer."""
 
     def __init__(self, text: str, crashed: bool) -> None:
@@ -55,7 +55,7 @@ class Crew:
         """Call `task(rank, *args)` in every rank."""
         try:
             return self._call(task, *args)
-        except RankDied as death:
+        except RankDiedError as death:
             if not death.crashed:
                 raise
             print(f"{death}\nThe task is done once more.", file=sys.__stderr__, flush=True)
@@ -97,14 +97,14 @@ class Crew:
             theirs.close()
             self._ranks.append((process, ours))
 
-    def _died(self, rank: int, task: Callable[..., Any]) -> RankDied:
+    def _died(self, rank: int, task: Callable[..., Any]) -> RankDiedError:
         """The error for a rank that ended without an answer, with what it wrote to stderr."""
         process = self._ranks[rank][0]
         process.join(SECONDS)
         stderr = (self._folder / f"stderr-{rank}").read_text(errors="replace")
         self.stop()
         text = f"{task.__name__}: rank {rank} died with exit code {process.exitcode}\n{stderr[-4000:]}"
-        return RankDied(text, process.exitcode in CRASHES)
+        return RankDiedError(text, process.exitcode in CRASHES)
 
     def stop(self) -> None:
         """End the processes."""
