@@ -80,7 +80,7 @@ def section_of(file: Path, title: str | None) -> str:
         raise SystemExit(f"{name} has no section {title!r}, which a page of docs/ includes: rename it there too")
     level = heading[0].index(" ")
     following = re.compile(rf"^#{{1,{level}}} ", re.MULTILINE).search(text, heading.end())
-    return text[heading.end() : following.start() if following else None].strip()
+    return text[heading.end() : following.start() if following else None].strip("\n")
 
 
 def example(name: str) -> str:
