@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 LAB := $(VENV)/lab
+DOCS := $(VENV)/docs
 
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 BESIDE := $(MAKE) --no-print-directory --jobs=3  # lint and types, which have one process each, run beside the tests
 
-.PHONY: help test quick quick-unit mutants lint types unit demo study speeches results models bench clean
+.PHONY: help test quick quick-unit mutants lint types unit demo study speeches results models bench docs clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -73,6 +74,9 @@ bench: $(READY)  ## run the benchmarks: cost of a step (also sharded), Muon, the
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/budget_changes.py
 
+docs: $(DOCS)  ## build the site into site/, without a network
+	$(BIN)/python -m website.build
+
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
@@ -87,6 +91,10 @@ $(READY): pyproject.toml constraints.txt $(BIN)/python
 
 $(LAB): pyproject.toml constraints.txt $(BIN)/python
 	$(INSTALL) --editable '.[lab]'
+	touch $@
+
+$(DOCS): pyproject.toml constraints.txt $(BIN)/python
+	$(INSTALL) --editable '.[docs]'
 	touch $@
 
 $(BIN)/python:

@@ -36,7 +36,7 @@ class Weight:
         block_of_row: (rows,) long; -1 for rows that are not part of the weight.
         dim: the dimension of `param` along which the rows are; the other dimensions are flattened to columns. (0, 1)
             for the rows of matrices that are stacked in one parameter.
-        bias: one more column of the weight, as in [W b] [x; 1]: it is part of the blocks' norms and gets their rates.
+        bias: one more column of the weight, as in `[W b] [x; 1]`: part of the norms of the blocks, with their rates.
             A tensor with an entry for each row of `param`; or, if its layout is different, a Weight with as many rows
             in each block.
         rated: False for a weight that has no rate itself, but counts in its partners' rates.

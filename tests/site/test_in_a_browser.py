@@ -1,0 +1,104 @@
+"""The site in a real browser, opened from disk: no error, no request, search, dark mode, a phone, the figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from playwright.sync_api import Browser, Page, expect
+from torch import nn
+
+from quacklr import LogitPath, QuacK, packed
+
+ROOT = Path(__file__).parent.parent.parent
+NAMES = sorted(file.relative_to(ROOT / "docs").with_suffix("").as_posix() for file in (ROOT / "docs").rglob("*.md"))
+PAGES = [name for name in NAMES if name != "tutorial" or (ROOT / "examples/quickstart.ipynb").exists()]
+WIDER = "document.documentElement.scrollWidth > innerWidth"
+
+
+@contextmanager
+def opened(browser: Browser, site: Path, name: str, **settings: Any) -> Iterator[Page]:
+    """A page of the site; it must write nothing to the console and request nothing from elsewhere."""
+    wrong: list[str] = []
+    with browser.new_context(**settings) as context:
+        context.on("console", lambda message: wrong.append(message.text))
+        context.on("weberror", lambda error: wrong.append(str(error.error)))
+        context.on("request", lambda request: wrong.extend([request.url] * (not request.url.startswith(("file:", "data:")))))
+        context.on("requestfailed", lambda request: wrong.append(f"failed: {request.url}"))
+        tab = context.new_page()
+        tab.goto(f"file://{site}/{name}.html")
+        yield tab
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_opens_without_an_error_and_fits_a_phone(browser: Browser, site: Path, name: str) -> None:
+    with opened(browser, site, name, viewport={"width": 390, "height": 844}) as tab:
+        expect(tab.locator("h1")).to_be_visible()
+        assert not tab.evaluate(WIDER)
+
+
+def test_search_finds_a_word_and_opens_its_page(browser: Browser, site: Path) -> None:
+    with opened(browser, site, "index") as tab:
+        tab.keyboard.press("/")
+        tab.keyboard.type("register_for_checkpointing")
+        result = tab.get_by_role("link", name="Accelerate").first
+        expect(result).to_be_visible()
+        result.click()
+        tab.wait_for_url("**/accelerate.html*")
+
+
+def ground(tab: Page) -> str:
+    return str(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+
+def test_the_scheme_follows_the_system_and_can_be_switched(browser: Browser, site: Path) -> None:
+    with opened(browser, site, "idea", color_scheme="dark") as dark, opened(browser, site, "idea") as tab:
+        light = ground(tab)
+        assert ground(dark) != light
+        tab.locator("label[title=Dark]").click()
+        expect(tab.locator("body")).to_have_attribute("data-md-color-scheme", "slate")
+        assert ground(tab) == ground(dark)
+        tab.reload()
+        assert ground(tab) == ground(dark), "the choice is kept"
+
+
+def numbers(tab: Page, panel: str) -> list[float]:
+    """The bound and the two rates that a panel of the figure shows."""
+    return [float(tab.locator(f".panel.{panel} .{name}").inner_text()) for name in ("change", "rate-q", "rate-k")]
+
+
+def bound(q: float, k: float, step: float, with_quack: bool) -> list[float]:
+    """The same numbers by real steps: weights of norm 1 when QuacK is attached, of norms q and k before the step."""
+    weights = [nn.Parameter(torch.ones(1, 1)) for _ in "qk"]
+    optimizer = torch.optim.SGD(weights, lr=step)
+    named = [packed(weight, (name, 1, 1))[0] for name, weight in zip("qk", weights, strict=True)]
+    quack = QuacK([LogitPath(tuple(named), heads=1)], optimizer) if with_quack else None
+    with torch.no_grad():
+        for weight, norm in zip(weights, (q, k), strict=True):
+            weight.fill_(norm)
+            weight.grad = -torch.ones_like(weight)
+    rates = [float(rate) for rate in quack.rates().values()] if quack else [1.0, 1.0]
+    optimizer.step()
+    return [float(weights[0].detach() * weights[1].detach()) - q * k, *rates]
+
+
+def test_the_figure_moves_and_shows_the_numbers_of_the_library(browser: Browser, site: Path) -> None:
+    with opened(browser, site, "idea") as tab:
+        start = numbers(tab, "plain")
+        tab.locator("input[name=k]").fill("8")
+        assert numbers(tab, "plain")[0] > start[0]
+        tab.locator("input[name=q]").fill("2.5")
+        tab.locator("input[name=step]").fill("0.4")
+        for panel in ("plain", "quack"):
+            assert numbers(tab, panel) == pytest.approx(bound(2.5, 8.0, 0.4, panel == "quack"), abs=0.005), panel
+        assert tab.locator(".panel.quack svg rect").count() == 3
+        tab.locator("input[name=k]").focus()
+        tab.keyboard.press("ArrowLeft")
+        expect(tab.locator("output[name=k]")).to_have_text("7.9 x")
+        tab.get_by_role("button", name="Let the weights grow").click()
+        expect(tab.locator("output[name=q]")).to_have_text("4.0 x")

@@ -1,0 +1,126 @@
+"""The pages of docs/ as the site needs them: included parts, and links that leave docs/.
+
+A comment on a line of its own asks for an included part:
+
+    <!-- include README.md: Install -->     a section, without its heading; without a name, the file
+    <!-- example examples/mla.py -->        a whole program, folded
+    <!-- commands -->                       the help of every command
+    <!-- figures -->                        the figures of the study, with their captions
+    <!-- ledger -->                         the first line of the ledger
+    <!-- hero -->                           the picture of the first page
+    <!-- notebook -->                       examples/quickstart.ipynb
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from textwrap import indent
+
+from website.commands import commands
+from website.notebook import notebook
+from website.study import figures_as_markdown, first_line
+
+ROOT = Path(__file__).parent.parent
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+"""Files outside docs/ that have a page."""
+COPIED = ("results/figures/", "results/decode.png")
+"""Files outside docs/ that are copied to the site."""
+HEROES = ("docs/hero.png", "docs/hero.svg", "results/figures/hero.svg", "results/figures/hero.png")
+STUDY = "results/figures/figure-2-interventions.svg"
+NOTEBOOK = ROOT / "examples/quickstart.ipynb"
+
+FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<=\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
+PART = re.compile(r"^<!-- (\w+)(?: ([^:\n]+?))?(?:: (.+?))? -->$", re.MULTILINE)
+NAMED = re.compile(r"(?<![\[`])`docs/([\w/]+\.md)`(?!`)")
+
+
+def repository() -> str:
+    """The address of the repository, from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return str(project["urls"]["Repository"])
+
+
+def page(file: Path) -> str:
+    """The text of a page of docs/, for the site."""
+    text = linked(file.read_text(encoding="utf-8"), file, file)
+    return PART.sub(partial(_part, file), text)
+
+
+def _part(page: Path, found: re.Match[str]) -> str:
+    """What a comment asks for; the comment itself if it asks for nothing."""
+    kind, name, section = found.groups()
+    if kind == "include":
+        source = ROOT / name
+        return linked(section_of(source, section), source, page)
+    if kind == "example":
+        return example(name)
+    parts: dict[str, Callable[[], str]] = {
+        "commands": commands,
+        "figures": figures_as_markdown,
+        "ledger": first_line,
+        "hero": partial(hero, page),
+        "notebook": partial(notebook, NOTEBOOK),
+    }
+    return parts[kind]() if kind in parts else found[0]
+
+
+def section_of(file: Path, title: str | None) -> str:
+    """The text below a heading, without its own; all of a file if there is no title."""
+    text = file.read_text(encoding="utf-8")
+    wanted = "# .*" if title is None else f"#+ {re.escape(title)}"
+    heading = re.search(rf"^{wanted}$", text, re.MULTILINE)
+    if heading is None:
+        name = file.relative_to(ROOT)
+        raise SystemExit(f"{name} has no section {title!r}, which a page of docs/ includes: rename it there too")
+    level = heading[0].index(" ")
+    following = re.compile(rf"^#{{1,{level}}} ", re.MULTILINE).search(text, heading.end())
+    return text[heading.end() : following.start() if following else None].strip("\n")
+
+
+def example(name: str) -> str:
+    """A whole file of examples/, folded."""
+    code = (ROOT / name).read_text(encoding="utf-8")
+    inside = indent(f"```python\n{code}```", "    ")
+    return f'??? example "{name}, a complete program"\n\n{inside}'
+
+
+def hero(page: Path) -> str:
+    """The first picture of HEROES that exists, else a figure of the study."""
+    found = next((name for name in HEROES if (ROOT / name).exists()), STUDY)
+    return f"![What QuacK does]({target(ROOT / found, page)}){{ .hero }}"
+
+
+def linked(text: str, source: Path, page: Path) -> str:
+    """Text of a file with links that work on a page of the site; blocks of code are left as they are."""
+    parts = FENCED.split(text)
+    for place in range(0, len(parts), 2):
+        named = NAMED.sub(partial(_named, source), parts[place])
+        parts[place] = LINK.sub(partial(_link, source, page), named)
+    return "".join(parts)
+
+
+def _named(source: Path, found: re.Match[str]) -> str:
+    """A page that is named as a file becomes a link."""
+    return f"[{found[0]}]({os.path.relpath(ROOT / 'docs' / found[1], source.parent)})"
+
+
+def _link(source: Path, page: Path, found: re.Match[str]) -> str:
+    link, anchor = found[1], found[2] or ""
+    if "://" in link or (not link and source == page):
+        return found[0]
+    return target((source.parent / link).resolve() if link else source, page) + anchor
+
+
+def target(file: Path, page: Path) -> str:
+    """The address of a file of the repository, as seen from a page."""
+    name = file.relative_to(ROOT).as_posix()
+    if name.startswith("docs/") or name in PAGES or name.startswith(COPIED):
+        inside = name.removeprefix("docs/") if name.startswith("docs/") else PAGES.get(name, name)
+        return os.path.relpath(inside, page.parent.relative_to(ROOT / "docs"))
+    return f"{repository()}/blob/main/{name}"
