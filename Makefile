@@ -8,7 +8,7 @@ LAB := $(VENV)/lab
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 BESIDE := $(MAKE) --no-print-directory --jobs=3  # lint and types, which have one process each, run beside the tests
 
-.PHONY: help test quick quick-unit mutants lint types unit demo study speeches results models bench clean
+.PHONY: help test quick quick-unit mutants lint types unit demo study speeches results notebook models bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -57,6 +57,9 @@ corpora/speeches/manifest.json: $(LAB)
 
 results: $(READY)  ## write the numbers of results/ into README and docs
 	$(BIN)/python benchmarks/fill_documents.py
+
+notebook: $(READY)  ## execute examples/quickstart.ipynb and keep its outputs (a minute)
+	$(BIN)/python benchmarks/execute_notebook.py examples/quickstart.ipynb
 
 models: $(READY)  ## find the attention of the models of transformers, check it independently, and write docs/models.md (minutes)
 	PYTHONPATH=tests/kit $(BIN)/python benchmarks/catalogue.py
