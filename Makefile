@@ -9,7 +9,7 @@ DOCS := $(VENV)/docs
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 BESIDE := $(MAKE) --no-print-directory --jobs=3  # lint and types, which have one process each, run beside the tests
 
-.PHONY: help test quick quick-unit mutants lint types unit demo study speeches results models bench docs clean
+.PHONY: help test quick quick-unit mutants lint types unit demo study speeches results notebook models bench docs clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -58,6 +58,9 @@ corpora/speeches/manifest.json: $(LAB)
 
 results: $(READY)  ## write the numbers of results/ into README and docs
 	$(BIN)/python benchmarks/fill_documents.py
+
+notebook: $(READY)  ## execute examples/quickstart.ipynb and keep its outputs (a minute)
+	$(BIN)/python benchmarks/execute_notebook.py examples/quickstart.ipynb
 
 models: $(READY)  ## find the attention of the models of transformers, check it independently, and write docs/models.md (minutes)
 	PYTHONPATH=tests/kit $(BIN)/python benchmarks/catalogue.py
