@@ -44,12 +44,12 @@ def test_a_page_opens_without_an_error_and_fits_a_phone(browser: Browser, site: 
 
 def test_search_finds_a_word_and_opens_its_page(browser: Browser, site: Path) -> None:
     with opened(browser, site, "index") as tab:
-        tab.keyboard.press("/")
-        tab.keyboard.type("register_for_checkpointing")
-        result = tab.get_by_role("link", name="Accelerate").first
+        tab.keyboard.press("Control+k")
+        tab.get_by_role("combobox", name="Search").press_sequentially("register_for_checkpointing")
+        result = tab.get_by_role("option", name="Train with Accelerate")
         expect(result).to_be_visible()
         result.click()
-        tab.wait_for_url("**/accelerate.html*")
+        tab.wait_for_url("**/howto/accelerate.html*")
 
 
 def ground(tab: Page) -> str:
