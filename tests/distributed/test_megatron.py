@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import engine_runs as runs
@@ -19,6 +19,7 @@ from crew import Crew
 from engine_runs import TAU, Result
 from quacklr import QKClip, QuacK, logit_paths
 
+THRESHOLD = 1.0
 SELF = "decoder.layers.{}.self_attention.{}"
 
 
@@ -150,6 +151,72 @@ def test_under_tensor_parallelism_each_rank_has_the_rates_of_its_heads(ranks: Cr
         for here, there in zip(found, wanted, strict=True):
             for name, rates in here.items():
                 torch.testing.assert_close(rates, there[name].chunk(2)[rank], rtol=3e-6, atol=0)
+
+
+def clipped(_: int, options: Any, model_options: Any) -> tuple[dict[str, Tensor], ...]:
+    """Weights after three steps with QK clip: by Megatron, by torch, and by torch with a threshold that is never met."""
+    with mg.on_the_cpu():
+        kind = "adam" if options.get("distributed", True) else "sgd"
+        model, optimizer = mg.megatron_optimizer(mg.gpt(**model_options), kind, **options)
+        with QKClip([model], optimizer, threshold=THRESHOLD):
+            for number in range(3):
+                mg.backward(model, optimizer, number)
+                optimizer.step()
+        found = [weights_of(model.module)]
+        for threshold in (THRESHOLD, 1e6):
+            alone = mg.gpt(**model_options | {"dtype": torch.float32})
+            plain = mg.torch_optimizer(alone, kind)
+            with QKClip(alone, plain, threshold=threshold):
+                for number in range(3):
+                    mg.loss_of(alone, number).backward()
+                    plain.step()
+                    plain.zero_grad()
+            found.append(weights_of(alone))
+    return tuple(found)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().float().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("options", "model_options"), [({}, {}), ({}, {"mla": True}), ({"distributed": False}, {})])
+def test_qk_clip_scales_the_weights_as_in_one_process(options: Any, model_options: Any, ranks: Crew) -> None:
+    for found, wanted, free in ranks(clipped, options, model_options):
+        assert runs.difference(wanted, free) > 0.01
+        assert runs.difference(found, wanted) <= 1e-5
+
+
+def test_qk_clip_scales_the_fp32_copies_of_bf16_weights(ranks: Crew) -> None:
+    """Where Megatron's own clip raises an error, see below. One process trains in fp32, so weights differ a little."""
+    for found, wanted, free in ranks(clipped, {}, {"dtype": torch.bfloat16}):
+        for name in (f"decoder.layers.{layer}.self_attention.linear_qkv.weight" for layer in range(3)):
+            effect = (wanted[name] - free[name]).abs().mean()
+            assert (found[name] - wanted[name]).abs().mean() < 0.25 * effect
+
+
+def clipped_by_megatron(_: int) -> list[str]:
+    """What Megatron's own QK clip does: with fp32 copies in flat ranges, and with one logit above and one below 0."""
+    found = []
+    with mg.on_the_cpu():
+        for dtype in (torch.bfloat16, torch.float32):
+            model, _ = mg.megatron_optimizer(mg.gpt(dtype=dtype), "adam")
+            for layer in model.module.decoder.layers:
+                attention = layer.self_attention
+                attention.config.qk_clip, attention.config.qk_clip_threshold = True, 1.0
+                attention.core_attention.current_max_attn_logits = torch.tensor([4.0, 4.0, -4.0, -4.0, 0.5, 0.5])
+                try:
+                    attention.clip_qk()
+                    found.append("nan" if attention.linear_qkv.weight.isnan().any() else "clipped")
+                except (AttributeError, RuntimeError) as error:
+                    found.append(type(error).__name__)
+    return found
+
+
+def test_what_the_docs_say_of_megatrons_own_qk_clip(ranks: Crew) -> None:
+    """docs/qk_clip.md. If this fails with a new Megatron, the page has to be changed."""
+    one, other = ranks(clipped_by_megatron)
+    assert one == ["AttributeError", "RuntimeError", "RuntimeError", *["nan"] * 3]
+    assert other == ["RuntimeError", "RuntimeError", "AttributeError", *["nan"] * 3]
 
 
 def mla_in_parallel(_: int) -> None:

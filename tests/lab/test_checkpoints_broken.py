@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from lab_runs import ATTENTIONS, METHODS, make_corpus, read_rows, small
 from quacklr.lab.config import fingerprint, from_json
@@ -242,6 +244,23 @@ def test_what_is_no_checkpoint_of_this_run_is_told(saved: Path, monkeypatch: pyt
         resummed(path)
         assert f"{path} is not a checkpoint of quacklr: " in complaint(saved)
         (path / "rest.pt").write_bytes(whole["rest.pt"])
+    assert not (saved / "evil").exists()
+
+
+def test_an_entry_that_is_no_tensor_is_not_unpickled(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would read an entry of bytes with weights_only=False, also where the run has a tensor."""
+    path, evil = saved / "step-0000002", io.BytesIO()
+    torch.save(Evil(), evil)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    (entry,) = (each for each in index.storage_data if each.fqn == "model.norm.weight")
+    place = replace(index.storage_data.pop(entry), offset=0, length=len(evil.getvalue()), relative_path="evil.distcp")
+    index.storage_data[MetadataIndex("model.norm.weight")] = place
+    index.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    (path / "evil.distcp").write_bytes(evil.getvalue())
+    resummed(path)
+    monkeypatch.chdir(saved)
+    assert "the checkpoint has no model.norm.weight, which the run has" in complaint(saved)
     assert not (saved / "evil").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -22,11 +24,13 @@ from lab_runs import make_corpus
 from quacklr import QuacK, logit_paths
 from quacklr.lab.data.command import main as prepare
 from quacklr.lab.export import command, transformers_model
+from quacklr.lab.export.model_card import command as command_of
 from quacklr.lab.export.tokenizer import byte_tokenizer
 from quacklr.lab.inference.sample import SamplingParams, sample_tokens
 from quacklr.lab.methods import Default, Method, QKNorm, Quack, SigmaReparametrised
 from quacklr.lab.model import MHA, MLA, Shape
-from quacklr.lab.optim import MuonRecipe
+from quacklr.lab.optim import WSD, AdamWRecipe, MuonRecipe
+from quacklr.lab.train.command import parse
 from quacklr.lab.train.runner import run
 from quacklr.lab.train.trained import open_run
 
@@ -73,6 +77,41 @@ def exported(trained: Made, tmp_path_factory: pytest.TempPathFactory) -> Made:
         return folder / kind
 
     return made
+
+
+def test_the_model_card_has_the_values_of_the_run(trained: Made, exported: Made) -> None:
+    card, path = ModelCard.load(exported("MLA") / "README.md"), trained("MLA")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    assert card.data.tags == ["quacklr", "default", "mla"]
+    facts = dict(re.findall(r"^\| (.*?) \| (.*) \|$", card.text, re.MULTILINE))
+    row, model = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1]), open_run(path).model
+    assert facts["architecture in transformers"] == "DeepseekV3ForCausalLM"
+    assert facts["step"] == "12 of 12, with 256 tokens each"
+    assert facts["training loss"] == f"{row['loss']:.4f}"
+    assert facts["validation loss"] == f"{json.loads((path / 'result.json').read_text())['val_loss']:.4f}"
+    assert f"{sum(weight.numel() for weight in model.parameters()):,} parameters" in card.text
+    assert str(path.parent) not in card.text  # a card is published
+
+
+def test_the_code_in_a_model_card_runs(exported: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(exported("MHA"))
+    (code,) = re.findall(r"```python\n(.*?)```", (exported("MHA") / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "card", "exec"), names)
+    assert names["model"].config.quacklr["method"] == "quack"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_in_a_model_card_gives_the_same_configuration(kind: str) -> None:
+    config = config_of(Path("corpora/mine"), *KINDS[kind][:3])
+    for schedule in (config.schedule, WSD(warmup=3, decay=5)):
+        changed = replace(config, schedule=schedule, optimizer=MuonRecipe(nesterov=False, betas=(0.5, 0.6)))
+        for each in (changed, replace(changed, optimizer=AdamWRecipe(lr=0.5))):
+            words = command_of(each)
+            assert words[:2] == ["quacklr", "train"]
+            assert parse(words[2:])[0] == each
+    away = replace(config, training=replace(config.training, corpus="/home/me/mine"))
+    assert parse(command_of(away)[2:])[0].training.corpus == "mine"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,6 +190,7 @@ def test_a_tokenizer_json_is_exported_without_what_it_would_add(tmp_path: Path) 
 
 def test_the_folder_is_what_others_expect_of_a_checkpoint(exported: Made) -> None:
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    names |= {"README.md"}  # the model card
     assert {path.name for path in exported("MLA").iterdir()} == names
     assert len({path.stat().st_mode for path in exported("MLA").iterdir()}) == 1
     written = json.loads((exported("MLA") / "config.json").read_text())

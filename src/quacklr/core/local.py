@@ -96,11 +96,17 @@ def _of_vector(placement: Any) -> Any:
 
 
 class ShardSpec(NamedTuple):
-    """One sharding of a tensor: the process group over which a dimension is sharded; -1 if it is a flat range."""
+    """One sharding of a tensor.
+
+    Attributes:
+        group: the process group that the tensor is sharded over.
+        dim: the dimension that is sharded; -1 for a flat range (a FlatTensor), which is of no dimension.
+        factor: torch's split_factor, of a strided shard; else 1.
+    """
 
     group: Any
     dim: int
-    factor: int  # torch's split_factor, of a strided shard
+    factor: int
 
 
 def shard_specs(tensor: Any) -> tuple[ShardSpec, ...]:

@@ -60,6 +60,11 @@ class QuacKBuildFn:
     def _attach(self) -> None:
         self.quack = QuacK(self._model, self._optimizers, **self._settings)
 
+    def remove(self) -> None:
+        """Remove QuacK: later steps are not scaled."""
+        self._first_step.remove()
+        self.quack.remove()
+
     def _before_first_step(self, *_: Any) -> None:
         """Attach again, unless a state was loaded: weights may have been loaded since."""
         self._first_step.remove()

@@ -13,7 +13,7 @@ each query by the remaining factor, so that no head shrinks by more than its own
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -27,7 +27,7 @@ from quacklr.core.path import LogitPath, as_paths
 from quacklr.core.validate import validate_not_attached_twice, validate_stepped
 from quacklr.core.weight import Weight, distinct
 from quacklr.distributed.collectives import all_reduce_max, groups_of, is_distributed, reshard
-from quacklr.distributed.engines.read import engine_of
+from quacklr.distributed.engines.read import as_module, engine_of
 from quacklr.distributed.validate import validate_no_tensor_parallel
 from quacklr.find import logit_paths
 from quacklr.find.discover import by_module
@@ -73,7 +73,7 @@ class QKClip:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | Iterable[Optimizer],
         threshold: float = 100.0,
         *,
@@ -83,6 +83,9 @@ class QKClip:
     ) -> None:
         if not 0 < float(threshold) < float("inf"):
             raise ValueError(f"threshold={threshold!r}: the largest logit allowed must be a positive number")
+        model = as_module(model) or model
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"QK clip needs a model, an nn.Module, and got a {type(model).__name__}")
         if isinstance(model, nn.DataParallel):
             raise ValueError(
                 "QK clip cannot record the logits of the replicas of DataParallel; use DistributedDataParallel"

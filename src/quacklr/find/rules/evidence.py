@@ -34,15 +34,21 @@ HEADS_NAME = re.compile("|".join(HEADS))
 def is_trusted(module: nn.Module, packages: Collection[str] = TRUSTED) -> bool:
     """Whether the module's class is of one of these packages, whose classes were tested row by row.
 
-    A subclass of such a class is trusted too, if it defines no method but `__init__` and other special ones.
+    A subclass of such a class is trusted too, if it defines no method but `__init__` and other special ones. A forward
+    that was set on the instance must be of these packages too, as torchtitan's for tensor parallelism.
     """
     for cls in type(module).__mro__:
-        if any(f"{cls.__module__}.".startswith(f"{package}.") for package in packages):
-            return "forward" not in vars(module)
+        if _is_of(cls.__module__, packages):
+            forward = vars(module).get("forward")
+            return forward is None or _is_of(getattr(forward, "__globals__", {}).get("__name__", ""), packages)
         own = [name for name, value in vars(cls).items() if isinstance(value, FunctionType)]
         if any(not name.startswith("__") or name == "__call__" for name in own):
             return False
     return False
+
+
+def _is_of(name: str, packages: Collection[str]) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
 def validate_product(module: nn.Module) -> None:

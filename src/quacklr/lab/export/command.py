@@ -13,7 +13,7 @@ import tyro
 
 from quacklr.lab.data.extra import requires_extra
 from quacklr.lab.errors import UserError, exit_code, os_errors
-from quacklr.lab.export import tokenizer, transformers_model
+from quacklr.lab.export import model_card, tokenizer, transformers_model
 from quacklr.lab.export.check import agreement
 from quacklr.lab.files import read_json, write_json
 from quacklr.lab.options import read
@@ -22,7 +22,8 @@ from quacklr.lab.train.trained import Trained, open_run
 from quacklr.util import terminal
 
 ABOUT = """\
-Write the model of a finished run as a checkpoint of transformers (safetensors), with its configuration and tokenizer.
+Write the model of a finished run as a checkpoint of transformers (safetensors), with its configuration, tokenizer and
+model card.
 
 MHA becomes Llama, MHA with QK norm Qwen3, and MLA with latent norms DeepSeek-V3. The export is loaded by
 transformers, and its logits are compared with ours.
@@ -104,7 +105,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 
 
 def write(run: Trained, path: Path, folder: Path) -> None:
-    """Write weights, configuration and tokenizer to `folder`; `path` is the run's folder."""
+    """Write weights, configuration, tokenizer and model card to `folder`; `path` is the run's folder."""
     model: Any = transformers_model.convert(run.model, run.config, run.tokenizer.end)
     model.generation_config.max_length = run.config.shape.context
     unknown = list(range(run.tokenizer.vocab, run.model.embedding.num_embeddings))
@@ -113,6 +114,7 @@ def write(run: Trained, path: Path, folder: Path) -> None:
     tokenizer.convert(run, path).save_pretrained(folder)
     config = folder / "tokenizer_config.json"  # transformers 4 has no class of the name that 5 writes
     write_json(config, read_json(config) | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    model_card.write(run, path, folder, type(model).__name__)
     for weights in folder.glob("*.safetensors"):  # safetensors makes them readable by the owner only
         shutil.copymode(folder / "config.json", weights)
 

@@ -87,7 +87,8 @@ ADVICE = (
     Advice(
         "you can declare products of weights by hand",
         "Give the product of values and output projection, and those of the MLP, rates by the same rule "
-        "(in the lab `--products all`). In MHA and in MLA this ended well below QuacK for the logits alone.",
+        "(`examples/all_products.py`; in the lab `--products all`). In MHA and in MLA this ended well below QuacK for "
+        "the logits alone.",
         {"everywhere": "holds"},
     ),
     Advice(
