@@ -65,7 +65,7 @@ def _part(page: Path, found: re.Match[str]) -> str:
         "figures": figures_as_markdown,
         "ledger": first_line,
         "hero": partial(hero, page),
-        "notebook": partial(notebook, NOTEBOOK),
+        "notebook": lambda: linked(notebook(NOTEBOOK), NOTEBOOK, page),
     }
     return parts[kind]() if kind in parts else found[0]
 
