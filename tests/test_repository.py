@@ -14,7 +14,9 @@ import pytest
 import quacklr
 
 ROOT = Path(__file__).parent.parent
-CODE = sorted(file for folder in ("src", "tests", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
+CODE = sorted(
+    file for folder in ("src", "tests", "examples", "benchmarks", "website") for file in (ROOT / folder).rglob("*.py")
+)
 PROSE = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 

@@ -56,9 +56,10 @@ def zensical(stage: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     done = subprocess.run(command, cwd=stage, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:  # with issues in pages stderr has only a traceback of zensical itself
-        found = done.stdout if "issue" in done.stdout.replace("No issues", "") else done.stderr
-        raise SystemExit(f"zensical cannot build docs/ with zensical.toml:\n{found}")
+    if done.returncode:
+        text = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)  # without colours
+        found = re.search(r".*\d issues? found", text, re.DOTALL)  # then only a traceback of zensical follows
+        raise SystemExit(f"zensical cannot build docs/ with zensical.toml:\n{found[0] if found else text}")
 
 
 def local_worker(file: Path, site: Path) -> str:

@@ -37,7 +37,9 @@ def help_of(command: str, *options: str) -> str:
     if not out.getvalue().strip():
         raise RuntimeError(f"quacklr {command} {' '.join(options)} --help prints nothing")
     lines = out.getvalue().strip("\n").splitlines()
-    return "\n".join(fill(line, WIDTH, break_on_hyphens=False) if len(line) > WIDTH else line.rstrip() for line in lines)
+    return "\n".join(
+        fill(line, WIDTH, break_on_hyphens=False) if len(line) > WIDTH else line.rstrip() for line in lines
+    )
 
 
 def _help(command: str, options: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 
 def figures() -> list[PageFigure]:
-    """The figures of `quacklr report` that are in results/, with the titles and captions of the functions that draw them."""
+    """The figures in results/, with the titles and captions of the functions that draw them."""
     shown = []
     for name, function in FIGURES.items():
         file = RESULTS / f"figures/{name}.svg"

@@ -41,7 +41,7 @@ def training() -> dict[str, Any]:
         "batches": [probe],
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "monitor": LogitMonitor(model, probe),
-        "writer": SummaryWriter("tensorboard"),  # type: ignore[no-untyped-call]
+        "writer": SummaryWriter("tensorboard"),
         "run": wandb.init(mode="disabled"),
         "step": 0,
         "history": History(),

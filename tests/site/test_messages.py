@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 SOURCE = ROOT / "src/quacklr"
 PAGE = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-QUOTED = [message for row in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE) for message in re.findall(r"`(.+?)`", row)]
+QUOTED = [
+    message for row in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE) for message in re.findall(r"`(.+?)`", row)
+]
 FIELD = "\0"
 """A part of a message that is filled in."""
 USERS = {"ValueError", "RuntimeError", "warnings.warn"}
@@ -24,7 +26,7 @@ def text_of(node: ast.expr, constants: dict[str, str]) -> str | None:
     if isinstance(node, ast.Constant):
         return re.sub(r"\{[^{}]*\}", FIELD, node.value) if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
-        return "".join(map(lambda part: text_of(part, constants) or FIELD, node.values))
+        return "".join(text_of(part, constants) or FIELD for part in node.values)
     if isinstance(node, ast.FormattedValue):
         return text_of(node.value, constants) if isinstance(node.value, ast.Name) else None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":

@@ -117,7 +117,9 @@ def test_the_command_line_has_every_command_and_every_kind(site: Path) -> None:
     for name, kinds in KINDS.items():
         assert f"Options of --{name}" in page
         for kind in kinds:
-            assert re.search(rf"^ {kind} options$", page, re.MULTILINE) or kind in page.split("options of their own:")[-1]
+            assert (
+                re.search(rf"^ {kind} options$", page, re.MULTILINE) or kind in page.split("options of their own:")[-1]
+            )
     assert "--isotropic" in page
 
 
@@ -136,7 +138,7 @@ def test_the_pages_that_include_other_files_have_their_text(site: Path) -> None:
         "contributing": "A rate on the wrong rows is worse than an error",
         "changelog": "Unreleased",
         "howto/deepspeed": "deepspeed.initialize",
-        "howto/transformers": "class=\"example\"",
+        "howto/transformers": 'class="example"',
         "figures": "figure-1-critical-rate.svg",
         "reference/formats": "step_seconds",
     }.items():

@@ -6,7 +6,10 @@ if (location.protocol === "file:") {
       this.frame.hidden = true;
       document.body.append(this.frame);
       const inside = this.frame.contentWindow;
-      inside.postMessage = (data) => setTimeout(() => this.onmessage?.({ data }));
+      inside.postMessage = (message) => {
+        const data = structuredClone(message); // as a real Worker does
+        setTimeout(() => this.onmessage?.({ data }));
+      };
       const script = inside.document.createElement("script");
       script.src = url;
       this.ready = new Promise((resolve, reject) => {
@@ -17,7 +20,8 @@ if (location.protocol === "file:") {
       inside.document.body.append(script);
     }
 
-    postMessage(data) {
+    postMessage(message) {
+      const data = structuredClone(message);
       this.ready.then((inside) => inside.dispatchEvent(new inside.MessageEvent("message", { data })), () => {});
     }
 
