@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "results"
 DEMO = scale_of(Size(steps=150))
-VERSIONS = {"2.9", "3.11", "2.0"}  # of torch, Python, and the licence
+VERSIONS = {"2.9", "3.11", "3.14", "2.0"}  # of torch, Python, and the licence
 
 
 @pytest.fixture(scope="module")
