@@ -18,6 +18,8 @@ from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.options import OPTIONS
 from quacklr.lab.report import markdown
 from quacklr.lab.report.choosing import ADVICE, choosing, open_questions, outdated
+from quacklr.lab.report.command import draw
+from quacklr.lab.report.figures import FIGURES
 from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
@@ -27,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "results"
 DEMO = scale_of(Size(steps=150))
-VERSIONS = {"2.9", "3.11", "2.0"}  # of torch, Python, and the licence
+VERSIONS = {"2.9", "3.11", "3.14", "2.0"}  # of torch, Python, and the licence
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +124,16 @@ def test_docs_show_the_tables_of_results(result: str, doc: str) -> None:
 
 def test_every_figure_of_results_exists_in_three_formats() -> None:
     figures = sorted((RESULTS / "figures").iterdir())
-    assert len(figures) == 18
+    assert len(figures) == 21
     assert {file.suffix for file in figures} == {".pdf", ".png", ".svg"}
+
+
+def test_the_first_picture_is_drawn_from_the_ledger(results: Results, tmp_path: Path) -> None:
+    """If this fails, its runs or its drawing have changed: `quacklr report` draws it again."""
+    assert README.index("![") == README.index("![Left: the largest attention logit")
+    assert "](results/figures/hero.png)\n" in README
+    (drawn,) = draw({"hero": FIGURES["hero"]}, results, tmp_path)
+    assert drawn.svg == (RESULTS / "figures/hero.svg").read_text()
 
 
 def test_make_study_asks_for_what_exists() -> None:

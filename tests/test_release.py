@@ -84,8 +84,9 @@ def test_metadata_have_what_pypi_shows(metadata: Message) -> None:
     assert {url.partition(", ")[0] for url in metadata.get_all("Project-URL", [])} >= {"Repository", "Issues"}
 
 
-def test_the_address_of_the_repository_is_one_everywhere_in_pyproject() -> None:
-    addresses = re.findall(r"https://github\.com/[\w-]+/[\w-]+", (ROOT / "pyproject.toml").read_text())
+def test_the_address_of_the_repository_is_one_in_pyproject_and_readme() -> None:
+    texts = [(ROOT / name).read_text() for name in ("pyproject.toml", "README.md")]
+    addresses = re.findall(r"https://github\.com/[\w-]+/[\w-]+", "".join(texts))
     assert len(addresses) > 5
     assert set(addresses) == {repository()}
     hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
@@ -99,6 +100,14 @@ def test_the_version_is_in_one_place() -> None:
     assert holders == [ROOT / "src/quacklr/__init__.py"]
     assert f"\nversion: {quacklr.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## [{quacklr.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_badges_of_readme_say_what_the_metadata_say(metadata: Message) -> None:
+    readme = (ROOT / "README.md").read_text()
+    versions = re.findall(r":: Python :: (3\.\d+)$", "\n".join(metadata.get_all("Classifier", [])), re.MULTILINE)
+    assert f"[![Python {versions[0]} to {versions[-1]}](https://img.shields.io/badge/python-{versions[0]}_to_" in readme
+    assert f"_to_{versions[-1]}-blue)](pyproject.toml)" in readme
+    assert f"badge/licence-{metadata['License-Expression'].replace('-', '--')}-blue)](LICENSE)" in readme
 
 
 def test_a_tag_of_another_version_stops_the_release() -> None:

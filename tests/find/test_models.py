@@ -5,6 +5,7 @@ A part of `benchmarks/catalogue.py`, which does the same for all types; and the 
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,9 +51,14 @@ def test_the_rates_of_a_model_are_those_that_its_logits_imply(section: str, name
     assert row in PAGE[section], "make the page again: make models"
 
 
+def without_torch(page: str) -> str:
+    """The page without the version of torch that it was made with: `make oldest` runs this file with another."""
+    return re.sub(r"\btorch \d\S*", "torch", page)
+
+
 def test_the_page_has_every_model_and_its_counts_are_those_of_its_lines() -> None:
     assert {section: [row.type for row in rows] for section, rows in PAGE.items()} == sections()
-    assert catalogue.PAGE.read_text() == catalogue.page(PAGE)
+    assert without_torch(catalogue.PAGE.read_text()) == without_torch(catalogue.page(PAGE))
     assert catalogue.below_the_goal(PAGE) == []
 
 

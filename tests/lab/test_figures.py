@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from made_ledger import HIGH, SCALE, ledger
 from quacklr.lab.config import Config
@@ -26,11 +28,12 @@ from quacklr.lab.report.figures import (
     positive,
     sensitivity,
 )
+from quacklr.lab.report.hero import hero
 from quacklr.lab.report.markdown import table
 from quacklr.lab.report.size_figure import sizes
 from quacklr.lab.report.style import COLOURS
 from quacklr.lab.studies.measures import NotRun
-from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS, settings_of
+from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS, readable_number, settings_of
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS, runs_of
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.sizes import WIDTHS
@@ -151,6 +154,41 @@ def test_figure_6_shows_every_layer_and_head(results: Results) -> None:
     assert table.tolist() == [pytest.approx(row) for row in [[1250.025, 2500.05], [2500.05, 5000.1]]]
 
 
+def test_the_hero_has_logits_and_losses_with_the_numbers_at_the_end(results: Results) -> None:
+    left, right = hero(results).axes
+    assert (left.get_yscale(), right.get_yscale()) == ("log", "linear")
+    for place, method in enumerate((Default, Quack)):
+        losses = mean_curve(results, "mla", method, "val_loss")
+        drawn: Any = right.lines[place]
+        assert list(drawn.get_ydata()) == pytest.approx(list(losses.values())[1:])
+        runs = results.best("mla", method, HIGH).runs.values()
+        at_the_end = [max(max(row) for row in list(run.curve("logits", "max"))[-1][1]) for run in runs]
+        largest: Any = left.lines[place]
+        assert largest.get_ydata()[-1] == pytest.approx(mean(at_the_end))
+        labels = [panel.texts[place].get_text().split("\n") for panel in (left, right)]
+        final = mean(run.result["val_loss"] for run in runs)
+        assert labels == [
+            [METHOD_NAMES[method], readable_number(mean(at_the_end))],
+            [METHOD_NAMES[method], f"{final:.3f}"],
+        ]
+
+
+def test_the_text_of_the_hero_is_large_enough_for_a_phone(results: Results) -> None:
+    figure = hero(results)
+    figure.draw_without_rendering()
+    texts = [text for axes in figure.axes for text in axes.findobj(Text) if text.get_text()]
+    smallest = min(float(text.get_fontsize()) for text in texts)
+    assert smallest / 72 * 360 / figure.get_figwidth() >= 10, "pixels, at a width of 360"
+
+
+def test_a_hero_without_measurements_of_a_method_is_not_drawn(results: Results) -> None:
+    some = [
+        replace(entry, history=[]) if isinstance(entry.config.method, Quack) else entry for entry in results.entries
+    ]
+    with pytest.raises(NotRun, match="no run of QuacK .* was measured"):
+        hero(Results(some, SCALE))
+
+
 def test_every_method_has_a_colour_of_its_own() -> None:
     assert set(COLOURS) == set(METHOD_NAMES.values())
     assert len({to_hex(colour) for colour in COLOURS.values()}) == len(METHOD_NAMES)
@@ -166,7 +204,9 @@ def test_figures_are_written_in_three_formats_and_the_same_twice(results: Result
             one, two = ((tmp_path / way / f"{name}.{kind}").read_bytes() for way in ("one", "two"))
             assert one.startswith(start)
             assert one == two, f"{name}.{kind}"
-    assert drawn[0].title == "Figure 1. Is the learning rate of queries and keys the critical one?"
+    titles = {figure.name: figure.title for figure in drawn}
+    first = "Figure 1. Is the learning rate of queries and keys the critical one?"
+    assert titles["figure-1-critical-rate"] == first
     assert drawn[0].svg.startswith("<?xml")
     assert "figure.dpi" not in RC, "sizes are the figures' own"
 

@@ -25,7 +25,7 @@ from quacklr.lab.methods import Default, Method, QKClipping, QKNorm, Quack
 from quacklr.lab.options import read
 from quacklr.lab.report.command import draw, write
 from quacklr.lab.report.page import page
-from quacklr.lab.report.style import method_curve, panels, validation
+from quacklr.lab.report.style import largest_logits, method_curve, panels, validation
 from quacklr.lab.studies.comparison import MARGIN
 from quacklr.lab.studies.measures import largest_logit, loss
 from quacklr.lab.studies.names import method_name, readable_number
@@ -163,12 +163,6 @@ def figure(results: Results) -> Figure:
     if rows[0][0].lines:
         rows[0][0].legend()
     return drawing
-
-
-def largest_logits(entry: Entry) -> list[tuple[int, float]]:
-    """The largest logit of all layers and heads by step."""
-    rows = ((step, [value for row in table for value in row if value]) for step, table in entry.curve("logits", "max"))
-    return [(step, max(values)) for step, values in rows if values and step and max(values) > 0]
 
 
 def main(argv: Sequence[str]) -> int:

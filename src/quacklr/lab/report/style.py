@@ -95,3 +95,9 @@ def hide_empty_panels(figure: Figure) -> None:
 def validation(entry: Entry) -> Iterable[tuple[int, Any]]:
     """The validation loss by step, without that before training."""
     return ((step, value) for step, value in entry.curve("val_loss") if step)
+
+
+def largest_logits(entry: Entry) -> list[tuple[int, float]]:
+    """The largest logit of all layers and heads by step."""
+    rows = ((step, [value for row in table for value in row if value]) for step, table in entry.curve("logits", "max"))
+    return [(step, max(values)) for step, values in rows if values and step and max(values) > 0]
