@@ -13,7 +13,7 @@ from unittest.mock import patch
 from quacklr import cli
 from quacklr.lab.config import KINDS
 
-WIDTH = 100
+WIDTH = 84
 
 
 def commands() -> str:
@@ -36,10 +36,16 @@ def help_of(command: str, *options: str) -> str:
             cli.main(["--help"])
     if not out.getvalue().strip():
         raise RuntimeError(f"quacklr {command} {' '.join(options)} --help prints nothing")
-    lines = out.getvalue().strip("\n").splitlines()
-    return "\n".join(
-        fill(line, WIDTH, break_on_hyphens=False) if len(line) > WIDTH else line.rstrip() for line in lines
-    )
+    paragraphs = re.sub(r" +$", "", out.getvalue(), flags=re.MULTILINE).strip("\n").split("\n\n")
+    return "\n\n".join(map(wrapped, paragraphs))
+
+
+def wrapped(paragraph: str) -> str:
+    """Prose with lines that are too long is filled again; tables of options are left as they are."""
+    lines = paragraph.splitlines()
+    if max(map(len, lines), default=0) <= WIDTH or any(line.startswith(" ") for line in lines):
+        return paragraph
+    return fill(" ".join(lines), WIDTH, break_on_hyphens=False)
 
 
 def _help(command: str, options: tuple[str, ...]) -> None:

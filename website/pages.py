@@ -17,7 +17,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from textwrap import indent
 
@@ -37,13 +37,28 @@ NOTEBOOK = ROOT / "examples/quickstart.ipynb"
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
 PART = re.compile(r"^<!-- (\w+)(?: ([^:\n]+?))?(?:: (.+?))? -->$", re.MULTILINE)
-NAMED = re.compile(r"(?<![\[`])`docs/([\w/]+\.md)`(?!`)")
+NAMED = re.compile(r"(?<![\[`])`docs/([\w/]+\.md)`(?!`)|\[(?:docs/)?([\w/]+\.md)\](?=\()")
+"""The file name of a page, as code or as the text of a link."""
 
 
 def repository() -> str:
     """The address of the repository, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return str(project["urls"]["Repository"])
+
+
+@cache
+def titles() -> dict[str, str]:
+    """The title of each page in the navigation, by its file name in docs/."""
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    found: dict[str, str] = {}
+    while nav:
+        ((title, inside),) = nav.pop().items()
+        if isinstance(inside, str):
+            found[inside] = title
+        else:
+            nav += inside
+    return found
 
 
 def page(file: Path) -> str:
@@ -74,12 +89,13 @@ def section_of(file: Path, title: str | None) -> str:
     """The text below a heading, without its own; all of a file if there is no title."""
     text = file.read_text(encoding="utf-8")
     wanted = "# .*" if title is None else f"#+ {re.escape(title)}"
-    heading = re.search(rf"^{wanted}$", text, re.MULTILINE)
+    prose = FENCED.sub(lambda code: " " * len(code[0]), text)  # a comment in code looks like a heading
+    heading = re.search(rf"^{wanted}$", prose, re.MULTILINE)
     if heading is None:
         name = file.relative_to(ROOT)
         raise SystemExit(f"{name} has no section {title!r}, which a page of docs/ includes: rename it there too")
     level = heading[0].index(" ")
-    following = re.compile(rf"^#{{1,{level}}} ", re.MULTILINE).search(text, heading.end())
+    following = re.compile(rf"^#{{1,{level}}} ", re.MULTILINE).search(prose, heading.end())
     return text[heading.end() : following.start() if following else None].strip("\n")
 
 
@@ -106,8 +122,10 @@ def linked(text: str, source: Path, page: Path) -> str:
 
 
 def _named(source: Path, found: re.Match[str]) -> str:
-    """A page that is named as a file becomes a link."""
-    return f"[{found[0]}]({os.path.relpath(ROOT / 'docs' / found[1], source.parent)})"
+    """A page that is named as a file is named by its title, and becomes a link if it is none."""
+    if found[2]:
+        return f"[{titles().get(found[2], found[2])}]"
+    return f"[{titles()[found[1]]}]({os.path.relpath(ROOT / 'docs' / found[1], source.parent)})"
 
 
 def _link(source: Path, page: Path, found: re.Match[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
-from browsers import BROWSERS
+from browsers import launched
 from lab_runs import ATTENTIONS, make_corpus, small
 from quacklr.lab.config import Config
 from quacklr.lab.ledger import Entry, entry_of
@@ -29,7 +28,6 @@ from quacklr.lab.train.runner import run
 HOSTILE = '</script><script>window.hacked=1</script>"><img src=x onerror="window.hacked=1">{{7*7}}&amp;'
 SVG = '<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg" width="300" height="200"><path d="M0 0H9"/></svg>'
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-PATIENCE = 600_000  # milliseconds, on a machine that has better things to do
 EVIDENCE = (
     ClaimPart(less, Comparison("QuacK - default", -0.5, -0.61, -0.39, (-0.4, -0.5, -0.6), same_within=0.02)),
     ClaimPart(less, Comparison("once", 0.1, -math.inf, math.inf, (0.1,))),
@@ -42,14 +40,8 @@ FINDINGS = (
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
-    with sync_playwright() as playwright:
-        expect.set_options(timeout=PATIENCE)
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=PATIENCE)
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

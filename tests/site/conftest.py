@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser
 
-from browsers import BROWSERS
+from browsers import launched
 
 ROOT = Path(__file__).parent.parent.parent
-PATIENCE = 600_000  # milliseconds, on a machine that has better things to do
 
 
 @pytest.fixture(scope="session")
@@ -28,13 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
-    with sync_playwright() as playwright:
-        expect.set_options(timeout=PATIENCE)
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=PATIENCE)
+    with launched() as browser:
         yield browser
-        browser.close()

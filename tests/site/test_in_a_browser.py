@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,18 +24,18 @@ WIDER = "document.documentElement.scrollWidth > innerWidth"
 
 
 @contextmanager
-def opened(browser: Browser, site: Path, name: str, **settings: Any) -> Iterator[Page]:
+def opened(browser: Browser, site: Path | str, name: str, **settings: Any) -> Iterator[Page]:
     """A page of the site; it must write nothing to the console and request nothing from elsewhere."""
     wrong: list[str] = []
+    address = f"file://{site}" if isinstance(site, Path) else site
+    own = (f"{address}/", "data:")
     with browser.new_context(**settings) as context:
         context.on("console", lambda message: wrong.append(message.text))
         context.on("weberror", lambda error: wrong.append(str(error.error)))
-        context.on(
-            "request", lambda request: wrong.extend([request.url] * (not request.url.startswith(("file:", "data:"))))
-        )
+        context.on("request", lambda request: wrong.extend([request.url] * (not request.url.startswith(own))))
         context.on("requestfailed", lambda request: wrong.append(f"failed: {request.url}"))
         tab = context.new_page()
-        tab.goto(f"file://{site}/{name}.html")
+        tab.goto(f"{address}/{name}.html")
         yield tab
     assert wrong == []
 
@@ -44,8 +47,24 @@ def test_a_page_opens_without_an_error_and_fits_a_phone(browser: Browser, site: 
         assert not tab.evaluate(WIDER)
 
 
-def test_search_finds_a_word_and_opens_its_page(browser: Browser, site: Path) -> None:
-    with opened(browser, site, "index") as tab:
+@pytest.fixture(scope="module")
+def server(site: Path) -> Iterator[str]:
+    """The address of a server of the site, on this machine."""
+    handler = partial(Quiet, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("where", ["disk", "server"])
+def test_search_finds_a_word_and_opens_its_page(browser: Browser, site: Path, server: str, where: str) -> None:
+    with opened(browser, site if where == "disk" else server, "index") as tab:
         tab.keyboard.press("Control+k")
         tab.get_by_role("combobox", name="Search").press_sequentially("register_for_checkpointing")
         result = tab.get_by_role("option", name="Train with Accelerate")

@@ -14,6 +14,7 @@ import pytest
 import quacklr
 from quacklr import cli
 from quacklr.lab.config import KINDS
+from website.pages import section_of
 
 ROOT = Path(__file__).parent.parent.parent
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
@@ -129,6 +130,19 @@ def test_formulas_are_mathml_and_none_is_left_as_text(site: Path) -> None:
         assert page.count("<math") > 10
         assert not re.search(r"\$`|```math|wzxhzdk", page)
         assert not re.search(r"<m(?:i|o|text)>\\", page), "a command that latex2mathml does not know"
+
+
+def test_a_page_that_is_named_by_its_file_is_a_link_with_its_title(site: Path) -> None:
+    page = (site / "check.html").read_text(encoding="utf-8")
+    assert '<a href="theory.html">Theory</a>' in page
+    assert '<a href="theory.html#a-budget-for-the-change-of-logits">Theory</a>' in page
+
+
+def test_a_comment_in_code_does_not_end_a_section(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text("# Title\n\n## One\n\n```sh\n# a comment\n```\nafter\n\n## Two\n")
+    assert section_of(file, "One").endswith("after")
+    assert section_of(file, None).endswith("## Two")
 
 
 def test_the_pages_that_include_other_files_have_their_text(site: Path) -> None:
