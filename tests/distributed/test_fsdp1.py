@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -104,6 +104,30 @@ def test_hybrid_shards_step_as_one_process_does(strategy: str, kind: str, four: 
         assert here.counts == [1] * 3
     layouts = [here.layout["model.layers.1.self_attn.q"] for here in found]
     assert layouts == [(0, 774), (774, 738)] * 2
+
+
+def in_bf16(_: int, with_quack: bool) -> Result:
+    """Computed in bf16; FSDP1 steps fp32 ranges."""
+    model = wrapped("linear", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    optimizer = runs.optimizer_of(model, "SGD")
+    quack = QuacK(model, optimizer, TAU) if with_quack else None
+
+    def step(number: int) -> None:
+        runs.loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return runs.trained(quack, step, lambda: whole_weights(model), {})
+
+
+def test_in_bf16_fsdp1_steps_as_one_process_does(two: Crew) -> None:
+    """Up to the rounding of gradients: one process computes in fp32."""
+    wanted, plain = runs.alone("SGD", True), runs.alone("SGD", False)
+    effect = runs.mean_difference(wanted.weights, plain.weights)
+    for found, control in zip(two(in_bf16, True), two(in_bf16, False), strict=True):
+        assert runs.rates_difference(found, wanted) <= 0.1 * TAU * runs.moved(wanted.rates[-1])
+        assert runs.mean_difference(found.weights, wanted.weights) < 0.25 * effect
+        assert runs.mean_difference(control.weights, plain.weights) < 0.25 * effect
 
 
 def test_a_budget_on_fsdp1_is_that_of_one_process(two: Crew) -> None:
