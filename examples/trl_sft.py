@@ -56,6 +56,7 @@ def main() -> None:
         trainer.train()
 
     print(callback.quack)
+    assert "not verified" not in str(callback.quack)
     logged = [row["quack/rate_min"] for row in trainer.state.log_history if "loss" in row]
     assert len(logged) == 8
     assert logged[-1] < logged[0] <= 1, "weights grow, so rates shrink"

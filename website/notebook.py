@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 
 def notebook(file: Path) -> str:
-    """The cells of a notebook."""
+    """The cells of a notebook, without its title: the page has one."""
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
-    return "\n\n".join(part for cell in cells for part in _cell(cell))
+    return re.sub(r"\A# .*\n+", "", "\n\n".join(part for cell in cells for part in _cell(cell)))
 
 
 def _cell(cell: dict[str, Any]) -> list[str]:

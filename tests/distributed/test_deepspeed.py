@@ -30,6 +30,14 @@ def ranks() -> Iterator[Crew]:
     crew.stop()
 
 
+@pytest.fixture(scope="module")
+def three() -> Iterator[Crew]:
+    """Another number of ranks, to load checkpoints."""
+    crew = Crew(3)
+    yield crew
+    crew.stop()
+
+
 ROUND_ROBIN = {"zero": {"round_robin_gradients": True}}
 OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 
@@ -154,10 +162,10 @@ def test_rates_change_once_for_all_accumulated_gradients(stage: int, ranks: Crew
         assert runs.difference(weights, dict(model.named_parameters())) <= 1e-5
 
 
-def resumed(_: int, stage: int, folder: Path) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Rates of four steps, and of the last two after loading a checkpoint into a new engine."""
-    engine = ds.engine_of("AdamW", stage)
-    rates, again = [], []
+def saved(_: int, kind: str, stage: int, folder: Path, settings: Any) -> list[dict[str, Tensor]]:
+    """Save after two steps, and take two more; the rates after these."""
+    engine = ds.engine_of(kind, stage, **settings)
+    rates = []
     with QuacK(engine.module, engine, TAU) as quack:
         for number in range(4):
             if number == 2:
@@ -166,27 +174,48 @@ def resumed(_: int, stage: int, folder: Path) -> tuple[list[dict[str, Tensor]], 
             ds.step(engine)
             rates.append(quack.rates())
     engine.destroy()
-    engine = ds.engine_of("AdamW", stage)
+    return rates[2:]
+
+
+def loaded(_: int, kind: str, stage: int, folder: Path, settings: Any) -> list[dict[str, Tensor]]:
+    """Load into a new engine, and take the last two steps."""
+    engine = ds.engine_of(kind, stage, **settings)
     with torch.no_grad():
         for param in engine.module.parameters():
             param.mul_(1.5)  # QuacK is attached to other weights than the saved run began with
+    rates = []
     with QuacK(engine.module, engine, TAU) as quack:
         _, client = ds.quietly(engine.load_checkpoint, folder)
         quack.load_state_dict(client["quack"])
         for number in (2, 3):
             ds.backward(engine, number)
             ds.step(engine)
-            again.append(quack.rates())
+            rates.append(quack.rates())
     engine.destroy()
-    return rates[2:], again
+    return rates
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_checkpoint_of_deepspeed_goes_on_with_the_same_rates(stage: int, ranks: Crew, tmp_path: Path) -> None:
-    for wanted, found in ranks(resumed, stage, tmp_path):
-        assert runs.moved(wanted[-1]) > 0.02
+    wanted = ranks(saved, "AdamW", stage, tmp_path, {})[0]
+    assert runs.moved(wanted[-1]) > 0.02
+    for found in ranks(loaded, "AdamW", stage, tmp_path, {}):
         for here, there in zip(found, wanted, strict=True):
             assert runs.difference(here, there) == 0
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(1, "AdamW"), (2, "AdamW"), (3, "one group")])
+def test_a_universal_checkpoint_goes_on_with_another_number_of_processes(
+    stage: int, kind: str, ranks: Crew, three: Crew, tmp_path: Path
+) -> None:
+    """Stage 3 has one sub-group: DeepSpeed loads the settings of the first group and one step counter for all."""
+    settings = {"zero": {"sub_group_size": 10**9}} if stage == 3 else {}
+    wanted = ranks(saved, kind, stage, tmp_path, settings)[0]
+    assert runs.moved(wanted[-1]) > 0.02
+    ranks(ds.make_universal, tmp_path)
+    for found in three(loaded, kind, stage, tmp_path, settings | {"checkpoint": {"load_universal": True}}):
+        for here, there in zip(found, wanted, strict=True):
+            assert runs.difference(here, there) <= 2e-6
 
 
 def forgotten(_: int, folder: Path) -> None:
@@ -327,7 +356,7 @@ def clipped(_: int, stage: int) -> tuple[dict[str, Tensor], int]:
     return weights, int(comm.get_total_counts())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_qk_clip_scales_the_flat_ranges(stage: int, ranks: Crew) -> None:
     wanted, free = runs.clipped_alone(runs.THRESHOLD), runs.clipped_alone(1e6)
     assert runs.difference(wanted, free) > 0.01

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor.debug import CommDebugMode
@@ -22,6 +23,7 @@ WRAPPED: dict[str, Any] = {
     "layers": lambda module: isinstance(module, LlamaDecoderLayer),
     "linear": lambda module: isinstance(module, nn.Linear) and module.out_features != 61,  # not the tied output layer
 }
+HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 def wrapped(of: str = "layers", strategy: str = "FULL_SHARD", **options: Any) -> Any:
@@ -34,6 +36,11 @@ def wrapped(of: str = "layers", strategy: str = "FULL_SHARD", **options: Any) ->
     )
 
 
+def replicated() -> dict[str, Any]:
+    """Two replicas of a model in two shards, on four ranks."""
+    return {"device_mesh": init_device_mesh("cpu", (2, 2))}
+
+
 def name_of(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
@@ -44,7 +51,7 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
 
 
 def trained(_: int, of: str, strategy: str, kind: str, with_quack: bool, options: Any) -> Result:
-    model = wrapped(of, strategy)
+    model = wrapped(of, strategy, **replicated() if strategy in HYBRID else {})
     optimizer = runs.optimizer_of(model, kind)
     quack = QuacK(model, optimizer, **options) if with_quack else None
     counts = []
@@ -88,6 +95,17 @@ def test_fsdp1_steps_as_one_process_does(of: str, strategy: str, norm: Norm, kin
         assert starts == [(0, 1512), (0, 0)]
 
 
+@pytest.mark.parametrize(("strategy", "kind"), [("HYBRID_SHARD", "AdamW"), ("_HYBRID_SHARD_ZERO2", "SGD")])
+def test_hybrid_shards_step_as_one_process_does(strategy: str, kind: str, four: Crew) -> None:
+    wanted, plain = runs.alone(kind, True), runs.alone(kind, False)
+    found, control = (four(trained, "linear", strategy, kind, on, {"tau": TAU} if on else {}) for on in (True, False))
+    for here, there in zip(found, control, strict=True):
+        runs.assert_as_alone(here, there, wanted, plain)
+        assert here.counts == [1] * 3
+    layouts = [here.layout["model.layers.1.self_attn.q"] for here in found]
+    assert layouts == [(0, 774), (774, 738)] * 2
+
+
 def test_a_budget_on_fsdp1_is_that_of_one_process(two: Crew) -> None:
     options = {"budget": 0.02}
     wanted, plain = runs.alone("AdamW", True, budget=0.02), runs.alone("AdamW", False)
@@ -123,12 +141,13 @@ def test_a_state_of_one_process_goes_on_under_fsdp1(two: Crew) -> None:
         assert runs.difference(rates, before) > 1e-3
 
 
-def clipped(_: int, of: str) -> dict[str, Tensor]:
-    model = wrapped(of)
+def clipped(rank: int, of: str, strategy: str = "FULL_SHARD", different: bool = False) -> dict[str, Tensor]:
+    """With `different`, each rank has batches of its own."""
+    model = wrapped(of, strategy, **replicated() if strategy in HYBRID else {})
     optimizer = runs.optimizer_of(model, "SGD")
     clip = QKClip(model, optimizer, threshold=runs.THRESHOLD)
     for number in range(3):
-        runs.loss_of(model, number).backward()
+        runs.loss_of(model, number + (10 * rank if different else 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
     clip.remove()
@@ -141,6 +160,16 @@ def test_qk_clip_on_fsdp1_scales_the_rows_of_one_process(of: str, two: Crew) -> 
     assert runs.difference(wanted, free) > 0.01
     for found in two(clipped, of):
         assert runs.difference(found, wanted) <= 1e-5
+
+
+def test_qk_clip_on_hybrid_shards_scales_the_rows_of_one_process(four: Crew) -> None:
+    wanted = runs.clipped_alone(runs.THRESHOLD)
+    for found in four(clipped, "linear", "HYBRID_SHARD"):
+        assert runs.difference(found, wanted) <= 1e-5
+    first, *others = four(clipped, "linear", "HYBRID_SHARD", True)
+    assert runs.difference(first, wanted) > 0.01
+    for other in others:
+        assert runs.difference(first, other) == 0, "replicas are clipped by the largest logits of all ranks"
 
 
 def refused(_: int) -> None:

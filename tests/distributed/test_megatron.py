@@ -154,7 +154,7 @@ def test_under_tensor_parallelism_each_rank_has_the_rates_of_its_heads(ranks: Cr
 
 
 def clipped(_: int, options: Any, model_options: Any) -> tuple[dict[str, Tensor], ...]:
-    """Weights after three steps with QK clip: by Megatron, by torch, and by torch with a threshold that is never met."""
+    """Weights after three steps with QK clip: by Megatron, by torch, and by torch with a high threshold."""
     with mg.on_the_cpu():
         kind = "adam" if options.get("distributed", True) else "sgd"
         model, optimizer = mg.megatron_optimizer(mg.gpt(**model_options), kind, **options)

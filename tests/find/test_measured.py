@@ -256,6 +256,14 @@ def test_a_compiled_attention_is_found_by_rule_when_it_is_the_whole_model() -> N
     assert [str(path) for path in logit_paths(compiled)] == ["q . k"]
 
 
+def test_a_gradient_that_rounding_cancels_in_one_direction_is_not_missing() -> None:
+    """In bf16, some of the many entries have a gradient of exactly 0 in a random direction."""
+    model = build(Shape(d_model=128, layers=1, d_ff=48, context=64, vocab=61), MHA(4, 2, 16), seed=0).bfloat16()
+    sample = torch.randint(61, (4, 64), generator=torch.Generator().manual_seed(0))
+    found = measured_paths(model, sample)["blocks.0.attention"]
+    assert (found.reason, len(found.paths)) == ("", 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_measured_as_full_precision_is(dtype: torch.dtype) -> None:
     spec = MLA(heads=3, nope_dim=8, rope_dim=4, v_head_dim=8, d_cq=96, d_ckv=64, latent_norm=True)

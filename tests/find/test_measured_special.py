@@ -37,6 +37,22 @@ def test_talking_heads_are_left_alone_by_name() -> None:
         assert len(logit_paths(model)) == 1
 
 
+class Written(Plain):
+    """Logits are written into a tensor, as in TRL's chunked loss: torch does not differentiate such functions."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key = key.repeat_interleave(2, 1)
+        logits = query.new_empty(*query.shape[:3], key.shape[2])
+        with torch.no_grad():
+            torch.matmul(query, key.mT, out=logits)
+        return F.softmax(logits, dim=-1) @ value.repeat_interleave(2, 1)
+
+
+def test_functions_that_write_into_a_tensor_are_measured() -> None:
+    (finding,) = measured_paths(Model(HF, Written()), SAMPLE).values()
+    assert [[weight.name for weight in path.weights] for path in finding.paths] == [["q", "k"]]
+
+
 class Positions(Plain):
     """As DETR: learned positions are added to the input in the attention."""
 

@@ -75,6 +75,13 @@ class Homogeneity:
         """Every projection that has a share."""
         return list(dict.fromkeys(p for found in self.contributing.values() for p in found))
 
+    def largest_gradient(self, projection: Projection) -> Tensor:
+        """The largest absolute gradient of each entry of the output over the random directions.
+
+        In one direction alone, 16-bit rounding can cancel the gradient of an entry.
+        """
+        return torch.stack(self.leaf_gradients[projection][: self.PASSES]).abs().amax(0)
+
     def _of_factor(
         self, slope: Slope, factor: Factor, found: list[Projection], cotangents: list[Tensor]
     ) -> list[Projection]:

@@ -104,6 +104,8 @@ class Tape(TorchFunctionMode):
         return output
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(out := kwargs.get("out"), Tensor):  # torch does not differentiate functions that write into `out`
+            return out.copy_(self._run(func, args, {name: each for name, each in kwargs.items() if name != "out"}))
         if func is SDPA:
             return self._attend_fused(*args, **kwargs)
         if func in SOFTMAX and self._attend(*bound(args, kwargs, "input", "dim")):

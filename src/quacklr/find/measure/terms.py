@@ -62,7 +62,7 @@ class TermFinder:
         found = self.homogeneity
         if not found.finite:
             return NOT_FINITE
-        if found.unreached or any(p.is_sparse(at) for p in found.on_paths for at in found.leaf_gradients[p][:1]):
+        if found.unreached or any(p.is_sparse(found.largest_gradient(p)) for p in found.on_paths):
             return SPARSE
         if self.mixed:
             return MIXED
