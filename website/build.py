@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from website.pages import NOTEBOOK, ROOT, page, repository
+from website.pages import NOTEBOOK, ROOT, page, repository, titles
 from website.study import write_report
 
 SHIM = "https://unpkg.com/iframe-worker/shim"
@@ -47,6 +47,10 @@ def write_sources(stage: Path) -> None:
         config = re.sub(r".*tutorial\.md.*\n", "", config)
         (stage / "docs/tutorial.md").unlink()
     (stage / "zensical.toml").write_text(config, encoding="utf-8")
+    names = {file.relative_to(ROOT / "docs").as_posix() for file in (ROOT / "docs").rglob("*.md")}
+    if names != titles().keys():
+        wrong = ", ".join(sorted(names ^ titles().keys()))
+        raise SystemExit(f"docs/ and nav of zensical.toml do not have the same pages: {wrong}")
     for file in (stage / "docs").rglob("*.md"):
         file.write_text(page(ROOT / "docs" / file.relative_to(stage / "docs")), encoding="utf-8")
 

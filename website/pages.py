@@ -7,7 +7,6 @@ A comment on a line of its own asks for an included part:
     <!-- commands -->                       the help of every command
     <!-- figures -->                        the figures of the study, with their captions
     <!-- ledger -->                         the first line of the ledger
-    <!-- hero -->                           the picture of the first page
     <!-- notebook -->                       examples/quickstart.ipynb
 """
 
@@ -30,8 +29,6 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 """Files outside docs/ that have a page."""
 COPIED = ("results/figures/", "results/decode.png")
 """Files outside docs/ that are copied to the site."""
-HEROES = ("docs/hero.png", "docs/hero.svg", "results/figures/hero.svg", "results/figures/hero.png")
-STUDY = "results/figures/figure-2-interventions.svg"
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
 
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
@@ -79,7 +76,6 @@ def _part(page: Path, found: re.Match[str]) -> str:
         "commands": commands,
         "figures": figures_as_markdown,
         "ledger": first_line,
-        "hero": partial(hero, page),
         "notebook": lambda: linked(notebook(NOTEBOOK), NOTEBOOK, page),
     }
     return parts[kind]() if kind in parts else found[0]
@@ -104,12 +100,6 @@ def example(name: str) -> str:
     code = (ROOT / name).read_text(encoding="utf-8")
     inside = indent(f"```python\n{code}```", "    ")
     return f'??? example "{name}, a complete program"\n\n{inside}'
-
-
-def hero(page: Path) -> str:
-    """The first picture of HEROES that exists, else a figure of the study."""
-    found = next((name for name in HEROES if (ROOT / name).exists()), STUDY)
-    return f"![What QuacK does]({target(ROOT / found, page)}){{ .hero }}"
 
 
 def linked(text: str, source: Path, page: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from browsers import launched
+from browsers import PATIENCE, launched
 from lab_runs import ATTENTIONS, make_corpus, small
 from quacklr.lab.config import Config
 from quacklr.lab.ledger import Entry, entry_of

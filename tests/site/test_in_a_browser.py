@@ -15,6 +15,7 @@ import torch
 from playwright.sync_api import Browser, Page, expect
 from torch import nn
 
+from browsers import PATIENCE
 from quacklr import LogitPath, QuacK, packed
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,6 +31,7 @@ def opened(browser: Browser, site: Path | str, name: str, **settings: Any) -> It
     address = f"file://{site}" if isinstance(site, Path) else site
     own = (f"{address}/", "data:")
     with browser.new_context(**settings) as context:
+        context.set_default_timeout(PATIENCE)
         context.on("console", lambda message: wrong.append(message.text))
         context.on("weberror", lambda error: wrong.append(str(error.error)))
         context.on("request", lambda request: wrong.extend([request.url] * (not request.url.startswith(own))))
