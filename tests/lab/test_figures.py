@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from statistics import mean
 from typing import Any, cast
@@ -31,7 +32,7 @@ from quacklr.lab.report.figures import (
 from quacklr.lab.report.hero import hero
 from quacklr.lab.report.markdown import table
 from quacklr.lab.report.size_figure import sizes
-from quacklr.lab.report.style import COLOURS
+from quacklr.lab.report.style import COLOURS, hide_empty_panels
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS, readable_number, settings_of
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS, runs_of
@@ -187,6 +188,17 @@ def test_a_hero_without_measurements_of_a_method_is_not_drawn(results: Results) 
     ]
     with pytest.raises(NotRun, match="no run of QuacK .* was measured"):
         hero(Results(some, SCALE))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_legend_is_within_its_figure(name: str, results: Results) -> None:
+    figure = FIGURES[name](results)
+    hide_empty_panels(figure)
+    figure.savefig(BytesIO())
+    for legend in figure.legends:
+        extent = legend.get_window_extent()
+        assert extent.x0 >= 0
+        assert extent.x1 <= figure.bbox.width
 
 
 def test_every_method_has_a_colour_of_its_own() -> None:

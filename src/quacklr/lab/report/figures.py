@@ -18,7 +18,7 @@ from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import ConstantTau, Default, Method, QKNorm, Quack
 from quacklr.lab.report.hero import hero
 from quacklr.lab.report.size_figure import sizes
-from quacklr.lab.report.style import Points, colour, line_with_seeds, method_curve, panels, validation
+from quacklr.lab.report.style import Points, colour, legend_below, line_with_seeds, method_curve, panels, validation
 from quacklr.lab.studies.claims import BOTH
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS
@@ -74,8 +74,7 @@ def interventions(results: Results) -> Figure:
     handles: dict[str, Any] = {}
     for row in reversed(grid):  # MHA last, because no line of it is dashed
         handles |= dict(zip(*reversed(row[-1].get_legend_handles_labels()), strict=True))
-    shown = [handles[name] for name in METHOD_NAMES.values() if name in handles]
-    figure.legend(handles=shown, loc="outside lower center", ncols=len(shown))
+    legend_below(figure, [handles[name] for name in METHOD_NAMES.values() if name in handles])
     return figure
 
 
@@ -128,7 +127,7 @@ def norms(results: Results) -> Figure:
     if not right.lines:
         raise NotRun("no run of QuacK or a constant tau")
     if left.lines:
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(DECADES))
+        legend_below(figure, left.get_legend_handles_labels()[0])
     right.set(xscale="log", xlabel="tau", ylabel="validation loss at the end", title=f"MHA, lr {lr:g}")
     right.legend(loc="upper right")
     return figure
@@ -149,7 +148,7 @@ def logits(results: Results) -> Figure:
         panel.set(yscale="log", xlabel="step", ylabel=label, title=f"MLA, lr {lr:g}, layer {layer}, head {head}")
     if not axes[0].lines:
         raise NotRun("no run with MLA")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PAPER_METHODS))
+    legend_below(figure, axes[0].get_legend_handles_labels()[0])
     return figure
 
 

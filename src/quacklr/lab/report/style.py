@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from statistics import mean
 from typing import Any
@@ -36,6 +36,8 @@ COLOURS: dict[str, str] = dict(
     )
 )
 """By method; distinct for most kinds of colour blindness (after Okabe and Ito)."""
+ENTRY_WIDTH = 1.8
+"""Of a legend below the panels, in inches: the longest name of a method fits."""
 Points = Callable[[Entry], Iterable[tuple[int, Any]]]
 """From a run to (step, value) pairs."""
 
@@ -84,6 +86,12 @@ def line_with_seeds(axes: Axes, values: Mapping[float, Mapping[int, float]], **l
     (drawn,) = axes.plot(list(values), [mean(seeds.values()) for seeds in values.values()], linewidth=1.5, **line)
     for x, seeds in values.items():
         axes.scatter([x] * len(seeds), list(seeds.values()), s=9, color=drawn.get_color(), linewidths=0, alpha=0.7)
+
+
+def legend_below(figure: Figure, handles: Sequence[Any]) -> None:
+    """A legend below the panels, in rows that are not wider than the figure."""
+    columns = int(figure.get_figwidth() / ENTRY_WIDTH)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), columns))
 
 
 def hide_empty_panels(figure: Figure) -> None:
