@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
+import subprocess
+import sys
 import warnings
-from argparse import Namespace
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +97,10 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def make_universal(rank: int, folder: Path) -> None:
-    """Convert the last checkpoint in a folder, as `python -m deepspeed.checkpoint.ds_to_universal` does."""
-    deepspeed_module()
+    """Convert the last checkpoint in a folder, as docs/scaling.md says."""
     if rank == 0:
-        from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
-
         tag = (folder / "latest").read_text()
-        folders = {"input_folder": str(folder / tag), "output_folder": str(folder / f"{tag}_universal")}
-        workers = {"num_extract_workers": 1, "num_merge_workers": 1}
-        flags = {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
-        with redirect_stdout(io.StringIO()):
-            quietly(ds_to_universal.main, Namespace(**folders, **workers, **flags))
-        (folder / "latest_universal").write_text(f"{tag}_universal")
+        tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+        folders = ["--input_folder", str(folder / tag), "--output_folder", str(folder / f"{tag}_universal")]
+        subprocess.run([*tool, *folders], check=True, capture_output=True)
+        (folder / "latest_universal").write_text(f"{tag}_universal\n")
