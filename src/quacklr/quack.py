@@ -20,8 +20,9 @@ from quacklr.core.budget_rates import BudgetRates, HeadChange
 from quacklr.core.flat_tensor import original
 from quacklr.core.norms import Norm, frobenius
 from quacklr.core.path import LogitPath, all_rated, as_paths
-from quacklr.core.relative_rates import RESUMED_ALONE, RelativeRates
+from quacklr.core.relative_rates import ATTACHED_LATE, RESUMED_ALONE, RelativeRates
 from quacklr.core.sensitivity import Rule
+from quacklr.core.stepped import PLAIN
 from quacklr.core.validate import (
     validate_budget,
     validate_not_attached_twice,
@@ -36,7 +37,7 @@ from quacklr.distributed.sharded_blocks import ShardedBlocks, blocks_of
 from quacklr.find import logit_paths
 from quacklr.find.finding import Finding
 from quacklr.find.verify import Verification
-from quacklr.optimizers.attach import as_optimizers, first_after_step, is_idle, validate_linear
+from quacklr.optimizers.attach import as_optimizers, first_after_step, has_stepped, is_idle, validate_linear
 from quacklr.optimizers.nested_steps import RunningStep, RunningSteps
 from quacklr.optimizers.step_check import StepCheck
 from quacklr.util.autocast import without_autocast
@@ -123,7 +124,8 @@ class QuacK:
                 self._method = RelativeRates(self._rule, tau, norm, adapt, floor)
             else:
                 self._method = BudgetRates(self._rule, budget, self.optimizers, self._in_groups)
-        self._running, self._loaded, self._resumed_alone = RunningSteps(), False, False
+        late = budget is None and adapt and self._in_groups is PLAIN and any(map(has_stepped, self.optimizers))
+        self._running, self._loaded, self._not_loaded = RunningSteps(), False, ATTACHED_LATE if late else ""
         self._step_check = StepCheck(module, weights, self.optimizers, budget is None, self._in_groups)
         self._origin = {name: finding.origin for name, finding in found.items()}
         self._verification = None if module is None else Verification(module, found, verify, engine.gathers)
@@ -181,9 +183,9 @@ class QuacK:
         if is_idle(optimizer):  # every lr is 0
             self._method.no_step(tensors, new_iteration)
             return
-        if self._resumed_alone:
-            self._resumed_alone = False
-            warnings.warn(RESUMED_ALONE, stacklevel=5)  # refers to the line that called optimizer.step
+        if self._not_loaded:
+            message, self._not_loaded = self._not_loaded, ""
+            warnings.warn(message, stacklevel=5)  # refers to the line that called optimizer.step
         self._step_check.before_step(tensors, stepped if new_iteration else ())
         if not tensors:
             return
@@ -207,7 +209,7 @@ class QuacK:
         if isinstance(self._method, BudgetRates):
             self._method.optimizer_loaded(optimizer)
         else:
-            self._resumed_alone = bool(optimizer.state) and not self._loaded
+            self._not_loaded = RESUMED_ALONE if optimizer.state and not self._loaded else ""
 
     def rates(self, last: bool = False) -> dict[str, Tensor]:
         """The multipliers of lr that the next step will use: (blocks,) for each weight, by name.
@@ -266,7 +268,7 @@ class QuacK:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict()`. If the state is of another model or norm, a ValueError lists the differences."""
         self._method.load_state_dict(state_dict)
-        self._loaded, self._resumed_alone = True, False
+        self._loaded, self._not_loaded = True, ""
 
     def remove(self) -> None:
         """Remove the hooks: later steps of the optimizers are not scaled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,34 @@ def test_without_its_state_a_resumed_run_would_differ() -> None:
     rates = quack.rates()
     quack.remove()
     assert (QuacK(model, optimizer, tau=0.5).rates()["0.q"] - rates["0.q"]).abs().min() > 0.001
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.AdamW, lr=0.1),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        partial(torch.optim.Adagrad, lr=0.1),
+    ],
+)
+def test_quack_attached_to_an_optimizer_that_has_stepped_warns_unless_its_state_is_loaded(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
+    model = layers(2, Separate)
+    optimizer = make(model.parameters())
+    with QuacK(model, optimizer) as first:
+        train(model, optimizer, steps=2)  # no warning: nothing had stepped
+        state = first.state_dict()
+
+    with QuacK(model, optimizer) as loaded:
+        loaded.load_state_dict(state)
+        train(model, optimizer, steps=1)
+    with QuacK(model, optimizer, adapt=False):  # its rates do not depend on the weights at the start
+        train(model, optimizer, steps=1)
+    with QuacK(model, optimizer):
+        with pytest.warns(UserWarning, match="the optimizer had stepped before QuacK was attached"):
+            train(model, optimizer, steps=1)
+        train(model, optimizer, steps=1)  # once
 
 
 def test_the_optimizers_state_may_be_loaded_after_quacks() -> None:

@@ -143,7 +143,9 @@ def test_a_rule_that_a_measurement_contradicts_is_shown_with_it(capsys: pytest.C
 def test_an_attention_that_no_rule_knows_is_found_by_measuring(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     text = inspected(capsys, f"{mine}:unheard_of", code=1)
     assert "not recognised" in text
+    assert text.endswith("add --measure")
     text = inspected(capsys, f"{mine}:unheard_of", "--measure")
+    assert "add --measure" not in text
     assert "{0-2} (3) UnheardOfAttention separate q, [k|v] 2/2/8 q[2] k[2] 1/sqrt(8) q ~ 1/|k|" in text
     assert "QuacK(logit_paths(model, batch), optimizer) attaches to 3 attention layers" in text
 

@@ -19,6 +19,11 @@ RESUMED_ALONE = (
     "the optimizer's state was loaded but QuacK's was not, so all rates start again from tau; "
     "call quack.load_state_dict(...) too when you resume a run"
 )
+ATTACHED_LATE = (
+    "the optimizer had stepped before QuacK was attached, so rates are relative to the weights at that time. This is "
+    "right if QuacK is new in this run; to resume a run with QuacK, call quack.load_state_dict(...) before the next "
+    "step"
+)
 
 
 class RelativeRates:

@@ -108,6 +108,7 @@ def _no_paths(found: Mapping[str, Finding], rules_only: bool) -> str:
             "no attention that QuacK can control: no module looks like softmax attention. If it has none (Mamba, RWKV, "
             f"linear attention), train it without QuacK. If it has: {measure}{declare}"
         )
+    measure = "or " if "pass a batch" in reasons else measure
     return f"no attention that QuacK can control{reasons}; {measure}{declare}"
 
 

@@ -80,7 +80,10 @@ class ModelReport:
     def summary(self) -> str:
         """The last line: what QuacK does with the model."""
         if self.attach_error:
-            return f"QuacK(model, optimizer) would raise: {self._nothing_to_control() or self.attach_error}"
+            with_batch = (
+                ". To see what a batch shows, add --measure" if self.unrecognised and not self.measured_on else ""
+            )
+            return f"QuacK(model, optimizer) would raise: {self._nothing_to_control() or self.attach_error}{with_batch}"
         call = WITH_BATCH if self.only_measured and not self.small else "QuacK(model, optimizer)"
         (count, total), attached = self.numbers, len(self.attached)
         share = f"{attached} attention layer{'s' * (attached != 1)}, {_large(count)} parameters"

@@ -8,7 +8,7 @@ NOT_LINEAR list them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, optim
@@ -174,6 +174,12 @@ def is_idle(optimizer: Optimizer) -> bool:
     """
     lrs = [group.get("lr", 1.0) for group in optimizer.param_groups]
     return all((not isinstance(lr, Tensor) or lr.device.type == "cpu") and lr == 0 for lr in lrs)
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether its state says that it has taken a step; False if it keeps neither a number of steps nor a momentum."""
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    return any(float(state.get("step", "momentum_buffer" in state)) > 0 for state in states)
 
 
 def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Any:

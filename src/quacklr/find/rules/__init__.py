@@ -16,6 +16,7 @@ from quacklr.find.rules.separate import separate
 
 RULES = (multihead, fused, latent, separate)
 QUERY_OR_KEY = re.compile(r"(\w+_)?[wc]?_?(q|k|qk|qkv|kv|query|key|query_key_value|attn)(_\w+)?|in_proj", re.I)
+FUSED = re.compile(r"(\w+_)?w?(qkv|query_key_value)(_\w+)?|c_attn|in_proj", re.I)
 KERNEL = re.compile(r"scaled_dot_product_attention|multi_head_attention_forward|flash_attn|attention_interface")
 
 
@@ -32,13 +33,24 @@ def by_rule(module: Any) -> Finding | None:
         return unknown(str(reason))
     except NotRowsError as reason:
         return Finding(reason=f"parametrised: {reason}")
-    return unknown() if _looks_like_attention(module) else None
+    return unknown(_why_unknown(module)) if _looks_like_attention(module) else None
+
+
+def _why_unknown(module: nn.Module) -> str:
+    """The reason why no rule applies to an attention, if its projections have names that tell."""
+    name = next(filter(FUSED.fullmatch, _own_projections(module)), None)
+    return f"the order of the query and key rows in {name} depends on the code of the class" if name else ""
+
+
+def _own_projections(module: nn.Module) -> list[str]:
+    """The names of a module's projections and matrices."""
+    own = [name for name, child in module.named_children() if _is_projection(child)]
+    return own + [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim > 1]
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
     """Whether a module has projections and calls a kernel, or has a softmax and projections with names such as `q`."""
-    own = [name for name, child in module.named_children() if _is_projection(child)]
-    own += [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim > 1]
+    own = _own_projections(module)
     if len(own) > 1 and any(KERNEL.search(name) for name in names_used(module)):
         return True
     return any(QUERY_OR_KEY.fullmatch(name) for name in own) and calls_attention(module)
