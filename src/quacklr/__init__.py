@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quacklr.logits.monitor import LogitMonitor, LogitStats
     from quacklr.quack import QuacK
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LogitMonitor",
