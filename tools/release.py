@@ -36,6 +36,9 @@ DIST = ROOT / "dist"
 STARTS, SECONDS = 10, 0.3
 """`quacklr --version` is started so often; the fastest start must take less than so many seconds."""
 
+NO_NUMPY = "ignore:Failed to initialize NumPy"
+"""A warning of torch, when it is imported without numpy."""
+
 
 def main() -> int:
     """Run all steps."""
@@ -118,8 +121,7 @@ def check_installed(wheel: Path, folder: Path) -> None:
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     example = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0]
-    strict = ("-W", "error", "-W", "ignore:Failed to initialize NumPy")  # torch warns of that itself, when imported
-    printed = call(python, *strict, "-c", example, cwd=folder)
+    printed = call(python, "-W", "error", "-W", NO_NUMPY, "-c", example, cwd=folder)
     if "\n".join(f"    {line}" for line in printed.splitlines()) not in readme:
         stop_at([f"README's first example prints something else than README says:\n{printed}"])
     report("README's first example prints what README says")
@@ -135,7 +137,8 @@ def check_missing_extras(command: str, folder: Path) -> None:
     """Every command whose packages are missing ends with one sentence that says what to install."""
     commands = re.findall(r"^    (\w+) ", call(command, "--help"), re.MULTILINE)
     for name in commands:
-        done = subprocess.run([command, name, "llama"], cwd=folder, capture_output=True, text=True, check=False)
+        words, environment = [command, name, "llama"], os.environ | {"PYTHONWARNINGS": NO_NUMPY}
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if done.returncode != 2 or len(done.stderr.splitlines()) != 1 or "pip install" not in done.stderr:
             stop_at([f"quacklr {name} without its extra: exit code {done.returncode}\n{done.stdout}{done.stderr}"])
         print(f"    {done.stderr.strip()}")
