@@ -8,6 +8,7 @@ from functools import partial
 from statistics import linear_regression
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from quacklr.lab.methods import Budget, Default, Method, QKNorm, Quack
 from quacklr.lab.report.style import colour, line_with_seeds, panels
@@ -40,6 +41,7 @@ def sizes(results: Results) -> Figure:
         left.plot(list(by_width), fitted, color=colour(Default), linewidth=1, label=f"width^{slope:.2f}")
         left.legend()
     left.set(xscale="log", yscale="log", ylabel="critical learning rate of the default")
+    left.yaxis.set(major_locator=LogLocator(subs=(1, 2, 3, 4, 6)), major_formatter="{x:g}", minor_locator=NullLocator())
     for method in (Default, Quack, Budget, QKNorm):
         losses = available(rates, partial(_above, results, method))
         points = {float(WIDTHS[size]): values for size, values in losses.items()}
@@ -49,7 +51,7 @@ def sizes(results: Results) -> Figure:
         right.legend()
     for axes in (left, right):
         axes.set_xticks([WIDTHS[size] for size in rates], [f"{WIDTHS[size]}\n{size}" for size in rates], minor=False)
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("width, and number of parameters")
     return figure
 
