@@ -7,32 +7,33 @@ and down . gate. In our study, rates for all of them gave a lower loss than rate
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quacklr import LogitPath, QuacK, Weight, logit_paths, packed
 
+HEADS, GROUPS, SIZE = 4, 2, 8
 CONFIG = LlamaConfig(
     vocab_size=64,
     hidden_size=32,
     intermediate_size=64,
     num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
+    num_attention_heads=HEADS,
+    num_key_value_heads=GROUPS,
+    head_dim=SIZE,
 )
 
 
-def value_path(name: str, attention: nn.Module, config: LlamaConfig) -> LogitPath:
+def value_path(name: str, attention: Any) -> LogitPath:
     """o[h] . v[g(h)]: a group of heads reads the same rows of v."""
-    heads, size = config.num_attention_heads, config.head_dim
-    (v,) = packed(attention.v_proj, (f"{name}.v", config.num_key_value_heads, size))
-    o = Weight(f"{name}.o", attention.o_proj.weight, torch.arange(heads * size) // size, dim=1)
-    return LogitPath((o, v), heads)
+    (v,) = packed(attention.v_proj, (f"{name}.v", GROUPS, SIZE))
+    o = Weight(f"{name}.o", attention.o_proj.weight, torch.arange(HEADS * SIZE) // SIZE, dim=1)
+    return LogitPath((o, v), HEADS)
 
 
-def mlp_paths(name: str, mlp: nn.Module) -> list[LogitPath]:
+def mlp_paths(name: str, mlp: Any) -> list[LogitPath]:
     """down . up and down . gate, with one block each."""
     one_block = torch.zeros(mlp.up_proj.out_features, dtype=torch.long)
     down = Weight(f"{name}.down", mlp.down_proj.weight, one_block, dim=1)
@@ -40,17 +41,17 @@ def mlp_paths(name: str, mlp: nn.Module) -> list[LogitPath]:
     return [LogitPath((down, up), heads=1), LogitPath((down, gate), heads=1)]
 
 
-def all_paths(model: LlamaForCausalLM) -> list[LogitPath]:
+def all_paths(model: Any) -> list[LogitPath]:
     paths = logit_paths(model)
     for number, layer in enumerate(model.model.layers):
-        paths.append(value_path(f"layers.{number}", layer.self_attn, model.config))
+        paths.append(value_path(f"layers.{number}", layer.self_attn))
         paths += mlp_paths(f"layers.{number}", layer.mlp)
     return paths
 
 
 def main() -> None:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(CONFIG)
+    model: Any = LlamaForCausalLM(CONFIG)  # type: ignore[no-untyped-call]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     quack = QuacK(all_paths(model), optimizer)
     for _ in range(10):

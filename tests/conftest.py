@@ -1,8 +1,11 @@
 """Settings for all tests: hypothesis draws the same examples every time, and a slow machine is not a failure."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +40,26 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
+    out = tmp_path_factory.mktemp("site") / "site"
+    command = [sys.executable, "-m", "website.build", str(out)]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"open {out / 'index.html'}" in done.stdout
+    return out
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real browser; the test is skipped where there is none."""
+    from browsers import launched
+
+    with launched() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
 def two() -> Iterator[Crew]:
     """Two ranks that stay for all tests."""
     crew = Crew(2)
@@ -55,6 +78,7 @@ def four() -> Iterator[Crew]:
 SLOWEST = (
     *("test_torchrun", "test_sweep_clusters", "test_resume", "test_parallel", "test_options", "test_sharded"),
     *("test_sharded_callbacks", "test_checkpoints", "test_prepare_killed", "test_models", "test_terminal"),
+    *("test_torchtitan", "test_deepspeed", "test_fsdp1", "test_megatron", "test_in_a_browser", "test_notebook"),
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from browsers import PATIENCE, launched
+from browsers import PATIENCE
 from lab_runs import ATTENTIONS, make_corpus, small
 from quacklr.lab.config import Config
 from quacklr.lab.ledger import Entry, entry_of
@@ -36,12 +36,6 @@ FINDINGS = (
     ClaimResult("rivals", "Is soft-capping enough?", "own", "not run", "cpu", "Nobody has looked."),
     ClaimResult("A", "QuacK lowers the loss.", "paper", "holds", "cpu", "By 0.5.", EVIDENCE),
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launched() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
