@@ -76,9 +76,14 @@ def _part(page: Path, found: re.Match[str]) -> str:
         "commands": commands,
         "figures": figures_as_markdown,
         "ledger": first_line,
-        "notebook": lambda: linked(notebook(NOTEBOOK), NOTEBOOK, page),
+        "notebook": lambda: linked(_relative(notebook(NOTEBOOK)), NOTEBOOK, page),
     }
     return parts[kind]() if kind in parts else found[0]
+
+
+def _relative(text: str) -> str:
+    """The notebook's links are absolute, for Colab; on the site they lead to its own pages."""
+    return text.replace(f"]({repository()}/blob/main/", "](../")
 
 
 def section_of(file: Path, title: str | None) -> str:

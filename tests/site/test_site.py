@@ -138,6 +138,13 @@ def test_a_page_that_is_named_by_its_file_is_a_link_with_its_title(site: Path) -
     assert '<a href="theory.html#a-budget-for-the-change-of-logits">Theory</a>' in page
 
 
+def test_links_of_the_notebook_lead_to_pages_of_the_site(site: Path) -> None:
+    if (ROOT / "examples/quickstart.ipynb").exists():
+        page = (site / "tutorial.html").read_text(encoding="utf-8")
+        assert 'href="check.html"' in page
+        assert f"{REPOSITORY}/blob/main/docs" not in page
+
+
 def test_a_comment_in_code_does_not_end_a_section(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     file.write_text("# Title\n\n## One\n\n```sh\n# a comment\n```\nafter\n\n## Two\n")
