@@ -22,7 +22,6 @@ from quacklr.core.norms import Norm, frobenius
 from quacklr.core.path import LogitPath, all_rated, as_paths
 from quacklr.core.relative_rates import ATTACHED_LATE, RESUMED_ALONE, RelativeRates
 from quacklr.core.sensitivity import Rule
-from quacklr.core.stepped import PLAIN
 from quacklr.core.validate import (
     validate_budget,
     validate_not_attached_twice,
@@ -124,7 +123,7 @@ class QuacK:
                 self._method = RelativeRates(self._rule, tau, norm, adapt, floor)
             else:
                 self._method = BudgetRates(self._rule, budget, self.optimizers, self._in_groups)
-        late = budget is None and adapt and self._in_groups is PLAIN and any(map(has_stepped, self.optimizers))
+        late = budget is None and adapt and not engine.shards and any(map(has_stepped, self.optimizers))
         self._running, self._loaded, self._not_loaded = RunningSteps(), False, ATTACHED_LATE if late else ""
         self._step_check = StepCheck(module, weights, self.optimizers, budget is None, self._in_groups)
         self._origin = {name: finding.origin for name, finding in found.items()}
@@ -215,7 +214,6 @@ class QuacK:
         """The multipliers of lr that the next step will use: (blocks,) for each weight, by name.
 
         With a budget these are the multipliers of the last step, for weights that have stepped: empty before the first.
-
         For sharded weights this is a collective call, except with a budget. With `last`, returns the rates of the last
         step, without communication, so that one process can log them. They are NaN after loading a state of quacklr
         0.1, until the next step.

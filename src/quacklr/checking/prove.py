@@ -84,6 +84,8 @@ def _changes(sandbox: Sandbox, steps: int, growth: float, settings: dict[str, An
     torch.manual_seed(0)
     expected = sandbox.expected_rows()
     quack = None if settings is None else QuacK(sandbox.paths, sandbox.optimizers, **settings)
+    if quack is not None:
+        quack._not_loaded = ""  # that the user's optimizer has stepped before does not matter here
     stepper = Stepper(sandbox, expected, quack)
     with torch.no_grad():
         for rows in expected.rows:

@@ -59,6 +59,7 @@ class CallbackBase:
         if resumed and state is None and self._settings["budget"] is None:
             warnings.warn(NO_STATE, stacklevel=3)
         quack = QuacK(self._paths(model) if self._paths else model, optimizer, **self._settings)
+        quack._not_loaded = ""  # NO_STATE is the warning of the callbacks
         if state is not None:
             try:
                 quack.load_state_dict(state)

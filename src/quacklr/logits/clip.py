@@ -83,9 +83,10 @@ class QKClip:
     ) -> None:
         if not 0 < float(threshold) < float("inf"):
             raise ValueError(f"threshold={threshold!r}: the largest logit allowed must be a positive number")
-        model = as_module(model) or model
-        if not isinstance(model, nn.Module):
+        module = as_module(model)
+        if module is None:
             raise TypeError(f"QK clip needs a model, an nn.Module, and got a {type(model).__name__}")
+        model = module
         if isinstance(model, nn.DataParallel):
             raise ValueError(
                 "QK clip cannot record the logits of the replicas of DataParallel; use DistributedDataParallel"
