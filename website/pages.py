@@ -8,6 +8,8 @@ A comment on a line of its own asks for an included part:
     <!-- figures -->                        the figures of the study, with their captions
     <!-- ledger -->                         the first line of the ledger
     <!-- notebook -->                       examples/quickstart.ipynb
+
+The next line may say where the part is for readers of docs/ without the site: `On GitHub: ...`. The site leaves it out.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ NOTEBOOK = ROOT / "examples/quickstart.ipynb"
 
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
-PART = re.compile(r"^<!-- (\w+)(?: ([^:\n]+?))?(?:: (.+?))? -->$", re.MULTILINE)
+PART = re.compile(r"^<!-- (\w+)(?: ([^:\n]+?))?(?:: (.+?))? -->(?:\nOn GitHub: .*)?$", re.MULTILINE)
 NAMED = re.compile(r"(?<![\[`])`docs/([\w/]+\.md)`(?!`)|\[(?:docs/)?([\w/]+\.md)\](?=\()")
 """The file name of a page, as code or as the text of a link."""
 
