@@ -111,6 +111,7 @@ def test_differences_are_told_as_options() -> None:
         ("--method muon-split --optimizer adamw", "--method muon-split is a way to use Muon"),
         ("--method compositional-muon --optimizer adamw", "--method compositional-muon is a way to use Muon"),
         ("--method compositional-muon --parallel fsdp", "--method compositional-muon needs whole matrices"),
+        ("--method bounded-step --parallel fsdp", "--method bounded-step needs whole matrices"),
         ("--method quack --literal", "--literal is about norms on latents, so it needs --attention mla --latent-norm"),
         ("--tau 2", "--tau means nothing with --method default; it goes with --method quack or --method constant-tau"),
         ("--kv-heads=2 --attention mla", "--kv-heads means nothing with --attention mla; it goes with --attention mha"),

@@ -54,7 +54,7 @@ def test_every_method_learns(corpus: Corpus, method: str, attention: str) -> Non
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_methods_differ_in_nothing_else_so_all_begin_with_the_same_loss(corpus: Corpus, attention: str) -> None:
     """QK norm, sigma-Reparam and the cap change the function; the others the steps only."""
-    same = ["default", "quack", "constant-tau", "budget", "qk-clip", "muon-split", "compositional-muon"]
+    same = ["default", "quack", "constant-tau", "budget", "qk-clip", "muon-split", "compositional-muon", "bounded-step"]
     first = [list(islice(session(corpus, METHODS[name], attention).rows(), 2))[1]["loss"] for name in same]
     assert len(set(first)) == 1
 

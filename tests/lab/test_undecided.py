@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.methods import ConstantTau, Default, Quack
 from quacklr.lab.studies.all_claims import claim_results
-from quacklr.lab.studies.comparison import Comparison, agree, less, seeds_to_decide
+from quacklr.lab.studies.comparison import Comparison, agree, below, expected_decision, less
 from quacklr.lab.studies.intervals import MOST_SEEDS
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.undecided import describe_open, plan
@@ -91,6 +92,48 @@ def test_a_claim_that_has_failed_asks_for_nothing_more() -> None:
     assert (found.verdict, seeds_in(known, Quack)) == ("fails", 3)
 
 
+def test_if_one_comparison_is_expected_to_fail_only_it_gets_more_seeds() -> None:
+    """In MHA the claim fails after some seeds; in MLA it is not decided by any number of them."""
+
+    def run(config: Config) -> Entry:
+        in_mha = "MHA" in type(config.attention).__name__
+        return noisy(0.04, shift=-0.1)(config) if in_mha else noisy(0.5)(config)
+
+    known: Known = {}
+    (found,) = until_decided(run, ["e"], known)
+    seeds = {}
+    for attention in ("MHA", "MLA"):
+        of_attention = {key: each for key, each in known.items() if type(each.config.attention).__name__ == attention}
+        seeds[attention] = seeds_in(of_attention, ConstantTau)
+    assert found.verdict == "fails"
+    assert seeds["MLA"] == 3 < seeds["MHA"]
+
+
+def test_claims_that_the_cap_would_not_decide_come_last() -> None:
+    """Claim e would not be decided; claim g, which needs more runs, would."""
+
+    def run(config: Config) -> Entry:
+        in_mha = "MHA" in type(config.attention).__name__
+        return noisy(0.3)(config) if in_mha else noisy(0.02, shift=0.04)(config)
+
+    known: Known = {}
+    while True:
+        claims = claim_results(Results(known.values(), SCALE), ["e", "g"])
+        found = plan(claims, known)
+        if all(claim.verdict == "undecided" for claim in claims):
+            break
+        known |= {fingerprint(config): run(config) for config in found.runs}
+    kinds = [type(config.attention).__name__ for config in found.runs]
+    assert kinds == sorted(kinds, reverse=True), "MLA before MHA"
+    assert set(kinds) == {"MHA", "MLA"}
+
+
+def test_an_expected_decision_uses_the_intervals_so_far() -> None:
+    """The interval after the first seeds was [-0.01, 1]: the next one, [-0.3, 0.7], cannot widen it."""
+    found = Comparison("x", 0.2, -0.01, 1.0, (0.0, 0.2, 0.4))
+    assert expected_decision(found, partial(below, limit=-0.1), 16) == (4, "fails")
+
+
 def test_only_the_open_comparison_gets_more_seeds() -> None:
     """Claim g compares QuacK in MLA with the default, QK clip and a constant tau; only the last is noisy."""
     known: Known = {}
@@ -122,13 +165,13 @@ def test_the_time_left_is_that_of_all_runs_until_the_last_is_decided() -> None:
 
 
 @pytest.mark.parametrize(("mean", "seeds"), [(1.0, 3), (0.2, 6), (0.1, 11), (0.01, None)])
-def test_seeds_to_decide_are_those_whose_interval_would_be_short_enough(mean: float, seeds: int | None) -> None:
+def test_expected_decision_are_those_whose_interval_would_be_short_enough(mean: float, seeds: int | None) -> None:
     """Half widths at a standard deviation of 0.1: 0.62 for 3 seeds, 0.21 for 5, 0.17 for 6, 0.107 for 10."""
     differences = (mean - 0.1 / 2**0.5, mean + 0.1 / 2**0.5)
     found = Comparison("x", mean, float("-inf"), float("inf"), differences)
     assert found.spread == pytest.approx(0.1)
-    assert seeds_to_decide(found, less, 16) == seeds
-    assert seeds_to_decide(replace(found, differences=(1.0,)), agree, 16) == 3
+    assert expected_decision(found, less, 16).seeds == seeds
+    assert expected_decision(replace(found, differences=(1.0,)), agree, 16).seeds == 3
 
 
 class Instant:

@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, type]] = {
         "sigma-reparam": methods.SigmaReparametrised,
         "muon-split": methods.MuonSplit,
         "compositional-muon": methods.CompositionalMuon,
+        "bounded-step": methods.BoundedStep,
     },
     "optimizer": {"muon": MuonRecipe, "adamw": AdamWRecipe},
     "schedule": {"constant": Constant, "cosine": Cosine, "wsd": WSD},
@@ -152,8 +153,10 @@ def validate_config(config: Config) -> None:
     if of_muon and not isinstance(config.optimizer, MuonRecipe):
         kind = kind_of("method", config.method)
         raise UserError(f"--method {kind} is a way to use Muon, so it needs --optimizer muon")
-    if isinstance(config.method, methods.CompositionalMuon) and config.machine.parallel == "fsdp":
-        raise UserError("--method compositional-muon needs whole matrices, so it needs --parallel ddp")
+    whole_matrices = isinstance(config.method, methods.CompositionalMuon | methods.BoundedStep)
+    if whole_matrices and config.machine.parallel == "fsdp":
+        kind = kind_of("method", config.method)
+        raise UserError(f"--method {kind} needs whole matrices, so it needs --parallel ddp")
     if isinstance(config.method, methods.AbsorbedQKNorm) and not isinstance(config.attention, MLA):
         raise UserError("--method absorbed-qk-norm is about latents, so it needs --attention mla")
     if getattr(config.method, "literal", False) and not getattr(config.attention, "latent_norm", False):

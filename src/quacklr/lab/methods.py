@@ -19,6 +19,7 @@ from quacklr.lab.model import Attention, Decoder, FeedForward
 from quacklr.lab.model.sigma import reparametrise
 from quacklr.lab.optim import Muon
 from quacklr.lab.optim.compositional import Composition, Factor
+from quacklr.lab.optim.step_bound import StepBound
 from quacklr.util.modules import named_modules
 
 NORMS = {"frobenius": frobenius, "spectral": spectral}
@@ -159,6 +160,17 @@ class CompositionalMuon:
         validate_positive(multiplier=self.multiplier, damping=self.damping)
 
 
+@dataclass(frozen=True)
+class BoundedStep:
+    """AdamW^2: no step changes the largest singular value of a linear layer's weight by more than a part of it."""
+
+    ratio: float = 0.03
+    """The largest step relative to the weight, both as spectral norms."""
+
+    def __post_init__(self) -> None:
+        validate_positive(ratio=self.ratio)
+
+
 Method = (
     Default
     | Quack
@@ -171,6 +183,7 @@ Method = (
     | SigmaReparametrised
     | MuonSplit
     | CompositionalMuon
+    | BoundedStep
 )
 
 
@@ -228,6 +241,8 @@ def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             case CompositionalMuon(multiplier, damping, isotropic):
                 pairs = [pair for attention in attentions_of(model) for pair in factors(attention)]
                 muon_of(optimizers).compose(Composition(pairs, multiplier, damping, isotropic))
+            case BoundedStep(ratio):
+                StepBound((linear.weight for linear in linears(model)), optimizers, ratio)
             case MuonSplit():
                 muon, attentions = muon_of(optimizers), attentions_of(model)
                 matrices = [m for attention in attentions for m in attention.matrices().values()]

@@ -31,6 +31,7 @@ COLOURS: dict[str, str] = dict(
             "#8c6d31",
             "#7b5ea7",
             "#b03a2e",
+            "#17becf",
         ),
         strict=True,
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from quacklr.lab.config import Config
 from quacklr.lab.studies.intervals import FEWEST_SEEDS, half_width, interval
@@ -114,13 +114,25 @@ def within(comparison: Comparison, margin: float) -> bool:
     return -margin < comparison.low and comparison.high < margin
 
 
-def seeds_to_decide(comparison: Comparison, test: Test, most: int) -> int | None:
-    """How many seeds would decide a comparison if its mean and spread did not change; None if more than `most`."""
+class Decision(NamedTuple):
+    """When a comparison is expected to be decided, and how."""
+
+    seeds: int | None
+    """The number of seeds in all; None if it is not expected to be decided."""
+    verdict: Verdict
+
+
+def expected_decision(comparison: Comparison, test: Test, most: int) -> Decision:
+    """With how many seeds a comparison would be decided, up to `most`, if its mean and spread did not change.
+
+    With fewer than two seeds nothing is known of the spread: FEWEST_SEEDS, and a verdict of `not run`.
+    """
     if comparison.seeds < 2:
-        return FEWEST_SEEDS
+        return Decision(FEWEST_SEEDS, "not run")
     for seeds in range(max(comparison.seeds + 1, FEWEST_SEEDS), most + 1):
         half = half_width(comparison.spread, seeds)
-        expected = replace(comparison, low=comparison.mean - half, high=comparison.mean + half)
-        if test(expected) != "undecided":
-            return seeds
-    return None
+        low, high = comparison.mean - half, comparison.mean + half
+        verdict = test(replace(comparison, low=max(low, comparison.low), high=min(high, comparison.high)))
+        if verdict != "undecided":
+            return Decision(seeds, verdict)
+    return Decision(None, "undecided")

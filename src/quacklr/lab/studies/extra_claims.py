@@ -8,6 +8,7 @@ from statistics import mean
 
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
+    BoundedStep,
     Budget,
     CompositionalMuon,
     ConstantTau,
@@ -42,17 +43,19 @@ from quacklr.lab.studies.verdicts import Answer, Claim, answer, mean_and_sd, met
 below_margin, below_same = partial(below, limit=MARGIN), partial(below, limit=SAME)
 
 
-def no_need_for_quack(sentence: str, rival: AnyMethod, attentions: Sequence[str] = BOTH) -> Claim:
+def no_need_for_quack(
+    sentence: str, rival: AnyMethod, attentions: Sequence[str] = BOTH, *, adamw: bool = False
+) -> Claim:
     """The claim that the loss of a rival is at most MARGIN above that of QuacK at the highest rate."""
 
     def claim(results: Results) -> Answer:
         lr, tested, texts = results.scale.high, [], []
         for attention in attentions:
-            other, quack = results.best(attention, rival, lr), results.best(attention, Quack, lr)
+            other, quack = (results.best(attention, method, lr, adamw=adamw) for method in (rival, Quack))
             tested.append((below_margin, difference(other, quack)))
             means = ", ".join(f"{runs} {mean_and_sd(runs)}" for runs in (other, quack))
             texts.append(f"{attention.upper()} {means}")
-        return answer(f"at lr {lr:g}: {'; '.join(texts)}", *tested)
+        return answer(f"at lr {other.cell.lr:g}: {'; '.join(texts)}", *tested)
 
     claim.__doc__ = sentence
     return claim
@@ -179,6 +182,9 @@ EXTRA_CLAIMS: dict[str, Claim] = {
     ),
     "compositional Muon in MLA": no_need_for_quack(
         f"Compositional Muon of the pairs uq . uk, qr . kr and uv . o {NO_NEED} in MLA.", CompositionalMuon, ["mla"]
+    ),
+    "AdamW^2": no_need_for_quack(
+        f"AdamW^2, which bounds each step relative to its own weight, {NO_NEED} with AdamW.", BoundedStep, adamw=True
     ),
     "everywhere": better_than_all(
         "QuacK for all products of weights (also value . output projection, and those of the MLP) beats QuacK for the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quacklr.lab.config import Config, kind_of, values_of
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
+    BoundedStep,
     Budget,
     CompositionalMuon,
     ConstantTau,
@@ -32,6 +33,7 @@ METHOD_NAMES: dict[type, str] = {
     SoftCap: "soft-capping",
     SigmaReparametrised: "sigma-Reparam",
     CompositionalMuon: "compositional Muon",
+    BoundedStep: "AdamW^2",
 }
 """By type of method, in the order of all tables and legends."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from quacklr.lab.methods import (
     AbsorbedQKNorm,
+    BoundedStep,
     Budget,
     CompositionalMuon,
     ConstantTau,
@@ -91,5 +92,6 @@ TUNED: dict[type[Method], TunedMethod] = {
     SoftCap: TunedMethod(METHOD_NAMES[SoftCap], SoftCap, "cap", lambda _: 30.0),
     SigmaReparametrised: fixed(SigmaReparametrised()),
     CompositionalMuon: TunedMethod(METHOD_NAMES[CompositionalMuon], CompositionalMuon, "multiplier", lambda _: 1.0),
+    BoundedStep: TunedMethod(METHOD_NAMES[BoundedStep], BoundedStep, "ratio", lambda _: BoundedStep().ratio),
 }
 """By type of method."""

@@ -1,4 +1,7 @@
-"""The runs that undecided claims need: one more seed for each comparison that is not decided."""
+"""The runs that undecided claims need: one more seed for the comparisons that are expected to decide a claim soonest.
+
+A claim fails as soon as one of its comparisons fails. So if a comparison is expected to fail, only it gets more seeds.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import NamedTuple
 
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.ledger import Entry
-from quacklr.lab.studies.comparison import next_runs, seeds_to_decide
+from quacklr.lab.studies.comparison import expected_decision, next_runs
 from quacklr.lab.studies.intervals import MOST_SEEDS
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
@@ -20,12 +23,24 @@ class Plan(NamedTuple):
     """The runs to do next, and an estimate of all runs that are left."""
 
     runs: list[Config]
-    """The cheapest comparison first."""
+    """The claim that is expected to be decided soonest first."""
     left: int
     """Number of runs until all claims are decided or have MOST_SEEDS seeds, if means and spreads do not change. Where a
     setting is not selected yet, the runs that judge it are not counted."""
     seconds: float
     """Time of the runs that are left, one after another."""
+
+
+class Need(NamedTuple):
+    """The runs that one claim needs."""
+
+    next: list[Config]
+    rest: dict[str, Config]
+    """All runs until it is decided or has MOST_SEEDS seeds, by fingerprint."""
+    seconds: float
+    """The time of `rest`."""
+    decides: bool
+    """Whether these runs are expected to decide the claim."""
 
 
 def open_comparisons(claim: ClaimResult) -> list[ClaimPart]:
@@ -36,27 +51,43 @@ def open_comparisons(claim: ClaimResult) -> list[ClaimPart]:
 
 
 def plan(claims: Iterable[ClaimResult], known: Mapping[str, Entry]) -> Plan:
-    """The next runs of the claims that are not decided."""
-    cost = RunCost(known.values())
-    next_of, rest = list[tuple[float, list[Config]]](), dict[str, Config]()
+    """The next runs of the claims that are not decided. Claims that MOST_SEEDS seeds would not decide come last."""
+    cost, needs = RunCost(known.values()), list[Need]()
     for claim in claims:
-        for config in claim.needed:
-            next_of.append((cost.seconds(config), [config]))
-            rest[fingerprint(config)] = config
-        for each in open_comparisons(claim):
-            configs = list(_until_decided(each))
-            next_of.append((sum(map(cost.seconds, configs)), next_runs(each.comparison.compared)))
-            rest |= {fingerprint(config): config for config in configs}
-    rest = {key: config for key, config in rest.items() if key not in known}
-    wanted = [config for _, configs in sorted(next_of, key=lambda each: each[0]) for config in configs]
-    runs = {key: config for config in wanted if (key := fingerprint(config)) not in known}
+        needs.append(cost.need(claim.needed, claim.needed, known))
+        needs += _needs(claim, known, cost)
+    needs.sort(key=lambda need: (not need.decides, need.seconds))
+    runs = {fingerprint(config): config for need in needs for config in need.next}
+    rest = {key: config for need in needs for key, config in need.rest.items()}
     return Plan(list(runs.values()), len(rest), sum(map(cost.seconds, rest.values())))
+
+
+def _needs(claim: ClaimResult, known: Mapping[str, Entry], cost: RunCost) -> list[Need]:
+    """The need of an undecided claim: that of the cheapest comparison that is expected to fail, else of all."""
+    parts = [(each, _need_of_part(each, known, cost)) for each in open_comparisons(claim)]
+    failing = [need for part, need in parts if expected_verdict(part) == "fails"]
+    if failing:
+        return [min(failing, key=lambda need: need.seconds)]
+    needs = sorted((need for _, need in parts), key=lambda need: need.seconds)
+    following = [config for need in needs for config in need.next]
+    rest = [config for need in needs for config in need.rest.values()]
+    return [cost.need(following, rest, known, all(need.decides for need in needs))]
+
+
+def _need_of_part(part: ClaimPart, known: Mapping[str, Entry], cost: RunCost) -> Need:
+    decides = expected_verdict(part) != "undecided"
+    return cost.need(next_runs(part.comparison.compared), _until_decided(part), known, decides)
+
+
+def expected_verdict(part: ClaimPart) -> str:
+    """The verdict on a comparison after MOST_SEEDS seeds or fewer, if its mean and spread stay as they are."""
+    return expected_decision(part.comparison, part.test, MOST_SEEDS).verdict
 
 
 def _until_decided(part: ClaimPart) -> Iterator[Config]:
     """All runs that a comparison needs until it is decided, if its mean and spread stay as they are."""
     comparison = part.comparison
-    last = seeds_to_decide(comparison, part.test, MOST_SEEDS) or MOST_SEEDS
+    last = expected_decision(comparison, part.test, MOST_SEEDS).seeds or MOST_SEEDS
     for runs in comparison.compared:
         yield from (runs.config(seed) for seed in range(1, last + 1) if seed not in runs.runs)
 
@@ -80,6 +111,14 @@ class RunCost:
         """The time of a run."""
         return self._step.get(self._kind(config), self._usual) * config.training.steps
 
+    def need(
+        self, following: Iterable[Config], rest: Iterable[Config], known: Mapping[str, Entry], decides: bool = True
+    ) -> Need:
+        """The runs that are not in the ledger, each once, and their time."""
+        missing = {key: config for config in rest if (key := fingerprint(config)) not in known}
+        todo = [config for config in following if fingerprint(config) not in known]
+        return Need(todo, missing, sum(map(self.seconds, missing.values())), decides)
+
 
 def describe_open(claims: Iterable[ClaimResult]) -> str:
     """The verdict of every claim. For an undecided claim, also how many seeds each undecided comparison would need."""
@@ -93,5 +132,5 @@ def describe_open(claims: Iterable[ClaimResult]) -> str:
 
 def seeds_text(part: ClaimPart) -> str:
     """Such as `7 seeds in all would decide it`, if mean and standard deviation do not change."""
-    seeds = seeds_to_decide(part.comparison, part.test, FAR)
+    seeds = expected_decision(part.comparison, part.test, FAR).seeds
     return f"over {FAR} seeds in all would decide it" if seeds is None else f"{seeds} seeds in all would decide it"

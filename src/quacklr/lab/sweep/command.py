@@ -54,7 +54,7 @@ class Sweep:
     names: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")]] = ()
     """The studies to run, in this order. With --until-decided, the claims to decide."""
     until_decided: bool = False
-    """Add seeds to the comparisons of claims that are not decided, the cheapest first."""
+    """Add seeds to the comparisons of claims that are not decided; the claim that is decided soonest first."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """Folder of the ledger."""
     runs: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/sweep")
