@@ -24,8 +24,10 @@ from quacklr.lab.config import fingerprint
 from quacklr.lab.demo import sentence
 from quacklr.lab.ledger import Ledger
 from quacklr.lab.methods import Default, Quack
+from quacklr.lab.progress import duration
 from quacklr.lab.studies import questions
 from quacklr.lab.studies.results import Results
+from quacklr.lab.studies.run_cost import RunCost
 from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.sweep.display import TimeEstimate, _table, summary
 from quacklr.lab.sweep.sweep import State, Task
@@ -159,14 +161,37 @@ def test_time_left_counts_runs_to_come_and_no_steps_from_before_the_sweep(
     meter = TimeEstimate()
     meter.began = 90.0
     # 2 runs of 36 steps took 10 s, two are left, and two more will follow
-    assert meter.left(replace(state(), later=2)) == "0:00:20 left"
     config = state().waiting[0].config
+    assert meter.left(replace(state(), later=[config, config])) == "0:00:20 left"
     folder = tmp_path / fingerprint(config)
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 29}\n{"step": 30}\n{"st')
     assert meter.left(State(deque(), [Task(config, folder)])) == "time left unknown yet"
     # the steps 31 to 36 took 10 s, and 36 are left
     assert meter.left(State(deque([Task(config, Path("x"))]), [], [made(config, 2.0)])) == "0:01:00 left"
+
+
+def test_time_left_knows_that_the_steps_of_larger_models_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    small = state().waiting[0].config
+    large = replace(small, shape=replace(small.shape, d_model=4 * small.shape.d_model))
+    meter = TimeEstimate(lambda config: config.shape.d_model / small.shape.d_model)
+    meter.began = 90.0
+    left = f"{duration(40)} left"  # one run of the small model took 10 s
+    assert meter.left(State(deque([Task(large, Path("x"))]), [], [made(small, 2.0)])) == left
+    assert meter.left(State(deque(), [], [made(small, 2.0)], later=[large])) == left
+
+
+def test_the_cost_of_a_run_is_that_of_runs_of_its_kind_or_grows_with_the_size() -> None:
+    config = state().waiting[0].config
+    wide = replace(config, shape=replace(config.shape, d_model=2 * config.shape.d_model))
+    entries = [replace(made(config, 2.0), step_seconds=seconds) for seconds in (1.0, 2.0, 30.0)]
+    cost = RunCost(entries)
+    assert cost.step_seconds(config) == 2.0
+    assert cost.step_seconds(wide) == pytest.approx(8.0)
+    assert cost.seconds(wide) == pytest.approx(8.0 * config.training.steps)
+    assert RunCost([*entries, replace(made(wide, 2.0), step_seconds=5.0)]).step_seconds(wide) == 5.0
+    assert RunCost().step_seconds(wide) == pytest.approx(4 * RunCost().step_seconds(config))
 
 
 def test_on_a_terminal_the_table_is_drawn() -> None:

@@ -50,7 +50,7 @@ def until_decided(run: Callable[[Config], Entry], names: Collection[str], known:
         found = plan(claims, known)
         if not found.runs:
             return tuple(claims)
-        assert found.left >= len(found.runs)
+        assert len(found.left) >= len(found.runs)
         assert not {fingerprint(config) for config in found.runs} & known.keys(), "nothing is run twice"
         known |= {fingerprint(config): run(config) for config in found.runs}
 
@@ -160,7 +160,7 @@ def test_the_time_left_is_that_of_all_runs_until_the_last_is_decided() -> None:
     known = {entry.key: replace(entry, step_seconds=2.0) for entry in ledger() if entry.config.training.seed < 3}
     found = plan(claim_results(Results(known.values(), SCALE), ["f"]), known)
     # seed 3 of QuacK, QK norm and the default in MHA
-    assert (len(found.runs), found.left) == (3, 3)
+    assert (len(found.runs), len(found.left)) == (3, 3)
     assert found.seconds == pytest.approx(3 * 2.0 * SCALE.base.training.steps)
 
 

@@ -6,13 +6,13 @@ A claim fails as soon as one of its comparisons fails. So if a comparison is exp
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from statistics import median
 from typing import NamedTuple
 
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.ledger import Entry
 from quacklr.lab.studies.comparison import expected_decision, next_runs
 from quacklr.lab.studies.intervals import MOST_SEEDS
+from quacklr.lab.studies.run_cost import RunCost
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
 FAR = 200
@@ -24,9 +24,9 @@ class Plan(NamedTuple):
 
     runs: list[Config]
     """The claim that is expected to be decided soonest first."""
-    left: int
-    """Number of runs until all claims are decided or have MOST_SEEDS seeds, if means and spreads do not change. Where a
-    setting is not selected yet, the runs that judge it are not counted."""
+    left: list[Config]
+    """All runs until every claim is decided or has MOST_SEEDS seeds, if means and spreads do not change. Where a
+    setting is not selected yet, the runs that judge it are not among them."""
     seconds: float
     """Time of the runs that are left, one after another."""
 
@@ -54,12 +54,12 @@ def plan(claims: Iterable[ClaimResult], known: Mapping[str, Entry]) -> Plan:
     """The next runs of the claims that are not decided. Claims that MOST_SEEDS seeds would not decide come last."""
     cost, needs = RunCost(known.values()), list[Need]()
     for claim in claims:
-        needs.append(cost.need(claim.needed, claim.needed, known))
+        needs.append(_need(cost, claim.needed, claim.needed, known))
         needs += _needs(claim, known, cost)
     needs.sort(key=lambda need: (not need.decides, need.seconds))
     runs = {fingerprint(config): config for need in needs for config in need.next}
     rest = {key: config for need in needs for key, config in need.rest.items()}
-    return Plan(list(runs.values()), len(rest), sum(map(cost.seconds, rest.values())))
+    return Plan(list(runs.values()), list(rest.values()), sum(map(cost.seconds, rest.values())))
 
 
 def _needs(claim: ClaimResult, known: Mapping[str, Entry], cost: RunCost) -> list[Need]:
@@ -71,12 +71,21 @@ def _needs(claim: ClaimResult, known: Mapping[str, Entry], cost: RunCost) -> lis
     needs = sorted((need for _, need in parts), key=lambda need: need.seconds)
     following = [config for need in needs for config in need.next]
     rest = [config for need in needs for config in need.rest.values()]
-    return [cost.need(following, rest, known, all(need.decides for need in needs))]
+    return [_need(cost, following, rest, known, all(need.decides for need in needs))]
 
 
 def _need_of_part(part: ClaimPart, known: Mapping[str, Entry], cost: RunCost) -> Need:
     decides = expected_verdict(part) != "undecided"
-    return cost.need(next_runs(part.comparison.compared), _until_decided(part), known, decides)
+    return _need(cost, next_runs(part.comparison.compared), _until_decided(part), known, decides)
+
+
+def _need(
+    cost: RunCost, following: Iterable[Config], rest: Iterable[Config], known: Mapping[str, Entry], decides: bool = True
+) -> Need:
+    """The runs that are not in the ledger, each once, and their time."""
+    missing = {key: config for config in rest if (key := fingerprint(config)) not in known}
+    todo = [config for config in following if fingerprint(config) not in known]
+    return Need(todo, missing, sum(map(cost.seconds, missing.values())), decides)
 
 
 def expected_verdict(part: ClaimPart) -> str:
@@ -90,34 +99,6 @@ def _until_decided(part: ClaimPart) -> Iterator[Config]:
     last = expected_decision(comparison, part.test, MOST_SEEDS).seeds or MOST_SEEDS
     for runs in comparison.compared:
         yield from (runs.config(seed) for seed in range(1, last + 1) if seed not in runs.runs)
-
-
-class RunCost:
-    """Estimates the time of a run from the runs of the ledger with the same attention, model size and batch."""
-
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        times: dict[object, list[float]] = {}
-        for entry in entries:
-            if entry.step_seconds:
-                times.setdefault(self._kind(entry.config), []).append(entry.step_seconds)
-        self._step = {kind: median(values) for kind, values in times.items()}
-        self._usual = median(self._step.values()) if self._step else 1.0
-
-    @staticmethod
-    def _kind(config: Config) -> object:
-        return config.shape, config.attention, config.training.batch_tokens
-
-    def seconds(self, config: Config) -> float:
-        """The time of a run."""
-        return self._step.get(self._kind(config), self._usual) * config.training.steps
-
-    def need(
-        self, following: Iterable[Config], rest: Iterable[Config], known: Mapping[str, Entry], decides: bool = True
-    ) -> Need:
-        """The runs that are not in the ledger, each once, and their time."""
-        missing = {key: config for config in rest if (key := fingerprint(config)) not in known}
-        todo = [config for config in following if fingerprint(config) not in known]
-        return Need(todo, missing, sum(map(self.seconds, missing.values())), decides)
 
 
 def describe_open(claims: Iterable[ClaimResult]) -> str:

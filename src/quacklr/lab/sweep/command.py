@@ -21,6 +21,7 @@ from quacklr.lab.progress import duration
 from quacklr.lab.studies.all_claims import CLAIM_NAMES, claim_results
 from quacklr.lab.studies.questions import ADAPTIVE, GRIDS, STUDIES, runs_of
 from quacklr.lab.studies.results import Results
+from quacklr.lab.studies.run_cost import RunCost
 from quacklr.lab.studies.scale import Size, StudyScale, scale_of
 from quacklr.lab.studies.undecided import describe_open, plan
 from quacklr.lab.studies.verdicts import ClaimResult
@@ -88,7 +89,7 @@ class Goal(Protocol):
         """All runs that are known to be needed, also those that have ended."""
 
     def next(self, known: dict[str, Entry]) -> Next:
-        """The runs to do next, and an estimate of how many follow."""
+        """The runs to do next, and those that are expected to follow."""
 
     def listing(self, known: dict[str, Entry]) -> str:
         """What --dry-run prints."""
@@ -137,15 +138,18 @@ class ClaimsGoal:
         return plan(self.claims(known), known).runs
 
     def next(self, known: dict[str, Entry]) -> Next:
-        """The runs to do next, and how many follow if means and spreads do not change."""
+        """The runs to do next, and those that follow if means and spreads do not change."""
         found = plan(self.claims(known), known)
-        return Next(found.runs, found.left - len(found.runs))
+        first = {fingerprint(config) for config in found.runs}
+        return Next(found.runs, [config for config in found.left if fingerprint(config) not in first])
 
     def listing(self, known: dict[str, Entry]) -> str:
         """The verdicts, the comparisons that are not decided, and an estimate of the runs that they need."""
         claims = self.claims(known)
         found = plan(claims, known)
-        left = f"{found.left} runs left, {duration(found.seconds)} one after another, if mean and sd stay as they are"
+        left = (
+            f"{len(found.left)} runs left, {duration(found.seconds)} one after another, if mean and sd stay as they are"
+        )
         return f"{describe_open(claims)}\n{left if found.left else 'nothing left to run'}"
 
     def claims(self, known: dict[str, Entry]) -> list[ClaimResult]:
@@ -200,7 +204,8 @@ def execute(given: Sweep) -> State | None:
     try:
         with terminal.tolerant(), locked(given.runs):
             ledger.validate_writable()
-            with display(goal.title(), len(configs) - len(todo)) as show:
+            cost = RunCost(known.values())
+            with display(goal.title(), len(configs) - len(todo), cost.step_seconds) as show:
                 return sweep(todo, ledger, executor, given.runs, show, next_runs, later)
     finally:
         executor.close()

@@ -43,22 +43,27 @@ def last_step(path: Path) -> int:
 
 
 class TimeEstimate:
-    """Estimates the remaining time of a sweep from the steps per second of all runs so far."""
+    """Estimates the remaining time of a sweep from how long its runs have taken so far.
 
-    def __init__(self) -> None:
-        self.began = time.monotonic()
+    `step_cost` is the time of a step of a run relative to other runs; by default it is the same for all runs.
+    """
+
+    def __init__(self, step_cost: Callable[[Config], float] = lambda _: 1.0) -> None:
+        self.began, self._step_cost = time.monotonic(), step_cost
         self._first: dict[str, int] = {}  # fingerprint -> step of the run when the sweep started it
 
     def left(self, state: State) -> str:
         """Such as `1:20:00 left`."""
-        done = sum(entry.result.get("step", 0) - self._first.get(entry.key, 0) for entry in state.ended)
-        remaining = sum(task.config.training.steps for task in state.waiting)
+        done = sum(
+            (entry.result.get("step", 0) - self._first.get(entry.key, 0)) * self._step_cost(entry.config)
+            for entry in state.ended
+        )
+        to_come = [*(task.config for task in state.waiting), *state.later]
+        remaining = sum(config.training.steps * self._step_cost(config) for config in to_come)
         for task in state.running:
-            step = last_step(task.path)
-            done += step - self._first.setdefault(task.path.name, step)
-            remaining += task.config.training.steps - step
-        tasks = [*state.waiting, *state.running]
-        remaining += state.later * (sum(task.config.training.steps for task in tasks) // max(len(tasks), 1))
+            step, cost = last_step(task.path), self._step_cost(task.config)
+            done += (step - self._first.setdefault(task.path.name, step)) * cost
+            remaining += (task.config.training.steps - step) * cost
         seconds = time.monotonic() - self.began
         if not done or seconds < 1:
             return "time left unknown yet"
@@ -67,7 +72,7 @@ class TimeEstimate:
 
 def summary(state: State, known: int, estimate: TimeEstimate) -> str:
     """One line: runs done, running and failed, and the time left."""
-    total = known + len(state.ended) + len(state.running) + len(state.waiting) + state.later
+    total = known + len(state.ended) + len(state.running) + len(state.waiting) + len(state.later)
     troubled = sum(entry.status != "finished" for entry in state.ended)
     parts = [f"{known + len(state.ended)} of {total} runs done", f"{len(state.running)} running"]
     parts += [f"{troubled} diverged or crashed"] if troubled else []
@@ -76,22 +81,27 @@ def summary(state: State, known: int, estimate: TimeEstimate) -> str:
 
 
 @contextmanager
-def display(title: str, known: int) -> Iterator[Callable[[State], None]]:
-    """A function that displays the state of a sweep; `known` runs were in the ledger before."""
+def display(
+    title: str, known: int, step_cost: Callable[[Config], float] = lambda _: 1.0
+) -> Iterator[Callable[[State], None]]:
+    """A function that displays the state of a sweep; `known` runs were in the ledger before.
+
+    `step_cost` is the time of a step of a run, relative to other runs.
+    """
+    estimate = TimeEstimate(step_cost)
     if not is_terminal():
-        yield _lines(title, known)
+        yield _lines(title, known, estimate)
         return
     from rich.console import Console
     from rich.live import Live
 
-    estimate = TimeEstimate()
     with Live(console=Console(file=stderr()), refresh_per_second=2, transient=False) as live:
         yield lambda state: live.update(_table(title, state, known, estimate))
 
 
-def _lines(title: str, known: int) -> Callable[[State], None]:
+def _lines(title: str, known: int, estimate: TimeEstimate) -> Callable[[State], None]:
     """Print each run when it ends, and a summary once a minute and at the end."""
-    estimate, printed, summarized = TimeEstimate(), 0, time.monotonic()
+    printed, summarized = 0, time.monotonic()
 
     def show(state: State) -> None:
         nonlocal printed, summarized

@@ -39,17 +39,17 @@ class State:
     waiting: deque[Task]
     running: list[Task] = field(default_factory=list)
     ended: list[Entry] = field(default_factory=list)
-    later: int = 0
-    """Estimated number of runs that will be needed after those in `waiting`."""
+    later: Sequence[Config] = ()
+    """The runs that are expected to be needed after those in `waiting`."""
     stopped: int | None = None
     """The signal that stopped the sweep early."""
 
 
 class Next(NamedTuple):
-    """The runs that a sweep does next, and the estimated number of runs after them."""
+    """The runs that a sweep does next, and those that are expected to be needed after them."""
 
     runs: Iterable[Config]
-    later: int = 0
+    later: Sequence[Config] = ()
 
 
 def missing(configs: Iterable[Config], known: dict[str, Entry], retry: bool = False) -> list[Config]:
@@ -66,12 +66,12 @@ def sweep(
     runs: Path,
     show: Callable[[State], None] = lambda _: None,
     plan: Callable[[Sequence[Entry]], Next] | None = None,
-    later: int = 0,
+    later: Sequence[Config] = (),
 ) -> State:
     """Execute all runs, each in the folder `runs / fingerprint`, and append them to the ledger.
 
     When a run has ended, `plan` is called with all entries of this sweep. The runs that it returns replace the waiting
-    ones. `later` is an estimate of how many runs `plan` will add. A run whose process dies is resumed from its
+    ones. `later` are the runs that `plan` is expected to add. A run whose process dies is resumed from its
     checkpoint, with three starts at most. After SIGINT or SIGTERM all runs save a checkpoint, and the function returns.
     """
     state, tasks = State(deque(), later=later), dict[Path, Task]()
