@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from statistics import mean
@@ -29,15 +30,19 @@ from quacklr.lab.report.figures import (
     positive,
     sensitivity,
 )
+from quacklr.lab.report.forest_figure import VERDICT_COLOURS, deciding, forest, short
 from quacklr.lab.report.hero import hero
 from quacklr.lab.report.markdown import table
 from quacklr.lab.report.size_figure import sizes
 from quacklr.lab.report.style import COLOURS, hide_empty_panels
+from quacklr.lab.studies.all_claims import claim_results
+from quacklr.lab.studies.comparison import MARGIN, Comparison, Test, Verdict, agree, below, less
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS, readable_number, settings_of
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS, runs_of
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.sizes import WIDTHS
+from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 from quacklr.lab.sweep.sweep import missing
 from quacklr.util.figures import RC
 from swept_runs import made
@@ -250,6 +255,45 @@ def test_the_settings_of_a_method_are_its_first_and_those_that_are_not_at_their_
     method: Method, text: str
 ) -> None:
     assert settings_of(method) == text
+
+
+def test_the_figure_of_claims_has_a_row_for_each_claim_about_losses(results: Results) -> None:
+    claims = {claim.name: claim for claim in claim_results(results)}
+    axes, right = cast(Any, forest(results).axes)
+    names = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert {"a", "f", "sigma-Reparam", "tuned"} <= set(names)
+    assert not {"i", "j", "cosine"} & set(names), "nothing about logits or times, and nothing that was not run"
+    row, rival = names.index("sigma-Reparam"), claims["sigma-Reparam"].evidence[0]
+    assert right.get_yticklabels()[row].get_text() == "MHA: sigma-Reparam (scope all) - QuacK (tau 1)"
+    lines = [line for line in axes.lines if list(line.get_ydata()) == [row, row]]
+    assert [list(line.get_xdata()) for line in lines] == [[rival.low, rival.high]]
+    assert {line.get_color() for line in lines} == {VERDICT_COLOURS["holds"]}
+    (limit,) = [line for line in axes.lines if list(line.get_ydata()) == [row - 0.35, row + 0.35]]
+    assert list(limit.get_xdata()) == [MARGIN, MARGIN]
+    (seeds,) = [each for each in axes.collections if len(each.get_offsets()) and each.get_offsets()[0][1] == row + 0.28]
+    assert sorted(x for x, _ in seeds.get_offsets()) == pytest.approx(sorted(rival.differences))
+
+
+def part(mean: float, low: float, high: float, test: Test = less) -> ClaimPart:
+    return ClaimPart(test, Comparison("MHA, Muon, lr 0.1: x - y, validation loss", mean, low, high, (mean,) * 3))
+
+
+@pytest.mark.parametrize(
+    ("parts", "verdict", "shown"),
+    [
+        ([part(-1.0, -1.2, -0.8), part(-0.1, -0.15, -0.05)], "holds", 1),
+        ([part(0.1, 0.05, 0.15), part(1.0, 0.8, 1.2), part(-1.0, -1.1, -0.9)], "fails", 1),
+        ([part(-0.1, -0.2, 0.1), part(-1.0, -1.1, -0.9)], "undecided", 0),
+        ([part(0.02, -0.01, 0.04, partial(below, limit=0.05)), part(0.0, -0.04, 0.04, agree)], "holds", 0),
+    ],
+)
+def test_the_clearest_failure_or_the_least_clear_of_the_others_is_shown(
+    parts: list[ClaimPart], verdict: Verdict, shown: int
+) -> None:
+    claim = ClaimResult("x", "A sentence.", "own", verdict, "cpu", "", tuple(parts))
+    assert deciding(claim) is parts[shown]
+    assert deciding(replace(claim, parts=())) is None
+    assert short(parts[0], 0.1) == "MHA: x - y"
 
 
 def test_the_figure_of_sizes_shows_the_critical_rates_their_power_law_and_the_losses_above(results: Results) -> None:

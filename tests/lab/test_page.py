@@ -18,7 +18,7 @@ from quacklr.lab.config import Config
 from quacklr.lab.ledger import Entry, entry_of
 from quacklr.lab.methods import Default, QKNorm, Quack
 from quacklr.lab.optim import AdamWRecipe
-from quacklr.lab.report.page import PageFigure, overview, page, unusual_options
+from quacklr.lab.report.page import CLAIMS_FIGURE, PageFigure, overview, page, unusual_options
 from quacklr.lab.studies.comparison import Comparison, less
 from quacklr.lab.studies.names import describe
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
@@ -96,7 +96,7 @@ def made(browser: Browser, folder: Path, entries: list[Entry], *rest: Any) -> St
 
 @pytest.fixture(scope="module")
 def study(browser: Browser, entries: list[Entry], tmp_path_factory: pytest.TempPathFactory) -> Study:
-    figures = [PageFigure("loss", "Figure 1", "Lower is better.", SVG)]
+    figures = [PageFigure("loss", "Figure 1", "Lower is better.", SVG), PageFigure(CLAIMS_FIGURE, "All", "", SVG)]
     return made(browser, tmp_path_factory.mktemp("page"), entries, FINDINGS, figures, "A study")
 
 
@@ -119,11 +119,17 @@ def heat(tab: Page) -> Any:
     )
 
 
+def test_the_figure_of_the_claims_stands_with_them_and_the_others_in_their_section(study: Study) -> None:
+    with study.open() as tab:
+        titles = {name: tab.locator(f"#{name} .plate h3").all_inner_texts() for name in ("claims", "figures")}
+    assert titles == {"claims": ["All"], "figures": ["Figure 1"]}
+
+
 def test_the_page_opens_from_disk_without_an_error_or_a_request(study: Study) -> None:
     with study.open() as tab:
         assert tab.title() == "A study"
         assert "5 runs with 2 seeds, of 1 size (2 layers of width 16)" in tab.locator("header").inner_text()
-        assert tab.locator("figure img").evaluate("image => image.complete && image.naturalWidth > 100")
+        assert tab.locator("#figures figure img").evaluate("image => image.complete && image.naturalWidth > 100")
         assert tab.locator("#run").is_hidden()
 
 
@@ -267,7 +273,7 @@ def test_a_printed_page_has_claims_figures_and_the_whole_table_but_no_controls(s
     with study.open(4, viewport={"width": 700, "height": 900}) as tab:
         tab.emulate_media(media="print", color_scheme="dark")
         tab.evaluate("dispatchEvent(new Event('beforeprint'))")
-        assert tab.locator(".evidence:visible, figure.plate:visible").count() == 2
+        assert tab.locator(".evidence:visible, figure.plate:visible").count() == 3
         assert len(column(tab, 1)) == 5
         for hidden in ("#filters", "nav", "#run"):
             assert tab.locator(hidden).is_hidden(), hidden

@@ -1,4 +1,4 @@
-"""The paper's four figures and four more, each a function of the results; parts without runs are left out.
+"""The paper's four figures and five more, each a function of the results; parts without runs are left out.
 
 Lines are means over seeds, bands their range. A method has its best setting, selected on another seed.
 The docstring of a figure is its title and its caption.
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import ConstantTau, Default, Method, QKNorm, Quack
+from quacklr.lab.report.forest_figure import forest
 from quacklr.lab.report.hero import hero
 from quacklr.lab.report.size_figure import sizes
 from quacklr.lab.report.style import Points, colour, legend_below, line_with_seeds, method_curve, panels, validation
@@ -244,4 +245,5 @@ FIGURES: dict[str, Draw] = {
     "figure-5-sensitivity": sensitivity,
     "figure-6-heatmaps": heatmaps,
     "figure-7-sizes": sizes,
+    "figure-8-claims": forest,
 }

@@ -29,6 +29,7 @@ from quacklr.lab.sweep.code_version import code_version
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("run.js", "page.js")
+CLAIMS_FIGURE = "figure-8-claims"  # stands with the claims, not with the other figures
 IN_COLUMNS = ("lr", "seed", "latent_norm")  # options that have a column in the table of runs
 TITLES = {"paper": "What the paper claims", "own": "What we asked ourselves"}
 
@@ -105,6 +106,7 @@ def page(entries: Sequence[Entry], claims: Sequence[ClaimResult], figures: Seque
         groups={TITLES[source]: [each for each in claims if each.source == source] for source in TITLES},
         verdicts=Counter(each.verdict for each in claims),
         figures=figures,
+        claims_figure=CLAIMS_FIGURE,
         lines=rows,
         choices=choices(rows),
         style=Markup((FOLDER / "page.css").read_text()),
