@@ -124,7 +124,7 @@ def test_docs_show_the_tables_of_results(result: str, doc: str) -> None:
 
 def test_every_figure_of_results_exists_in_three_formats() -> None:
     figures = sorted((RESULTS / "figures").iterdir())
-    assert len(figures) == 24
+    assert len(figures) == 27
     assert {file.suffix for file in figures} == {".pdf", ".png", ".svg"}
 
 
