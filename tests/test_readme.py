@@ -98,7 +98,7 @@ def test_claims_and_methods_in_results_are_what_the_ledger_says(results: Results
     assert markdown.evidence(findings) in claims
     assert markdown.methods(results) in methods
     advice = (RESULTS / "choosing.md").read_text()
-    assert choosing(findings, ADVICE) in advice
+    assert choosing(findings, ADVICE, results.scale.high) in advice
     assert open_questions(findings) in advice
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from statistics import mean
@@ -30,19 +29,18 @@ from quacklr.lab.report.figures import (
     positive,
     sensitivity,
 )
-from quacklr.lab.report.forest_figure import VERDICT_COLOURS, deciding, forest, short
+from quacklr.lab.report.forest_figure import VERDICT_COLOURS, forest
 from quacklr.lab.report.hero import hero
 from quacklr.lab.report.markdown import table
 from quacklr.lab.report.size_figure import sizes
 from quacklr.lab.report.style import COLOURS, hide_empty_panels
 from quacklr.lab.studies.all_claims import claim_results
-from quacklr.lab.studies.comparison import MARGIN, Comparison, Test, Verdict, agree, below, less
+from quacklr.lab.studies.comparison import MARGIN
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS, readable_number, settings_of
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS, runs_of
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.sizes import WIDTHS
-from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 from quacklr.lab.sweep.sweep import missing
 from quacklr.util.figures import RC
 from swept_runs import made
@@ -272,28 +270,6 @@ def test_the_figure_of_claims_has_a_row_for_each_claim_about_losses(results: Res
     assert list(limit.get_xdata()) == [MARGIN, MARGIN]
     (seeds,) = [each for each in axes.collections if len(each.get_offsets()) and each.get_offsets()[0][1] == row + 0.28]
     assert sorted(x for x, _ in seeds.get_offsets()) == pytest.approx(sorted(rival.differences))
-
-
-def part(mean: float, low: float, high: float, test: Test = less) -> ClaimPart:
-    return ClaimPart(test, Comparison("MHA, Muon, lr 0.1: x - y, validation loss", mean, low, high, (mean,) * 3))
-
-
-@pytest.mark.parametrize(
-    ("parts", "verdict", "shown"),
-    [
-        ([part(-1.0, -1.2, -0.8), part(-0.1, -0.15, -0.05)], "holds", 1),
-        ([part(0.1, 0.05, 0.15), part(1.0, 0.8, 1.2), part(-1.0, -1.1, -0.9)], "fails", 1),
-        ([part(-0.1, -0.2, 0.1), part(-1.0, -1.1, -0.9)], "undecided", 0),
-        ([part(0.02, -0.01, 0.04, partial(below, limit=0.05)), part(0.0, -0.04, 0.04, agree)], "holds", 0),
-    ],
-)
-def test_the_clearest_failure_or_the_least_clear_of_the_others_is_shown(
-    parts: list[ClaimPart], verdict: Verdict, shown: int
-) -> None:
-    claim = ClaimResult("x", "A sentence.", "own", verdict, "cpu", "", tuple(parts))
-    assert deciding(claim) is parts[shown]
-    assert deciding(replace(claim, parts=())) is None
-    assert short(parts[0], 0.1) == "MHA: x - y"
 
 
 def test_the_figure_of_sizes_shows_the_critical_rates_their_power_law_and_the_losses_above(results: Results) -> None:

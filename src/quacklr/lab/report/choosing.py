@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from quacklr.lab.report.markdown import table
 from quacklr.lab.studies.comparison import Comparison, Verdict
+from quacklr.lab.studies.deciding import deciding, short_label
 from quacklr.lab.studies.verdicts import ClaimResult
 
 OPEN = ("undecided", "not run")
-MOST_NUMBERS = 2
-"""Claims with more comparisons than this show none of them."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,12 @@ class Advice:
     """The claims that the advice follows from, with the verdicts that it was written for."""
 
 
-def choosing(claims: Sequence[ClaimResult], lines: Sequence[Advice]) -> str:
-    """The table of advice, with the verdicts and numbers of the claims."""
+def choosing(claims: Sequence[ClaimResult], lines: Sequence[Advice], lr: float) -> str:
+    """The table of advice, with the verdicts and numbers of the claims; `lr` is the learning rate of most claims."""
     by_name = {claim.name: claim for claim in claims}
     rows = [
-        (line.situation, line.advice, "; ".join(evidence(by_name[name]) for name in line.relies_on)) for line in lines
+        (line.situation, line.advice, "<br>".join(evidence(by_name[name], lr) for name in line.relies_on))
+        for line in lines
     ]
     return table(("if", "then", "because"), rows)
 
@@ -49,10 +49,11 @@ def outdated(claims: Sequence[ClaimResult], lines: Sequence[Advice]) -> list[str
     ]
 
 
-def evidence(claim: ClaimResult) -> str:
-    """The name of a claim, its verdict, and its differences if they are few."""
-    numbers = ", ".join(map(difference_text, claim.evidence)) if len(claim.evidence) <= MOST_NUMBERS else ""
-    return f"*{claim.name}* {claim.verdict}" + (f" ({numbers})" if numbers else "")
+def evidence(claim: ClaimResult, lr: float) -> str:
+    """The name of a claim, its verdict, and the difference that decided it: which minus which, mean and interval."""
+    part = deciding(claim)
+    number = "" if part is None else f" ({short_label(part, lr)}: {difference_text(part.comparison)})"
+    return f"*{claim.name}* {claim.verdict}{number}"
 
 
 def difference_text(comparison: Comparison) -> str:
@@ -75,9 +76,9 @@ ADVICE = (
     ),
     Advice(
         "MHA or GQA, and you can change the model",
-        "Use QK norm, or sigma-Reparam of all linear layers. Both ended below QuacK. Sigma-Reparam of the query and "
-        "key weights alone did as well as QuacK.",
-        {"f": "holds", "sigma-Reparam": "holds", "sigma-Reparam of q and k": "holds"},
+        "Use QK norm, or sigma-Reparam of all linear layers. Both ended below QuacK. QuacK adds nothing to QK norm. "
+        "Sigma-Reparam of the query and key weights alone did as well as QuacK.",
+        {"f": "holds", "sigma-Reparam": "holds", "with QK norm": "the same", "sigma-Reparam of q and k": "holds"},
     ),
     Advice(
         "MHA or GQA, and the model must stay as it is",
@@ -89,15 +90,22 @@ ADVICE = (
         "you can declare products of weights by hand",
         "Give the product of values and output projection, and those of the MLP, rates by the same rule "
         "(`examples/all_products.py`; in the lab `--products all`). In MHA and in MLA this ended well below QuacK for "
-        "the logits alone.",
-        {"everywhere": "holds"},
+        "the logits alone. In MLA it ended above sigma-Reparam, which changes the model while it trains.",
+        {"everywhere": "holds", "everywhere and sigma-Reparam": "fails"},
     ),
     Advice(
         "MLA that decodes from latents",
         "Use QuacK: the best of the paper's methods that keep latent decoding. If you can change the model, absorbed "
         "QK norm and sigma-Reparam of all linear layers do as well or better; the weights of sigma-Reparam are plain "
-        "after training.",
-        {"g": "holds", "absorbed QK norm": "holds", "sigma-Reparam": "holds"},
+        "after training. If you cache keys and have QK norm anyway, add QuacK: both together ended 0.08 below QK norm. "
+        "Compositional Muon ended above QuacK.",
+        {
+            "g": "holds",
+            "absorbed QK norm": "holds",
+            "sigma-Reparam": "holds",
+            "with QK norm": "the same",
+            "compositional Muon in MLA": "fails",
+        },
     ),
     Advice(
         "MLA with norms on its latents, as in DeepSeek, and Muon",
@@ -117,9 +125,16 @@ ADVICE = (
         {"size and critical rate": "holds", "every size": "holds", "speeches": "holds"},
     ),
     Advice(
+        "AdamW trains all weights",
+        "AdamW^2, which bounds the step of every linear layer relative to its weight, ended below QuacK in MHA and did "
+        "as well in MLA (in the lab `--method bounded-step`). Whether QuacK beats a constant tau is not decided.",
+        {"AdamW^2": "holds", "AdamW": "undecided"},
+    ),
+    Advice(
         "you do not want to tune tau",
-        "A wrong tau costs QuacK less than it costs a constant tau. Or pass `budget=0.02`: it is close to a tuned tau "
-        "in most cells, but not to the best method in every cell.",
-        {"tau": "holds", "budget": "fails"},
+        "One tau * lr fits all learning rates: with Muon it was 0.1 in our models, so begin with tau = 0.1 / lr. A wrong tau costs QuacK less than it "
+        "costs a constant tau. Or pass `budget=0.02`: it is close to a tuned tau in most cells, but not to the best "
+        "method in every cell.",
+        {"tau and learning rate": "holds", "tau": "holds", "budget": "fails"},
     ),
 )

@@ -84,9 +84,10 @@ def code_versions(results: Results) -> str:
     return f"Runs by version of the code that trained them: {versions}. This report was made by {code_version()}."
 
 
-def choosing_page(claims: Sequence[ClaimResult]) -> str:
+def choosing_page(claims: Sequence[ClaimResult], lr: float) -> str:
     """The advice, and the claims without a verdict."""
-    return f"# Choosing a method\n\n## Advice\n\n{choosing(claims, ADVICE)}\n## Open\n\n{open_questions(claims)}"
+    advice = choosing(claims, ADVICE, lr)
+    return f"# Choosing a method\n\n## Advice\n\n{advice}\n## Open\n\n{open_questions(claims)}"
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -114,7 +115,7 @@ def report(options: ReportOptions) -> int:
         write(folder / "claims.md", tables),
         write(folder / "methods.md", f"# Methods\n\n{about}.\n\n{markdown.methods(results)}"),
         write(folder / "budget.md", f"# One budget beside tuned methods\n\n{markdown.budget(results)}"),
-        write(folder / "choosing.md", choosing_page(claims)),
+        write(folder / "choosing.md", choosing_page(claims, results.scale.high)),
         write(folder / "report.html", page(entries, claims, figures, "Does QuacK hold?")),
     ]
     for each in claims:

@@ -12,10 +12,10 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from quacklr.lab.report.style import legend_below, panels
 from quacklr.lab.studies.all_claims import claim_results
-from quacklr.lab.studies.comparison import MARGIN, SAME, Comparison, Verdict, agree
+from quacklr.lab.studies.comparison import SAME, Comparison, Verdict
+from quacklr.lab.studies.deciding import IN_NATS, deciding, limits_of, short_label
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.results import Results
-from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
 VERDICT_COLOURS: dict[Verdict, str] = {
     "holds": "#0b6e4f",
@@ -23,8 +23,6 @@ VERDICT_COLOURS: dict[Verdict, str] = {
     "the same": "#0072b2",
     "undecided": "#8a8a8a",
 }
-UNIT = ", validation loss"
-"""The end of the labels of comparisons in nats."""
 TICKS = (-1, -0.1, -SAME, 0, SAME, 0.1, 1)
 
 
@@ -37,11 +35,12 @@ def forest(results: Results) -> Figure:
     bar is the limit of a claim that allows a difference. The shaded range is "the same"; outside of it the axis is
     logarithmic. Claims without a comparison of losses are left out.
     """
-    rows = [(claim, part) for claim in claim_results(results) if (part := deciding(claim)) is not None]
+    shown = [(claim, part) for claim in claim_results(results) if (part := deciding(claim)) is not None]
+    rows = [(claim, part) for claim, part in shown if part.comparison.label.endswith(IN_NATS)]
     if not rows:
         raise NotRun("no claim about losses was run")
     figure, [[axes]] = panels(1, 1, 10.0, 1.2 + 0.26 * len(rows))
-    names, labels = [claim.name for claim, _ in rows], [short(part, results.scale.high) for _, part in rows]
+    names, labels = [claim.name for claim, _ in rows], [short_label(part, results.scale.high) for _, part in rows]
     axes.axvspan(-SAME, SAME, color="#0072b2", alpha=0.1, linewidth=0)
     axes.axvline(0, color="black", linewidth=0.6)
     for y, (claim, part) in enumerate(rows):
@@ -72,32 +71,3 @@ def draw_row(axes: Axes, y: int, comparison: Comparison, limits: Sequence[float]
     axes.plot([comparison.mean], [y], marker="o", markersize=4.5, color=colour)
     for limit in limits:
         axes.plot([limit, limit], [y - 0.35, y + 0.35], color="black", linewidth=1.2)
-
-
-def deciding(claim: ClaimResult) -> ClaimPart | None:
-    """The comparison of losses that the figure shows for a claim; None if it has none."""
-    parts = [part for part in claim.parts if part.comparison.label.endswith(UNIT)]
-    parts = [part for part in parts if part.verdict == claim.verdict] or parts
-    if claim.verdict not in VERDICT_COLOURS or not parts:
-        return None
-    return (max if claim.verdict == "fails" else min)(parts, key=clearness)
-
-
-def clearness(part: ClaimPart) -> float:
-    """How far the mean is from the nearest limit, relative to half of the interval."""
-    comparison = part.comparison
-    distance = min(abs(comparison.mean - limit) for limit in limits_of(part) or (0.0,))
-    half = (comparison.high - comparison.low) / 2
-    return distance / half if half else math.inf
-
-
-def limits_of(part: ClaimPart) -> tuple[float, ...]:
-    """The limits of a test that allows a difference; none for a test against zero."""
-    limit = getattr(part.test, "keywords", {}).get("limit")
-    return (-MARGIN, MARGIN) if part.test is agree else () if limit is None else (limit,)
-
-
-def short(part: ClaimPart, lr: float) -> str:
-    """The label without what is the same in most rows: Muon, this learning rate, and the unit."""
-    label = part.comparison.label.removesuffix(UNIT)
-    return label.replace(", Muon", "").replace(f", lr {lr:g}:", ":")
