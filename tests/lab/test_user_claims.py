@@ -19,11 +19,13 @@ from quacklr.lab.methods import Budget, ConstantTau, Default, QKClipping, QKNorm
 from quacklr.lab.studies import conditions
 from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.condition_claims import CONDITION_CLAIMS
+from quacklr.lab.studies.questions import runs_of
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.size_claims import SIZE_CLAIMS
 from quacklr.lab.studies.sizes import above_critical, critical_rate, crossing
 from quacklr.lab.studies.undecided import plan
 from quacklr.lab.studies.verdicts import ClaimResult
+from quacklr.lab.sweep.sweep import missing
 from swept_runs import made
 
 Known = dict[str, Entry]
@@ -179,3 +181,19 @@ def test_claims_about_size(gain: float, verdict: str) -> None:
 def test_a_line_through_two_points_crosses_the_limit_where_it_should() -> None:
     assert 10 ** crossing(0.01, 1.0, 0.1, 3.0) == pytest.approx(10**-1.5)
     assert math.isnan(crossing(0.01, 3.0, 0.1, 1.0)), "logits that fall with the learning rate have no critical rate"
+
+
+def test_the_largest_model_is_trained_with_two_methods_and_no_more_seeds_than_asked_for() -> None:
+    def values(config: Config) -> tuple[float, float]:
+        return 2.0, 100 * config.optimizer.lr / 0.02
+
+    known: Known = {}
+    while todo := missing(runs_of("sizes", SCALE, known, 1), known):
+        for config in todo:
+            entry = made(config, *values(config))
+            known[entry.key] = entry
+    seeds = [entry.config.training.seed for entry in known.values() if entry.config.shape.d_model == 512]
+    assert sorted(seeds) == [0, 0, 1, 1, 1, 1], "two runs search the critical rate, four are judged"
+    methods = {type(entry.config.method) for entry in known.values() if entry.config.shape.d_model == 512}
+    assert methods == {Default, Quack}
+    assert QKNorm in {type(entry.config.method) for entry in known.values()}

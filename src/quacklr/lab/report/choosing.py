@@ -97,7 +97,7 @@ ADVICE = (
         "MLA that decodes from latents",
         "Use QuacK: the best of the paper's methods that keep latent decoding. If you can change the model, absorbed "
         "QK norm and sigma-Reparam of all linear layers do as well or better; the weights of sigma-Reparam are plain "
-        "after training. If you cache keys and have QK norm anyway, add QuacK: both together ended 0.08 below QK norm. "
+        "after training. If you cache keys and have QK norm anyway, add QuacK: both together ended below either alone. "
         "Compositional Muon ended above QuacK.",
         {
             "g": "holds",
@@ -132,9 +132,9 @@ ADVICE = (
     ),
     Advice(
         "you do not want to tune tau",
-        "One tau * lr fits all learning rates: with Muon it was 0.1 in our models, so begin with tau = 0.1 / lr. A wrong tau costs QuacK less than it "
-        "costs a constant tau. Or pass `budget=0.02`: it is close to a tuned tau in most cells, but not to the best "
-        "method in every cell.",
+        "One tau * lr fits all learning rates: with Muon it was 0.1 in our models, so begin with tau = 0.1 / lr. A "
+        "wrong tau costs QuacK less than it costs a constant tau. Or pass `budget=0.02`: it is close to a tuned tau "
+        "in most cells, but not to the best method in every cell.",
         {"tau and learning rate": "holds", "tau": "holds", "budget": "fails"},
     ),
 )

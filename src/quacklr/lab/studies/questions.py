@@ -32,7 +32,7 @@ from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import PAPER_METHODS
 from quacklr.lab.studies.results import AnyMethod, MethodRuns, Results, as_tuned
 from quacklr.lab.studies.scale import StudyScale, seeded
-from quacklr.lab.studies.sizes import WIDTHS, above_critical, critical_rate, tau_of_size
+from quacklr.lab.studies.sizes import JUDGED, WIDTHS, above_critical, bracket, tau_of_size
 from quacklr.lab.studies.tuned_methods import LITERAL, QUACK
 from quacklr.lab.studies.tuning import Runs
 
@@ -155,11 +155,12 @@ def sizes(results: Results, size: str) -> Iterator[tuple[Cell, AnyMethod]]:
     """What changes with the size of the model: the critical learning rate, and what each method gains above it?
 
     Scientific: the width, the method. Fixed: MHA, heads of the same size, tau * lr = 0.1. The critical learning rate
-    is searched for on seed 0. NotRun if it is not known yet.
+    is searched for on seed 0. NotRun if it is not known yet. The largest model is trained with two methods only.
     """
-    critical, cell = critical_rate(results, size), above_critical(results, size)
-    yield from ((runs.cell, Default()) for runs in (critical.low, critical.high))
-    yield from ((cell, method) for method in (Default(), Quack(tau_of_size(cell)), Budget(), QKNorm()))
+    found, cell = bracket(results, size), above_critical(results, size)
+    yield from ((each, Default()) for each in (found.low, found.high))
+    others = (Budget(), QKNorm()) if size in JUDGED else ()
+    yield from ((cell, method) for method in (Default(), Quack(tau_of_size(cell)), *others))
 
 
 def timed(scale: StudyScale) -> StudyScale:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from quacklr.lab.config import fingerprint
 from quacklr.lab.methods import Default
@@ -27,6 +28,15 @@ JUDGED = ("0.3M", "1M", "4M")
 FIRST_RATE = 0.03
 ABOVE_CRITICAL = 10
 """Methods are compared at this multiple of the critical learning rate."""
+
+
+class Bracket(NamedTuple):
+    """The two learning rates around the critical one of a size, and the critical one between them, on seed 0."""
+
+    low: Cell
+    high: Cell
+    critical: float
+    """As log10."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +67,8 @@ def size_cell(results: Results, size: str, lr: float) -> Cell:
     return cell_of(f"MHA of {size}, Muon", replace(base, shape=shape, attention=attention, optimizer=optimizer))
 
 
-def critical_rate(results: Results, size: str) -> CriticalRate:
-    """The critical learning rate of the default; NotRun, with the runs that are needed, if it is not known yet."""
+def bracket(results: Results, size: str) -> Bracket:
+    """The learning rates around the critical one; NotRun, with the run that is needed next, if not known yet."""
     step = -1 if logit_at(results, size, FIRST_RATE) > STABLE else 1
     last, lr = FIRST_RATE, neighbour(FIRST_RATE, step)
     while (logit_at(results, size, lr) > STABLE) == (step < 0):
@@ -67,8 +77,15 @@ def critical_rate(results: Results, size: str) -> CriticalRate:
         last, lr = lr, neighbour(lr, step)
     low, high = sorted((last, lr))
     at_low, at_high = (logit_at(results, size, lr) for lr in (low, high))
-    below, above = (results.runs(size_cell(results, size, lr), Default) for lr in (low, high))
-    return CriticalRate(below, above, crossing(low, at_low, high, at_high))
+    cells = (size_cell(results, size, lr) for lr in (low, high))
+    return Bracket(*cells, crossing(low, at_low, high, at_high))
+
+
+def critical_rate(results: Results, size: str) -> CriticalRate:
+    """The critical learning rate of the default; NotRun, with the runs that are needed, if it is not known yet."""
+    found = bracket(results, size)
+    below, above = (results.runs(cell, Default) for cell in (found.low, found.high))
+    return CriticalRate(below, above, found.critical)
 
 
 def logit_at(results: Results, size: str, lr: float) -> float:
@@ -94,5 +111,4 @@ def tau_of_size(cell: Cell) -> float:
 
 def above_critical(results: Results, size: str) -> Cell:
     """The cell with ABOVE_CRITICAL times the critical learning rate, rounded to 0.1, 0.3, 1, ..."""
-    critical = 10 ** critical_rate(results, size).on_tuning_seed
-    return size_cell(results, size, nearest(ABOVE_CRITICAL * critical))
+    return size_cell(results, size, nearest(ABOVE_CRITICAL * 10 ** bracket(results, size).critical))
