@@ -97,8 +97,9 @@ ADVICE = (
         "MLA that decodes from latents",
         "Use QuacK: the best of the paper's methods that keep latent decoding. If you can change the model, absorbed "
         "QK norm and sigma-Reparam of all linear layers do as well or better; the weights of sigma-Reparam are plain "
-        "after training. If you cache keys and have QK norm anyway, add QuacK: both together ended below either alone. "
-        "Compositional Muon ended above QuacK.",
+        "after training. If you cache keys and have QK norm anyway, QuacK and QK norm together ended below either "
+        "alone; then declare the paths by hand, because QuacK leaves attention with QK norm alone. Compositional Muon "
+        "ended above QuacK.",
         {
             "g": "holds",
             "absorbed QK norm": "holds",
@@ -123,6 +124,11 @@ ADVICE = (
         "Expect the problem at a lower learning rate: the larger the model, the lower the rate where logits explode. "
         "At ten times this rate QuacK beat the default at every size that we ran. It also did on speeches.",
         {"size and critical rate": "holds", "every size": "holds", "speeches": "holds"},
+    ),
+    Advice(
+        "you use a cosine schedule or weight decay, or do not clip gradients",
+        "This changes nothing: QuacK beat the default and a constant tau in each of these cases too (in MLA).",
+        {"cosine": "holds", "weight decay": "holds", "no clipping": "holds"},
     ),
     Advice(
         "AdamW trains all weights",
