@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from made_ledger import HIGH, SCALE, ledger
-from quacklr.lab.report.choosing import ADVICE, Advice, choosing, outdated
+from quacklr.lab.report.choosing import ADVICE, Advice, Basis, choosing, minus_quack, outdated
 from quacklr.lab.studies.all_claims import CLAIM_NAMES, claim_results
 from quacklr.lab.studies.comparison import Comparison, Test, Verdict, agree, below, less
 from quacklr.lab.studies.deciding import deciding, short_label
@@ -16,34 +17,46 @@ from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
 LINES = [
-    Advice("it can change", "QK norm", {"f": "holds"}),
-    Advice("you cannot", "QuacK", {"e": "holds", "b": "fails"}),
+    Advice("it can change", "QK norm", [Basis("f", 0)]),
+    Advice("you cannot", "QuacK", [Basis("e", 0), Basis("b", 1, "fails"), Basis("cosine", 0)]),
 ]
 
 
-def test_each_line_has_the_verdicts_and_the_numbers_of_its_claims() -> None:
+def results_of(claims: Sequence[ClaimResult], name: str) -> Sequence[Comparison]:
+    return next(claim for claim in claims if claim.name == name).evidence
+
+
+def test_each_line_has_the_numbers_of_its_comparisons_as_other_methods_minus_quack() -> None:
     claims = claim_results(Results(ledger(), SCALE))
-    shown = deciding(next(claim for claim in claims if claim.name == "f"))
-    assert shown is not None
-    middle = shown.comparison
     head, _, first, second = choosing(claims, LINES, HIGH).splitlines()
-    assert head == "| if | then | because |"
+    assert head == "| if | then | difference of the losses |"
+    behind, constant = results_of(claims, "f")[0], results_of(claims, "e")[0]
+    assert behind.label.startswith("MHA, Muon, lr 0.1: QuacK (tau 1) - QK norm"), "QuacK is first in the claim"
     assert first == (
-        "| it can change | QK norm | *f* holds (MHA: QuacK (tau 1) - the middle of QK norm and default: "
-        f"{middle.mean:+.3f} [{middle.low:+.3f}, {middle.high:+.3f}]) |"
+        f"| it can change | QK norm | MHA: QK norm - QuacK (tau 1): {-behind.mean:+.3f} "
+        f"[{-behind.high:+.3f}, {-behind.low:+.3f}], 3 seeds (*f*) |"
     )
-    assert second.startswith("| you cannot | QuacK | *e* holds (M")
-    assert "constant tau (tau 0.1) - QuacK (tau 1): +0.200 [" in second
-    assert "<br>*b* holds (" in second
+    assert f"| MHA: constant tau (tau 0.1) - QuacK (tau 1): {constant.mean:+.3f} [" in second
+    assert second.endswith("<br>not run yet (*cosine*) |")
+
+
+def test_only_quack_minus_another_method_is_turned_around() -> None:
+    claims = claim_results(Results(ledger(), SCALE))
+    for name, number in (("f", 1), ("e", 0), ("highest rate", 1), ("tau", 0)):
+        claim = next(claim for claim in claims if claim.name == name)
+        assert minus_quack(claim.parts[number]) is claim.parts[number], claim.parts[number].comparison.label
 
 
 def test_advice_for_another_verdict_is_found() -> None:
     claims = claim_results(Results(ledger(), SCALE))
-    assert outdated(claims, LINES) == ["you cannot: b is holds, not fails"]
+    assert outdated(claims, LINES) == [
+        "you cannot: b, comparison 1: holds, not fails",
+        "you cannot: cosine, comparison 0: not run, not holds",
+    ]
 
 
 def test_all_claims_of_the_advice_exist() -> None:
-    assert {name for line in ADVICE for name in line.relies_on} <= set(CLAIM_NAMES)
+    assert {basis.claim for line in ADVICE for basis in line.relies_on} <= set(CLAIM_NAMES)
 
 
 def part(mean: float, low: float, high: float, test: Test = less) -> ClaimPart:

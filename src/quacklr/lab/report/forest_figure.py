@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from quacklr.lab.report.style import legend_below, panels
@@ -16,13 +17,16 @@ from quacklr.lab.studies.comparison import SAME, Comparison, Verdict
 from quacklr.lab.studies.deciding import IN_NATS, deciding, limits_of, short_label
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.results import Results
+from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
 VERDICT_COLOURS: dict[Verdict, str] = {
     "holds": "#0b6e4f",
     "fails": "#b03a2e",
     "the same": "#0072b2",
-    "undecided": "#8a8a8a",
+    "undecided": "#707070",
 }
+TOO_FEW = "#c0c0c0"
+"""The colour of a comparison that has no interval yet."""
 TICKS = (-1, -0.1, -SAME, 0, SAME, 0.1, 1)
 
 
@@ -33,7 +37,7 @@ def forest(results: Results) -> Figure:
     that fails; otherwise the least clear one of those with the verdict of the claim. A line is the interval of the
     difference, a large dot its mean, a small dot one seed. Below zero the method that is named first is better. A short
     bar is the limit of a claim that allows a difference. The shaded range is "the same"; outside of it the axis is
-    logarithmic. Claims without a comparison of losses are left out.
+    logarithmic. Claims without a comparison of losses, and those that were not run, are left out.
     """
     shown = [(claim, part) for claim in claim_results(results) if (part := deciding(claim)) is not None]
     rows = [(claim, part) for claim, part in shown if part.comparison.label.endswith(IN_NATS)]
@@ -44,7 +48,7 @@ def forest(results: Results) -> Figure:
     axes.axvspan(-SAME, SAME, color="#0072b2", alpha=0.1, linewidth=0)
     axes.axvline(0, color="black", linewidth=0.6)
     for y, (claim, part) in enumerate(rows):
-        draw_row(axes, y, part.comparison, limits_of(part), VERDICT_COLOURS[claim.verdict])
+        draw_row(axes, y, part.comparison, limits_of(part), colour_of(claim, part))
     axes.set_xscale("symlog", linthresh=SAME)
     axes.xaxis.set(major_locator=FixedLocator(TICKS), major_formatter="{x:g}", minor_locator=NullLocator())
     right = axes.twinx()
@@ -52,15 +56,23 @@ def forest(results: Results) -> Figure:
         side.set_yticks(range(len(rows)), texts)
         side.set_ylim(len(rows) - 0.4, -0.6)
         side.tick_params(axis="y", length=0)
-    axes.set_xlabel("difference of validation losses, nats")
-    found = {claim.verdict for claim, _ in rows}
-    handles = [
-        Line2D([], [], color=colour, marker="o", label=verdict)
-        for verdict, colour in VERDICT_COLOURS.items()
-        if verdict in found
+    axes.set_xlabel("validation loss of the first method - that of the second, nats")
+    found = {colour_of(claim, part) for claim, part in rows}
+    names_of_colours = {colour: verdict for verdict, colour in VERDICT_COLOURS.items()} | {TOO_FEW: "too few seeds"}
+    verdicts = [
+        Line2D([], [], color=colour, marker="o", label=name)
+        for colour, name in names_of_colours.items()
+        if colour in found
     ]
-    legend_below(figure, handles)
+    limit = Line2D([], [], color="black", linestyle="none", marker="|", markersize=10, label="limit of the claim")
+    legend_below(figure, [*verdicts, limit, Patch(color="#0072b2", alpha=0.1, label=f"within {SAME:g}")])
     return figure
+
+
+def colour_of(claim: ClaimResult, part: ClaimPart) -> str:
+    """The colour of a verdict, or TOO_FEW."""
+    known = math.isfinite(part.comparison.high - part.comparison.low)
+    return VERDICT_COLOURS[claim.verdict] if known or claim.verdict != "undecided" else TOO_FEW
 
 
 def draw_row(axes: Axes, y: int, comparison: Comparison, limits: Sequence[float], colour: str) -> None:

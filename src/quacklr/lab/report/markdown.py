@@ -8,6 +8,7 @@ from statistics import mean
 from quacklr.lab.methods import Budget, Method, QKNorm
 from quacklr.lab.studies.budget_table import PAPER, by_model, methods_in
 from quacklr.lab.studies.cell import Cell
+from quacklr.lab.studies.comparison import SAME
 from quacklr.lab.studies.measures import largest_logit, lr_sensitivity
 from quacklr.lab.studies.names import METHOD_NAMES, settings_of
 from quacklr.lab.studies.results import Results, available
@@ -85,11 +86,19 @@ def budget_summary(results: Results) -> str:
     """For each cell: the budget, the best method that leaves the model as it is, and QK norm, which changes it."""
     cells = [cell for of_model in by_model(results.scale).values() for cell in of_model]
     head = ("", f"budget {Budget().budget:g}", "best tuned method", "budget - best", "QK norm")
-    return table(head, filter(None, (budget_summary_row(results, cell) for cell in cells)))
+    rows = {cell: row for cell in cells if (row := budget_summary_row(results, cell))}
+    counts = []
+    for latent_norm, name in ((False, "without latent norms"), (True, "with latent norms")):
+        gaps = [float(row[3]) for cell, row in rows.items() if cell.latent_norm == latent_norm and row[3]]
+        counts += [f"{sum(gap <= SAME for gap in gaps)} of {len(gaps)} cells {name}"] if gaps else []
+    found = (
+        f"\nThe budget is at most {SAME:g} above the best tuned method in {' and '.join(counts)}.\n" if counts else ""
+    )
+    return table(head, rows.values()) + found
 
 
 def budget_summary_row(results: Results, cell: Cell) -> list[str]:
-    """The row of a cell in `budget_summary`; empty if methods are missing."""
+    """The row of a cell in `budget_summary`; empty if methods are missing. The difference is over common seeds."""
     runs = available(methods_in(cell), lambda method: results.runs(cell, method))
     tuned = [each for method, each in runs.items() if method in PAPER and method is not TUNED[QKNorm]]
     one, norm = runs.get(TUNED[Budget]), runs.get(TUNED[QKNorm])

@@ -23,7 +23,7 @@ def sizes(results: Results) -> Figure:
 
     MHA of four widths with heads of the same size, trained with Muon. Left: the learning rate at which the largest
     logit of the default is 100, and a power law fitted to it. Right: the validation loss at ten times this learning
-    rate. A dot for every seed.
+    rate, rounded to 0.1, 0.3, 1, ... A small dot for every seed. All axes but that of the losses are logarithmic.
     """
     figure, [[left, right]] = panels(1, 2, 4.2, 3.2)
     rates = available(
@@ -40,13 +40,13 @@ def sizes(results: Results) -> Figure:
         fitted = [10 ** (start + slope * math.log10(width)) for width in by_width]
         left.plot(list(by_width), fitted, color=colour(Default), linewidth=1, label=f"width^{slope:.2f}")
         left.legend()
-    left.set(xscale="log", yscale="log", ylabel="critical learning rate of the default")
+    left.set(xscale="log", yscale="log", ylabel="critical learning rate of the default", title="MHA, Muon")
     left.yaxis.set(major_locator=LogLocator(subs=(1, 2, 3, 4, 6)), major_formatter="{x:g}", minor_locator=NullLocator())
     for method in (Default, Quack, Budget, QKNorm):
         losses = available(rates, partial(_above, results, method))
         points = {float(WIDTHS[size]): values for size, values in losses.items()}
         line_with_seeds(right, points, color=colour(method), marker=".", label=METHOD_NAMES[method])
-    right.set(xscale="log", ylabel="validation loss", title=f"{ABOVE_CRITICAL} times the critical learning rate")
+    right.set(xscale="log", ylabel="validation loss", title=f"about {ABOVE_CRITICAL} times the critical learning rate")
     if right.lines:
         right.legend()
     for axes in (left, right):
