@@ -10,9 +10,9 @@ import pytest
 
 from made_ledger import HIGH, SCALE, ledger
 from quacklr.lab.report.choosing import ADVICE, Advice, Basis, choosing, minus_quack, outdated
+from quacklr.lab.report.deciding import deciding, short_label
 from quacklr.lab.studies.all_claims import CLAIM_NAMES, claim_results
 from quacklr.lab.studies.comparison import Comparison, Test, Verdict, agree, below, less
-from quacklr.lab.studies.deciding import deciding, short_label
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
@@ -60,7 +60,8 @@ def test_all_claims_of_the_advice_exist() -> None:
 
 
 def part(mean: float, low: float, high: float, test: Test = less) -> ClaimPart:
-    return ClaimPart(test, Comparison("MHA, Muon, lr 0.1: x - y, validation loss", mean, low, high, (mean,) * 3))
+    label, same_within = "MHA, Muon, lr 0.1: x - y, validation loss", 0.02 if low < 0 else 0.0
+    return ClaimPart(test, Comparison(label, mean, low, high, (mean,) * 3, same_within))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,8 @@ def part(mean: float, low: float, high: float, test: Test = less) -> ClaimPart:
         ([part(0.1, 0.05, 0.15), part(1.0, 0.8, 1.2), part(-1.0, -1.1, -0.9)], "fails", 1),
         ([part(-0.1, -0.2, 0.1), part(-1.0, -1.1, -0.9)], "undecided", 0),
         ([part(0.02, -0.01, 0.04, partial(below, limit=0.05)), part(0.0, -0.04, 0.04, agree)], "holds", 0),
+        ([part(0.0, -0.005, 0.005), part(0.008, -0.003, 0.019)], "the same", 1),
+        ([part(0.0, 0.0, 0.0), part(-0.1, -0.2, 0.1)], "undecided", 0),
     ],
 )
 def test_the_clearest_failure_or_the_least_clear_of_the_others_is_shown(

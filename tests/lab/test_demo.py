@@ -26,6 +26,7 @@ from quacklr.lab.ledger import Ledger
 from quacklr.lab.methods import Default, Quack
 from quacklr.lab.progress import duration
 from quacklr.lab.studies import questions
+from quacklr.lab.studies.cell import with_seed
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.run_cost import RunCost
 from quacklr.lab.studies.scale import Size, scale_of
@@ -162,7 +163,7 @@ def test_time_left_counts_runs_to_come_and_no_steps_from_before_the_sweep(
     meter.began = 90.0
     # 2 runs of 36 steps took 10 s, two are left, and two more will follow
     config = state().waiting[0].config
-    assert meter.left(replace(state(), later=[config, config])) == "0:00:20 left"
+    assert meter.left(replace(state(), later=[with_seed(config, 1), with_seed(config, 2)])) == "0:00:20 left"
     folder = tmp_path / fingerprint(config)
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 29}\n{"step": 30}\n{"st')
@@ -182,6 +183,27 @@ def test_time_left_knows_that_the_steps_of_larger_models_take_longer(monkeypatch
     assert meter.left(State(deque(), [], [made(small, 2.0)], later=[large])) == left
 
 
+def test_time_left_of_a_resumed_run_that_crashed_and_of_runs_that_are_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    config = state().waiting[0].config
+    other = with_seed(config, 1)
+    folder = tmp_path / fingerprint(config)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 30}\n')
+    meter = TimeEstimate()
+    meter.began = 90.0
+    meter.observe(State(deque(), [Task(config, folder)]))
+    crashed = replace(made(config, 2.0), status="crashed", reason="no memory", result={})
+    assert meter.left(State(deque([Task(other, Path("x"))]), [], [crashed])) == "time left unknown yet"
+    (folder / "metrics.jsonl").write_text('{"step": 33}\n')
+    # 3 steps took 10 s; 3 are left of this run, which is also among those that were expected later, and 36 of another
+    running = State(deque(), [Task(config, folder)], later=[config, other])
+    assert meter.left(running) == "0:02:10 left"
+    assert "0 of 2 runs done, 1 running" in summary(running, 0, meter)
+
+
 def test_the_cost_of_a_run_is_that_of_runs_of_its_kind_or_grows_with_the_size() -> None:
     config = state().waiting[0].config
     wide = replace(config, shape=replace(config.shape, d_model=2 * config.shape.d_model))
@@ -192,6 +214,9 @@ def test_the_cost_of_a_run_is_that_of_runs_of_its_kind_or_grows_with_the_size() 
     assert cost.seconds(wide) == pytest.approx(8.0 * config.training.steps)
     assert RunCost([*entries, replace(made(wide, 2.0), step_seconds=5.0)]).step_seconds(wide) == 5.0
     assert RunCost().step_seconds(wide) == pytest.approx(4 * RunCost().step_seconds(config))
+    assert RunCost().total([wide]) is None, "no time is known"
+    assert cost.total([wide, config]) == pytest.approx(10.0 * config.training.steps)
+    assert RunCost([replace(entries[0], step_seconds=None)]).total([wide]) is None
 
 
 def test_on_a_terminal_the_table_is_drawn() -> None:

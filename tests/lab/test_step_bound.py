@@ -81,6 +81,20 @@ def test_a_step_of_zero_and_a_weight_without_gradient_change_nothing() -> None:
     assert torch.equal(frozen, torch.eye(4))
 
 
+def test_a_step_whose_closure_computes_the_gradient_is_bounded_too() -> None:
+    weight = nn.Parameter(torch.eye(4))
+    optimizer = torch.optim.SGD([weight], lr=100.0)
+    StepBound([weight], [optimizer], ratio=0.1)
+
+    def closure() -> float:
+        loss = weight.square().sum()
+        loss.backward()
+        return loss.item()
+
+    optimizer.step(closure)
+    assert largest(weight - torch.eye(4)) <= 0.1 * SLACK
+
+
 def test_a_weight_of_zeros_is_refused() -> None:
     weight = nn.Parameter(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"a weight of shape \(2, 3\) is all zeros"):

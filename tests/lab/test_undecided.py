@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from made_ledger import HIGH, SCALE, as_the_paper_says, ledger
+from made_ledger import HIGH, LOW, MIDDLE, SCALE, as_the_paper_says, ledger
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.methods import ConstantTau, Default, Quack
 from quacklr.lab.studies.all_claims import claim_results
-from quacklr.lab.studies.comparison import Comparison, agree, below, expected_decision, less
-from quacklr.lab.studies.intervals import MOST_SEEDS
-from quacklr.lab.studies.results import Results
+from quacklr.lab.studies.comparison import Comparison, Test, agree, expected_decision, less
+from quacklr.lab.studies.intervals import MOST_SEEDS, interval
+from quacklr.lab.studies.results import MethodRuns, Results
+from quacklr.lab.studies.tuned_methods import fixed
 from quacklr.lab.studies.undecided import describe_open, plan
-from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
+from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult, all_of
 from quacklr.lab.sweep import command
 from quacklr.lab.sweep.command import ClaimsGoal
 from quacklr.lab.sweep.executor import Job, Outcome
@@ -50,7 +50,7 @@ def until_decided(run: Callable[[Config], Entry], names: Collection[str], known:
         found = plan(claims, known)
         if not found.runs:
             return tuple(claims)
-        assert len(found.left) >= len(found.runs)
+        assert {fingerprint(config) for config in found.runs} <= {fingerprint(config) for config in found.left}
         assert not {fingerprint(config) for config in found.runs} & known.keys(), "nothing is run twice"
         known |= {fingerprint(config): run(config) for config in found.runs}
 
@@ -109,29 +109,76 @@ def test_if_one_comparison_is_expected_to_fail_only_it_gets_more_seeds() -> None
     assert seeds["MLA"] == 3 < seeds["MHA"]
 
 
-def test_claims_that_the_cap_would_not_decide_come_last() -> None:
-    """Claim e would not be decided; claim g, which needs more runs, would."""
+def claim_of(*parts: ClaimPart, name: str = "x") -> ClaimResult:
+    return ClaimResult(name, "A sentence.", "own", all_of(part.verdict for part in parts), "cpu", "", parts)
 
-    def run(config: Config) -> Entry:
-        in_mha = "MHA" in type(config.attention).__name__
-        return noisy(0.3)(config) if in_mha else noisy(0.02, shift=0.04)(config)
 
-    known: Known = {}
-    while True:
-        claims = claim_results(Results(known.values(), SCALE), ["e", "g"])
-        found = plan(claims, known)
-        if all(claim.verdict == "undecided" for claim in claims):
-            break
-        known |= {fingerprint(config): run(config) for config in found.runs}
-    kinds = [type(config.attention).__name__ for config in found.runs]
-    assert kinds == sorted(kinds, reverse=True), "MLA before MHA"
-    assert set(kinds) == {"MHA", "MLA"}
+def columns(lr: float, *seeds: int, crashed: tuple[int, ...] = ()) -> tuple[MethodRuns, MethodRuns]:
+    """Two methods in the cell of a learning rate, with runs of these seeds."""
+    cell = SCALE.cell("mha", lr)
+    methods = [fixed(method) for method in (Default(), Quack())]
+    runs = [{seed: made(cell.run(each.of_value(0.0), seed), 2.0) for seed in seeds} for each in methods]
+    one, other = (MethodRuns(cell, each, None, of) for each, of in zip(methods, runs, strict=True))
+    left = {seed: run for seed, run in other.runs.items() if seed not in crashed}
+    return one, replace(other, runs=left, crashed=frozenset(crashed))
+
+
+def part_of(mean: float, spread: float, compared: tuple[MethodRuns, ...], test: Test = less) -> ClaimPart:
+    """A comparison of the seeds that both have, with this mean and standard deviation."""
+    count = len(set.intersection(*(set(runs.runs) for runs in compared)))
+    offsets = [spread * (-1) ** i * (count / (count - 1)) ** -0.5 for i in range(count - count % 2)]
+    differences = tuple(mean + offset for offset in offsets) + (mean,) * (count % 2)
+    return ClaimPart(test, Comparison("x", mean, *interval(differences), differences, 0.0, compared))
+
+
+def seeds_of(configs: Iterable[Config]) -> list[tuple[float, int]]:
+    return [(config.optimizer.lr, config.training.seed) for config in configs]
+
+
+def test_the_claim_that_is_decided_soonest_comes_first_and_one_that_the_cap_would_not_decide_last() -> None:
+    hopeless = claim_of(part_of(0.01, 1.0, columns(LOW, *range(1, 16))), name="hopeless")  # one run of each is left
+    slow = claim_of(part_of(-0.1, 0.1, columns(MIDDLE, 1, 2, 3)), name="slow")
+    fast = claim_of(part_of(-0.3, 0.1, columns(HIGH, 1, 2, 3)), name="fast")
+    found = plan([hopeless, slow, fast], {})
+    assert seeds_of(found.runs) == [(HIGH, 4)] * 2 + [(MIDDLE, 4)] * 2 + [(LOW, 16)] * 2
+    assert len(found.left) > len(found.runs)
+
+
+def test_of_two_comparisons_that_are_expected_to_fail_the_cheaper_gets_seeds() -> None:
+    dear, cheap = part_of(0.1, 0.1, columns(MIDDLE, 1, 2, 3)), part_of(0.3, 0.1, columns(HIGH, 1, 2, 3))
+    assert seeds_of(plan([claim_of(dear, cheap)], {}).runs) == [(HIGH, 4)] * 2
+    assert seeds_of(plan([claim_of(cheap, dear)], {}).runs) == [(HIGH, 4)] * 2
+
+
+def test_a_comparison_that_has_all_seeds_and_is_undecided_leaves_its_claim_undecided() -> None:
+    """So the claim comes after one that takes longer but is decided."""
+    ended = part_of(0.0, 1.0, columns(LOW, *range(1, 17)))
+    hopeless = claim_of(ended, part_of(-0.5, 0.1, columns(HIGH, 1, 2, 3)))
+    decided = claim_of(part_of(-0.1, 0.1, columns(MIDDLE, 1, 2, 3)))
+    assert seeds_of(plan([hopeless, decided], {}).runs) == [(MIDDLE, 4)] * 2 + [(HIGH, 4)] * 2
+    assert plan([claim_of(ended)], {}) == ([], [], None)
+
+
+def test_a_claim_is_not_expected_to_be_decided_if_one_of_its_comparisons_is_not() -> None:
+    half = claim_of(part_of(0.01, 1.0, columns(LOW, *range(1, 16))), part_of(-0.3, 0.1, columns(HIGH, 1, 2, 3)))
+    decided = claim_of(part_of(-0.1, 0.1, columns(MIDDLE, 1, 2, 3)))
+    assert seeds_of(plan([half, decided], {}).runs)[:2] == [(MIDDLE, 4)] * 2
+
+
+def test_a_seed_that_crashed_is_skipped_and_another_one_takes_its_place() -> None:
+    part = part_of(-1.0, 0.1, columns(HIGH, 1, 2, 3, crashed=(2,)))
+    assert part.verdict == "undecided", "two seeds are left"
+    found = plan([claim_of(part)], {})
+    assert seeds_of(found.runs) == [(HIGH, 4)] * 2
+    assert seeds_of(found.left) == [(HIGH, 4)] * 2, "three seeds decide it"
 
 
 def test_an_expected_decision_uses_the_intervals_so_far() -> None:
-    """The interval after the first seeds was [-0.01, 1]: the next one, [-0.3, 0.7], cannot widen it."""
-    found = Comparison("x", 0.2, -0.01, 1.0, (0.0, 0.2, 0.4))
-    assert expected_decision(found, partial(below, limit=-0.1), 16) == (4, "fails")
+    """With four seeds the interval would be [-0.08, 0.04]; an earlier one has excluded what is below -0.045."""
+    alone = Comparison("x", -0.02, -float("inf"), float("inf"), (-0.04, -0.02, 0.0))
+    assert expected_decision(alone, agree, 16) == (7, "holds")
+    assert expected_decision(replace(alone, low=-0.045), agree, 16) == (4, "holds")
+    assert expected_decision(replace(alone, differences=(-0.02,)), agree, 16) == (3, "not run")
 
 
 def test_only_the_open_comparison_gets_more_seeds() -> None:
@@ -165,7 +212,7 @@ def test_the_time_left_is_that_of_all_runs_until_the_last_is_decided() -> None:
 
 
 @pytest.mark.parametrize(("mean", "seeds"), [(1.0, 3), (0.2, 6), (0.1, 11), (0.01, None)])
-def test_expected_decision_are_those_whose_interval_would_be_short_enough(mean: float, seeds: int | None) -> None:
+def test_a_decision_is_expected_when_the_interval_would_be_short_enough(mean: float, seeds: int | None) -> None:
     """Half widths at a standard deviation of 0.1: 0.62 for 3 seeds, 0.21 for 5, 0.17 for 6, 0.107 for 10."""
     differences = (mean - 0.1 / 2**0.5, mean + 0.1 / 2**0.5)
     found = Comparison("x", mean, float("-inf"), float("inf"), differences)

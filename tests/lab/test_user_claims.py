@@ -178,6 +178,18 @@ def test_claims_about_size(gain: float, verdict: str) -> None:
     }
 
 
+def test_a_seed_without_a_critical_rate_is_left_out() -> None:
+    """On seed 2 the logits are the same at both learning rates, as if both runs had diverged."""
+
+    def values(config: Config) -> tuple[float, float]:
+        return 2.0, 500.0 if config.training.seed == 2 else 100 * config.optimizer.lr / 0.02
+
+    found, _ = decided(values, "size and critical rate")
+    differences = found["size and critical rate"].evidence[0].differences
+    assert len(differences) >= 3
+    assert all(map(math.isfinite, differences))
+
+
 def test_a_line_through_two_points_crosses_the_limit_where_it_should() -> None:
     assert 10 ** crossing(0.01, 1.0, 0.1, 3.0) == pytest.approx(10**-1.5)
     assert math.isnan(crossing(0.01, 3.0, 0.1, 1.0)), "logits that fall with the learning rate have no critical rate"

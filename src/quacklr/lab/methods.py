@@ -162,7 +162,7 @@ class CompositionalMuon:
 
 @dataclass(frozen=True)
 class BoundedStep:
-    """AdamW^2: no step changes the largest singular value of a linear layer's weight by more than a part of it."""
+    """AdamW^2: the spectral norm of a step on a linear layer's weight is at most about a given part of the weight's."""
 
     ratio: float = 0.03
     """The largest step relative to the weight, both as spectral norms."""

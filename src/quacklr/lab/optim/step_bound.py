@@ -2,8 +2,10 @@
 
     rate = min(1, ratio * s(W) / s(D))        W: the weight before the step, D: the optimizer's step, s: spectral norm
 
-so that no step changes the largest singular value of a weight by more than `ratio` of it (Weyl's inequality). Its
-authors compute s by power iteration; here it is the bound of `step_norms`, at most 16 % too large for 128 rows.
+so that no step changes the largest singular value of a weight by more than about `ratio` of it (Weyl's inequality).
+D has everything that the optimizer does in a step, also weight decay. Its authors compute s by power iteration. Here it
+is the bound of `step_norms`, which is at most 16 % too large if the shorter side of a matrix is 128; so a step can be
+that much larger than `ratio`.
 """
 
 from __future__ import annotations
@@ -37,14 +39,13 @@ class StepBound:
 
     @torch.no_grad()
     def _copy(self, weights: list[Tensor]) -> None:
-        self._before = {weight: weight.clone() for weight in weights if weight.grad is not None}
+        self._before = {weight: weight.clone() for weight in weights}
 
     @torch.no_grad()
     def _scale(self, weights: list[Tensor]) -> None:
-        moved = [weight for weight in weights if weight in self._before]
-        before = [self._before.pop(weight) for weight in moved]
-        steps = [weight - old for weight, old in zip(moved, before, strict=True)]
-        for weight, step, rate in zip(moved, steps, self.rates(before, steps), strict=True):
+        before = [self._before.pop(weight) for weight in weights]
+        steps = [weight - old for weight, old in zip(weights, before, strict=True)]
+        for weight, step, rate in zip(weights, steps, self.rates(before, steps), strict=True):
             weight.add_((rate - 1) * step)  # exactly 0 for a rate of 1
 
     def rates(self, weights: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quacklr.lab.methods import Method, Quack
+from quacklr.lab.report.deciding import short_label
 from quacklr.lab.report.markdown import table
 from quacklr.lab.studies.comparison import Comparison, Verdict
-from quacklr.lab.studies.deciding import short_label
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
 OPEN = ("undecided", "not run")

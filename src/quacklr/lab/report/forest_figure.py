@@ -11,10 +11,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from quacklr.lab.report.deciding import IN_NATS, deciding, limits_of, short_label
 from quacklr.lab.report.style import legend_below, panels
 from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.comparison import SAME, Comparison, Verdict
-from quacklr.lab.studies.deciding import IN_NATS, deciding, limits_of, short_label
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
@@ -31,13 +31,14 @@ TICKS = (-1, -0.1, -SAME, 0, SAME, 0.1, 1)
 
 
 def forest(results: Results) -> Figure:
-    """Figure 8. What decided each claim?
+    """Figure 8. What decided each claim, or leaves it open?
 
     One comparison of validation losses for each claim, named on the right. If the claim fails, it is the clearest one
     that fails; otherwise the least clear one of those with the verdict of the claim. A line is the interval of the
-    difference, a large dot its mean, a small dot one seed. Below zero the method that is named first is better. A short
-    bar is the limit of a claim that allows a difference. The shaded range is "the same"; outside of it the axis is
-    logarithmic. Claims without a comparison of losses, and those that were not run, are left out.
+    difference, a large dot its mean, a small dot one seed. Below zero the method that is named first is better (for
+    "gain at 4M - gain at 0.3M", above zero the larger model gains more). A short bar is the limit of a claim that
+    allows a difference. The shaded range is "the same"; outside of it the axis is logarithmic. Claims without a
+    comparison of losses, and those that were not run, are left out.
     """
     shown = [(claim, part) for claim in claim_results(results) if (part := deciding(claim)) is not None]
     rows = [(claim, part) for claim, part in shown if part.comparison.label.endswith(IN_NATS)]
@@ -51,10 +52,9 @@ def forest(results: Results) -> Figure:
         draw_row(axes, y, part.comparison, limits_of(part), colour_of(claim, part))
     axes.set_xscale("symlog", linthresh=SAME)
     axes.xaxis.set(major_locator=FixedLocator(TICKS), major_formatter="{x:g}", minor_locator=NullLocator())
-    right = axes.twinx()
-    for side, texts in ((axes, names), (right, labels)):
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    for side, texts in ((axes, names), (axes.secondary_yaxis("right"), labels)):
         side.set_yticks(range(len(rows)), texts)
-        side.set_ylim(len(rows) - 0.4, -0.6)
         side.tick_params(axis="y", length=0)
     axes.set_xlabel("validation loss of the first method - that of the second, nats")
     found = {colour_of(claim, part) for claim, part in rows}

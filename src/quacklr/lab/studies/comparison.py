@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Literal, NamedTuple
 
 from quacklr.lab.config import Config
-from quacklr.lab.studies.intervals import FEWEST_SEEDS, half_width, interval
+from quacklr.lab.studies.intervals import FEWEST_SEEDS, half_width, intersection, interval
 from quacklr.lab.studies.measures import Measure, NotRun, loss
 from quacklr.lab.studies.results import JUDGING_SEEDS, MethodRuns
 
@@ -75,14 +75,18 @@ def difference(
     return compare(label, one.by_seed(measure), other.by_seed(measure), one, other, same_within=same_within)
 
 
-def next_runs(compared: Iterable[MethodRuns]) -> list[Config]:
-    """The runs that add one seed to a comparison: the first seed that some method lacks and that crashed for none."""
+def seeds_to_come(compared: Iterable[MethodRuns]) -> Iterator[list[Config]]:
+    """For each seed that some method lacks and that crashed for none: the runs that add it to a comparison."""
     columns = list(compared)
     for seed in JUDGING_SEEDS:
         lacking = [each.config(seed) for each in columns if seed not in each.runs]
         if lacking and not any(seed in each.crashed for each in columns):
-            return lacking
-    return []
+            yield lacking
+
+
+def next_runs(compared: Iterable[MethodRuns]) -> list[Config]:
+    """The runs that add one seed to a comparison; empty if there is no seed left."""
+    return next(seeds_to_come(compared), [])
 
 
 def less(comparison: Comparison) -> Verdict:
@@ -131,8 +135,9 @@ def expected_decision(comparison: Comparison, test: Test, most: int) -> Decision
         return Decision(FEWEST_SEEDS, "not run")
     for seeds in range(max(comparison.seeds + 1, FEWEST_SEEDS), most + 1):
         half = half_width(comparison.spread, seeds)
-        low, high = comparison.mean - half, comparison.mean + half
-        verdict = test(replace(comparison, low=max(low, comparison.low), high=min(high, comparison.high)))
+        last = comparison.mean - half, comparison.mean + half
+        low, high = intersection([(comparison.low, comparison.high), last])
+        verdict = test(replace(comparison, low=low, high=high))
         if verdict != "undecided":
             return Decision(seeds, verdict)
     return Decision(None, "undecided")

@@ -55,7 +55,8 @@ def no_need_for_quack(
             tested.append((below_margin, difference(other, quack)))
             means = ", ".join(f"{runs} {mean_and_sd(runs)}" for runs in (other, quack))
             texts.append(f"{attention.upper()} {means}")
-        return answer(f"at lr {other.cell.lr:g}: {'; '.join(texts)}", *tested)
+        rate = results.scale.cell(attentions[0], lr, adamw=adamw).lr
+        return answer(f"at lr {rate:g}: {'; '.join(texts)}", *tested)
 
     claim.__doc__ = sentence
     return claim

@@ -21,15 +21,18 @@ LEVEL = 0.9915
 def interval(differences: Sequence[float]) -> tuple[float, float]:
     """The interval of the mean, from the differences of the seeds in the order in which they were added.
 
-    It is the intersection of the intervals after each number of seeds, so a decided comparison stays decided. If the
-    intersection is empty, which is rare, it is the last interval. Infinite for fewer than FEWEST_SEEDS seeds.
+    It is the intersection of the intervals after each number of seeds, so it never grows. Infinite for fewer than
+    FEWEST_SEEDS seeds.
     """
     counts = range(FEWEST_SEEDS, len(differences) + 1)
-    if not counts:
-        return -math.inf, math.inf
-    lows, highs = zip(*(t_interval(differences[:count]) for count in counts), strict=True)
+    return intersection([t_interval(differences[:count]) for count in counts] or [(-math.inf, math.inf)])
+
+
+def intersection(intervals: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The intersection of intervals; if it is empty, which is rare, the last of them."""
+    lows, highs = zip(*intervals, strict=True)
     low, high = max(lows), min(highs)
-    return (low, high) if low <= high else (lows[-1], highs[-1])
+    return (low, high) if low <= high else intervals[-1]
 
 
 def t_interval(differences: Sequence[float]) -> tuple[float, float]:

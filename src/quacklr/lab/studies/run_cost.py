@@ -13,7 +13,7 @@ class RunCost:
     """Estimates the time of a step from the runs of the ledger with the same attention, model size and batch.
 
     If there is none, from the other runs: the time is then proportional to the size of the model and of the batch. In
-    an empty ledger a step of the smallest preset takes about a second.
+    a ledger without times, runs can be compared, but their times are not known.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
@@ -24,7 +24,7 @@ class RunCost:
                 times.setdefault(_kind(entry.config), []).append(entry.step_seconds)
                 relative.append(entry.step_seconds / _size(entry.config))
         self._known = {kind: median(values) for kind, values in times.items()}
-        self._relative = median(relative) if relative else 1e-8
+        self._relative = median(relative) if relative else 1.0
 
     def step_seconds(self, config: Config) -> float:
         """The time of a step."""
@@ -33,6 +33,10 @@ class RunCost:
     def seconds(self, config: Config) -> float:
         """The time of a run."""
         return self.step_seconds(config) * config.training.steps
+
+    def total(self, configs: Iterable[Config]) -> float | None:
+        """The time of all runs, one after another; None if the ledger has no times."""
+        return sum(map(self.seconds, configs)) if self._known else None
 
 
 def _kind(config: Config) -> object:

@@ -48,11 +48,15 @@ class CriticalRate:
     on_tuning_seed: float
 
     def by_seed(self) -> dict[int, float]:
-        """log10 of the critical learning rate, on the seeds that methods are judged on."""
+        """log10 of the critical learning rate, on the seeds that methods are judged on.
+
+        A seed whose logits do not grow from the low to the high learning rate has no critical rate, and is left out.
+        """
         low, high = self.low.by_seed(largest_logit), self.high.by_seed(largest_logit)
-        return {
+        found = {
             seed: crossing(self.low.cell.lr, low[seed], self.high.cell.lr, high[seed]) for seed in low.keys() & high
         }
+        return {seed: rate for seed, rate in found.items() if not math.isnan(rate)}
 
 
 def size_cell(results: Results, size: str, lr: float) -> Cell:
@@ -77,8 +81,8 @@ def bracket(results: Results, size: str) -> Bracket:
         last, lr = lr, neighbour(lr, step)
     low, high = sorted((last, lr))
     at_low, at_high = (logit_at(results, size, lr) for lr in (low, high))
-    cells = (size_cell(results, size, lr) for lr in (low, high))
-    return Bracket(*cells, crossing(low, at_low, high, at_high))
+    below, above = (size_cell(results, size, lr) for lr in (low, high))
+    return Bracket(below, above, crossing(low, at_low, high, at_high))
 
 
 def critical_rate(results: Results, size: str) -> CriticalRate:

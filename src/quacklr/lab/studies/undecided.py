@@ -5,12 +5,12 @@ A claim fails as soon as one of its comparisons fails. So if a comparison is exp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.ledger import Entry
-from quacklr.lab.studies.comparison import expected_decision, next_runs
+from quacklr.lab.studies.comparison import expected_decision, next_runs, seeds_to_come
 from quacklr.lab.studies.intervals import MOST_SEEDS
 from quacklr.lab.studies.run_cost import RunCost
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
@@ -25,22 +25,22 @@ class Plan(NamedTuple):
     runs: list[Config]
     """The claim that is expected to be decided soonest first."""
     left: list[Config]
-    """All runs until every claim is decided or has MOST_SEEDS seeds, if means and spreads do not change. Where a
-    setting is not selected yet, the runs that judge it are not among them."""
-    seconds: float
-    """Time of the runs that are left, one after another."""
+    """All runs until every claim is decided or has MOST_SEEDS seeds, if means and spreads do not change. For a claim
+    that was not run, only the runs that are known to be needed."""
+    seconds: float | None
+    """Time of the runs that are left, one after another; None if the ledger has no times."""
 
 
 class Need(NamedTuple):
-    """The runs that one claim needs."""
+    """Runs that are expected to decide a comparison or a claim, or to bring it to MOST_SEEDS seeds."""
 
-    next: list[Config]
-    rest: dict[str, Config]
-    """All runs until it is decided or has MOST_SEEDS seeds, by fingerprint."""
-    seconds: float
-    """The time of `rest`."""
+    next: Sequence[Config]
+    """The runs that add one seed."""
+    all: Sequence[Config]
     decides: bool
-    """Whether these runs are expected to decide the claim."""
+    """Whether they are expected to decide it."""
+    fails: bool = False
+    """Whether they are expected to decide that it fails."""
 
 
 def open_comparisons(claim: ClaimResult) -> list[ClaimPart]:
@@ -52,53 +52,48 @@ def open_comparisons(claim: ClaimResult) -> list[ClaimPart]:
 
 def plan(claims: Iterable[ClaimResult], known: Mapping[str, Entry]) -> Plan:
     """The next runs of the claims that are not decided. Claims that MOST_SEEDS seeds would not decide come last."""
-    cost, needs = RunCost(known.values()), list[Need]()
+    cost, needs = RunCost(known.values()), list[tuple[float, Need]]()
     for claim in claims:
-        needs.append(_need(cost, claim.needed, claim.needed, known))
-        needs += _needs(claim, known, cost)
-    needs.sort(key=lambda need: (not need.decides, need.seconds))
-    runs = {fingerprint(config): config for need in needs for config in need.next}
-    rest = {key: config for need in needs for key, config in need.rest.items()}
-    return Plan(list(runs.values()), list(rest.values()), sum(map(cost.seconds, rest.values())))
+        need = need_of_claim(claim, cost)
+        needs.append((sum(map(cost.seconds, missing(need.all, known).values())), need))
+    needs.sort(key=lambda each: (not each[1].decides, each[0]))
+    runs = missing((config for _, need in needs for config in need.next), known)
+    left = missing((config for _, need in needs for config in need.all), known)
+    return Plan(list(runs.values()), list(left.values()), cost.total(left.values()))
 
 
-def _needs(claim: ClaimResult, known: Mapping[str, Entry], cost: RunCost) -> list[Need]:
-    """The need of an undecided claim: that of the cheapest comparison that is expected to fail, else of all."""
-    parts = [(each, _need_of_part(each, known, cost)) for each in open_comparisons(claim)]
-    failing = [need for part, need in parts if expected_verdict(part) == "fails"]
-    if failing:
-        return [min(failing, key=lambda need: need.seconds)]
-    needs = sorted((need for _, need in parts), key=lambda need: need.seconds)
-    following = [config for need in needs for config in need.next]
-    rest = [config for need in needs for config in need.rest.values()]
-    return [_need(cost, following, rest, known, all(need.decides for need in needs))]
+def missing(configs: Iterable[Config], known: Mapping[str, Entry]) -> dict[str, Config]:
+    """The runs that are not in the ledger, each once, by fingerprint."""
+    return {key: config for config in configs if (key := fingerprint(config)) not in known}
 
 
-def _need_of_part(part: ClaimPart, known: Mapping[str, Entry], cost: RunCost) -> Need:
-    decides = expected_verdict(part) != "undecided"
-    return _need(cost, next_runs(part.comparison.compared), _until_decided(part), known, decides)
+def need_of_claim(claim: ClaimResult, cost: RunCost) -> Need:
+    """The runs of the cheapest comparison that is expected to fail; if there is none, those of all comparisons."""
+    if claim.needed:
+        return Need(claim.needed, claim.needed, decides=True)
+    needs = sorted(map(need_of_part, open_comparisons(claim)), key=lambda need: sum(map(cost.seconds, need.all)))
+    for need in needs:
+        if need.fails:
+            return need
+    undecided = sum(part.verdict == "undecided" for part in claim.parts)  # some may have all of their seeds already
+    return Need(
+        [config for need in needs for config in need.next],
+        [config for need in needs for config in need.all],
+        decides=len(needs) == undecided and all(need.decides for need in needs),
+    )
 
 
-def _need(
-    cost: RunCost, following: Iterable[Config], rest: Iterable[Config], known: Mapping[str, Entry], decides: bool = True
-) -> Need:
-    """The runs that are not in the ledger, each once, and their time."""
-    missing = {key: config for config in rest if (key := fingerprint(config)) not in known}
-    todo = [config for config in following if fingerprint(config) not in known]
-    return Need(todo, missing, sum(map(cost.seconds, missing.values())), decides)
-
-
-def expected_verdict(part: ClaimPart) -> str:
-    """The verdict on a comparison after MOST_SEEDS seeds or fewer, if its mean and spread stay as they are."""
-    return expected_decision(part.comparison, part.test, MOST_SEEDS).verdict
-
-
-def _until_decided(part: ClaimPart) -> Iterator[Config]:
-    """All runs that a comparison needs until it is decided, if its mean and spread stay as they are."""
-    comparison = part.comparison
-    last = expected_decision(comparison, part.test, MOST_SEEDS).seeds or MOST_SEEDS
-    for runs in comparison.compared:
-        yield from (runs.config(seed) for seed in range(1, last + 1) if seed not in runs.runs)
+def need_of_part(part: ClaimPart) -> Need:
+    """The runs of one comparison, if its mean and spread stay as they are."""
+    comparison, expected = part.comparison, expected_decision(part.comparison, part.test, MOST_SEEDS)
+    more = (expected.seeds or MOST_SEEDS) - comparison.seeds
+    following = [runs for _, runs in zip(range(more), seeds_to_come(comparison.compared), strict=False)]
+    return Need(
+        following[0],
+        [config for runs in following for config in runs],
+        decides=expected.verdict != "undecided" and len(following) == more,
+        fails=expected.verdict == "fails" and len(following) == more,
+    )
 
 
 def describe_open(claims: Iterable[ClaimResult]) -> str:

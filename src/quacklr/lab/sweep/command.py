@@ -42,8 +42,8 @@ stopped runs continue from their checkpoints: after Ctrl-C, a crash or a power f
 Settings such as tau are selected on seed 0, and methods are judged on the seeds 1, 2, ... `quacklr report` makes
 figures, claims and a page from the ledger.
 
-With --until-decided, NAME is a claim (without a name, all claims): each comparison that is not decided gets one seed
-after another, up to 16.
+With --until-decided, NAME is a claim (without a name, all claims): comparisons that are not decided get one seed after
+another, up to 16, the claim that is expected to be decided soonest first.
 
 """ + "\n\n".join(f"{name}: {doc.splitlines()[0]}" for name, doc in DOCS.items())
 
@@ -147,9 +147,8 @@ class ClaimsGoal:
         """The verdicts, the comparisons that are not decided, and an estimate of the runs that they need."""
         claims = self.claims(known)
         found = plan(claims, known)
-        left = (
-            f"{len(found.left)} runs left, {duration(found.seconds)} one after another, if mean and sd stay as they are"
-        )
+        time = "" if found.seconds is None else f", {duration(found.seconds)} one after another"
+        left = f"{len(found.left)} runs left{time}, if mean and sd stay as they are"
         return f"{describe_open(claims)}\n{left if found.left else 'nothing left to run'}"
 
     def claims(self, known: dict[str, Entry]) -> list[ClaimResult]:

@@ -52,27 +52,42 @@ class TimeEstimate:
         self.began, self._step_cost = time.monotonic(), step_cost
         self._first: dict[str, int] = {}  # fingerprint -> step of the run when the sweep started it
 
+    def observe(self, state: State) -> None:
+        """Keep the first step of runs that have started. Call it often, or their first steps are not counted."""
+        for task in state.running:
+            if task.path.name not in self._first:
+                self._first[task.path.name] = last_step(task.path)
+
     def left(self, state: State) -> str:
         """Such as `1:20:00 left`."""
-        done = sum(
-            (entry.result.get("step", 0) - self._first.get(entry.key, 0)) * self._step_cost(entry.config)
-            for entry in state.ended
-        )
-        to_come = [*(task.config for task in state.waiting), *state.later]
-        remaining = sum(config.training.steps * self._step_cost(config) for config in to_come)
+        self.observe(state)
+        done, remaining = 0.0, sum(self._cost(config) for config in to_come(state))
+        for entry in state.ended:
+            done += self._cost(entry.config, max(0, entry.result.get("step", 0) - self._first.get(entry.key, 0)))
         for task in state.running:
-            step, cost = last_step(task.path), self._step_cost(task.config)
-            done += (step - self._first.setdefault(task.path.name, step)) * cost
-            remaining += (task.config.training.steps - step) * cost
+            step = last_step(task.path)
+            done += self._cost(task.config, max(0, step - self._first[task.path.name]))
+            remaining += self._cost(task.config, task.config.training.steps - step)
         seconds = time.monotonic() - self.began
         if not done or seconds < 1:
             return "time left unknown yet"
         return f"{duration(seconds * remaining / done)} left"
 
+    def _cost(self, config: Config, steps: int | None = None) -> float:
+        """The cost of some steps of a run, or of all."""
+        return self._step_cost(config) * (config.training.steps if steps is None else steps)
+
+
+def to_come(state: State) -> list[Config]:
+    """The runs that wait, and those that are expected after them and are not running already."""
+    running = {fingerprint(task.config) for task in state.running}
+    later = [config for config in state.later if fingerprint(config) not in running]
+    return [*(task.config for task in state.waiting), *later]
+
 
 def summary(state: State, known: int, estimate: TimeEstimate) -> str:
     """One line: runs done, running and failed, and the time left."""
-    total = known + len(state.ended) + len(state.running) + len(state.waiting) + len(state.later)
+    total = known + len(state.ended) + len(state.running) + len(to_come(state))
     troubled = sum(entry.status != "finished" for entry in state.ended)
     parts = [f"{known + len(state.ended)} of {total} runs done", f"{len(state.running)} running"]
     parts += [f"{troubled} diverged or crashed"] if troubled else []
@@ -105,6 +120,7 @@ def _lines(title: str, known: int, estimate: TimeEstimate) -> Callable[[State], 
 
     def show(state: State) -> None:
         nonlocal printed, summarized
+        estimate.observe(state)
         new, printed = state.ended[printed:], len(state.ended)
         for entry in new:
             to_stderr(f"{describe(entry.config)}: {describe_ending(entry)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from quacklr.lab.studies.comparison import MARGIN, agree
+from quacklr.lab.studies.comparison import MARGIN, SAME, agree
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
 IN_NATS = ", validation loss"
@@ -24,11 +24,12 @@ def deciding(claim: ClaimResult) -> ClaimPart | None:
 
 
 def clearness(part: ClaimPart) -> float:
-    """How far the mean is from the nearest limit, relative to half of the interval."""
+    """How many halves of its interval the mean is away from the nearest limit."""
     comparison = part.comparison
-    distance = min(abs(comparison.mean - limit) for limit in limits_of(part) or (0.0,))
+    limits = (-SAME, SAME) if part.verdict == "the same" else limits_of(part) or (0.0,)
+    distance = min(abs(comparison.mean - limit) for limit in limits)
     half = (comparison.high - comparison.low) / 2
-    return distance / half if half else math.inf
+    return distance / half if half else math.inf if distance else 0.0
 
 
 def limits_of(part: ClaimPart) -> tuple[float, ...]:
