@@ -287,6 +287,17 @@ def test_the_figure_of_sizes_shows_the_critical_rates_their_power_law_and_the_lo
     assert [set(line.get_ydata()) for line in right.lines] == [{3.5}, {2.5}, {2.5}, {2.5}]
 
 
+def test_a_critical_rate_that_is_known_from_the_tuning_seed_only_is_a_circle(results: Results) -> None:
+    largest = [entry for entry in results.ledger if entry.config.shape.d_model == 512]
+    judged = [entry for entry in largest if entry.config.training.seed and entry.config.optimizer.lr < 0.1]
+    assert judged
+    left, right = cast(Any, sizes(Results([each for each in results.ledger if each not in judged], SCALE)).axes)
+    (circle,) = [each for each in left.collections if each.get_label() == "seed 0 only"]
+    assert circle.get_offsets().tolist() == [pytest.approx([512, 0.1 * 64 / 512], rel=1e-3)]
+    assert list(left.lines[0].get_xdata()) == [64, 128, 256], "it is not among the others, nor fitted"
+    assert 512 in line(right, "QuacK")[0]
+
+
 def test_the_figure_of_sizes_shows_the_sizes_that_were_run() -> None:
     left, _ = cast(Any, sizes(Results(runs_of_sizes(widest=128), SCALE)).axes)
     assert list(left.lines[0].get_xdata()) == [64, 128]

@@ -15,42 +15,49 @@ from quacklr.lab.report.style import colour, line_with_seeds, panels
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import METHOD_NAMES
 from quacklr.lab.studies.results import Results, available
-from quacklr.lab.studies.sizes import ABOVE_CRITICAL, WIDTHS, above_critical, critical_rate, tau_of_size
+from quacklr.lab.studies.sizes import ABOVE_CRITICAL, WIDTHS, above_critical, bracket, critical_rate, tau_of_size
 
 
 def sizes(results: Results) -> Figure:
     """Figure 7. Does the problem grow with the size of the model, and what does QuacK gain?
 
     MHA of four widths with heads of the same size, trained with Muon. Left: the learning rate at which the largest
-    logit of the default is 100, and a power law fitted to it. Right: the validation loss at ten times this learning
-    rate, rounded to 0.1, 0.3, 1, ... A small dot for every seed. All axes but that of the losses are logarithmic.
+    logit of the default is 100, and a power law fitted to it. A circle is known from seed 0 only, and not fitted.
+    Right: the validation loss at ten times this learning rate, rounded to 0.1, 0.3, 1, ... A small dot for every seed.
+    All axes but that of the losses are logarithmic.
     """
     figure, [[left, right]] = panels(1, 2, 4.2, 3.2)
-    rates = available(
-        WIDTHS, lambda size: {s: 10**value for s, value in critical_rate(results, size).by_seed().items()}
-    )
-    if not rates:
+    found = available(WIDTHS, partial(bracket, results))
+    rates = available(found, lambda size: critical_rate(results, size).by_seed())
+    if not found:
         raise NotRun("no critical learning rate is known")
-    by_width = {float(WIDTHS[size]): values for size, values in rates.items()}
-    line_with_seeds(left, by_width, color=colour(Default), marker=".", linestyle="none")
+    grey = colour(Default)
+    by_width = {
+        float(WIDTHS[size]): {seed: 10**rate for seed, rate in seeds.items()} for size, seeds in rates.items() if seeds
+    }
+    on_seed_0 = {float(WIDTHS[size]): 10**each.critical for size, each in found.items() if not rates.get(size)}
+    line_with_seeds(left, by_width, color=grey, marker=".", linestyle="none")
     if len(by_width) > 1:
         slope, start = fit(
             [(math.log10(width), math.log10(rate)) for width, seeds in by_width.items() for rate in seeds.values()]
         )
         fitted = [10 ** (start + slope * math.log10(width)) for width in by_width]
-        left.plot(list(by_width), fitted, color=colour(Default), linewidth=1, label=f"width^{slope:.2f}")
+        left.plot(list(by_width), fitted, color=grey, linewidth=1, label=f"width^{slope:.2f}")
+    if on_seed_0:
+        left.scatter(list(on_seed_0), list(on_seed_0.values()), facecolors="none", edgecolors=grey, label="seed 0 only")
+    if left.get_legend_handles_labels()[0]:
         left.legend()
     left.set(xscale="log", yscale="log", ylabel="critical learning rate of the default", title="MHA, Muon")
     left.yaxis.set(major_locator=LogLocator(subs=(1, 2, 3, 4, 6)), major_formatter="{x:g}", minor_locator=NullLocator())
     for method in (Default, Quack, Budget, QKNorm):
-        losses = available(rates, partial(_above, results, method))
+        losses = available(found, partial(_above, results, method))
         points = {float(WIDTHS[size]): values for size, values in losses.items()}
         line_with_seeds(right, points, color=colour(method), marker=".", label=METHOD_NAMES[method])
     right.set(xscale="log", ylabel="validation loss", title=f"about {ABOVE_CRITICAL} times the critical learning rate")
     if right.lines:
         right.legend()
     for axes in (left, right):
-        axes.set_xticks([WIDTHS[size] for size in rates], [f"{WIDTHS[size]}\n{size}" for size in rates], minor=False)
+        axes.set_xticks([WIDTHS[size] for size in found], [f"{WIDTHS[size]}\n{size}" for size in found], minor=False)
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("width, and number of parameters")
     return figure
