@@ -60,6 +60,7 @@ demo: $(LAB)  ## train small models with and without QuacK at a high learning ra
 study: $(LAB)  ## do the missing runs of the study in results/ (hours on two cores; can be interrupted), then write figures and claims
 	$(BIN)/quacklr sweep interventions norms critical budgets
 	$(BIN)/quacklr sweep --until-decided
+	$(BIN)/quacklr sweep longer sizes --seeds 2
 	$(BIN)/quacklr sweep speed --seeds 8
 	$(BIN)/quacklr report
 	$(BIN)/python benchmarks/fill_documents.py

@@ -195,9 +195,16 @@ ADVICE = (
         (Basis("speeches", 1), Basis("speeches", 3)),
     ),
     Advice(
+        "you train longer than 300 steps",
+        "With 3,000 steps, at the learning rate that is too high for it, the default became worse and QuacK better, so "
+        "the difference grew (MLA).",
+        (Basis("longer", 0),),
+    ),
+    Advice(
         "your model is larger than ours",
         "We do not know. The larger our models, the lower the learning rate at which logits exploded (0.3M to 4M "
-        "parameters). QuacK was better than the default at all of these sizes. The paper's runs with 1B agree on three "
+        "parameters). QuacK was better than the default at all of these sizes. With one tau * lr its own largest logit "
+        "grew with the size too, so watch it, and lower tau if it passes 100. The paper's runs with 1B agree on three "
         "points: QuacK is stable where the default is not, a constant tau is worse, QK norm is slightly better in MHA.",
         (Basis("size and critical rate", 0), Basis("every size", 0), Basis("every size", 2)),
     ),
