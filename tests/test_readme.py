@@ -137,7 +137,7 @@ def test_the_first_picture_is_drawn_from_the_ledger(results: Results, tmp_path: 
 
 def test_make_study_asks_for_what_exists() -> None:
     commands = re.findall(r"quacklr sweep (.*)", (ROOT / "Makefile").read_text())
-    assert len(commands) == 3
+    assert len(commands) == 4
     for words in commands:
         goal_of(tyro.cli(Sweep, args=words.split(), config=OPTIONS)).next({})
 
