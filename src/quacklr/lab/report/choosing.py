@@ -197,7 +197,8 @@ ADVICE = (
     Advice(
         "you train longer than 300 steps",
         "With 3,000 steps, at the learning rate that is too high for it, the default became worse and QuacK better, so "
-        "the difference grew (MLA).",
+        "the difference grew (MLA). QK norm was then a little better than QuacK with the tau of the short runs "
+        "([losses](study.md#longer-runs)).",
         (Basis("longer", 0),),
     ),
     Advice(
