@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from torch import nn
 
 from browsers import PATIENCE
@@ -64,10 +65,20 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+def open_search(tab: Page) -> None:
+    """Press the shortcut until the search opens: the page may not listen yet when it has loaded."""
+    box = tab.get_by_role("combobox", name="Search")
+    for _ in range(60):
+        tab.keyboard.press("Control+k")
+        with suppress(PlaywrightTimeout):
+            box.wait_for(timeout=5000)
+            return
+
+
 @pytest.mark.parametrize("where", ["disk", "server"])
 def test_search_finds_a_word_and_opens_its_page(browser: Browser, site: Path, server: str, where: str) -> None:
     with opened(browser, site if where == "disk" else server, "index") as tab:
-        tab.keyboard.press("Control+k")
+        open_search(tab)
         tab.get_by_role("combobox", name="Search").press_sequentially("register_for_checkpointing")
         result = tab.get_by_role("option", name="Train with Accelerate")
         expect(result).to_be_visible()
