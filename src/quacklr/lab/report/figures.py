@@ -18,6 +18,7 @@ from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import ConstantTau, Default, Method, QKNorm, Quack
 from quacklr.lab.report.forest_figure import forest
 from quacklr.lab.report.hero import hero
+from quacklr.lab.report.page import CLAIMS_FIGURE
 from quacklr.lab.report.size_figure import sizes
 from quacklr.lab.report.style import Points, colour, legend_below, line_with_seeds, method_curve, panels, validation
 from quacklr.lab.studies.claims import BOTH
@@ -245,5 +246,5 @@ FIGURES: dict[str, Draw] = {
     "figure-5-sensitivity": sensitivity,
     "figure-6-heatmaps": heatmaps,
     "figure-7-sizes": sizes,
-    "figure-8-claims": forest,
+    CLAIMS_FIGURE: forest,
 }
