@@ -155,15 +155,16 @@ def test_the_table_shows_what_runs_what_ended_and_how_much_is_left(monkeypatch: 
     assert "stopping: every run saves a checkpoint" in summary(stopping, 0, meter)
 
 
-def test_time_left_counts_runs_to_come_and_no_steps_from_before_the_sweep(
+def test_time_left_counts_runs_that_wait_and_no_steps_from_before_the_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     meter = TimeEstimate()
     meter.began = 90.0
-    # 2 runs of 36 steps took 10 s, two are left, and two more will follow
+    # 2 runs of 36 steps took 10 s, and four are left
     config = state().waiting[0].config
-    assert meter.left(replace(state(), later=[with_seed(config, 1), with_seed(config, 2)])) == "0:00:20 left"
+    waiting = deque(Task(with_seed(config, seed), Path("x")) for seed in range(3))
+    assert meter.left(replace(state(), waiting=waiting)) == "0:00:20 left"
     folder = tmp_path / fingerprint(config)
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 29}\n{"step": 30}\n{"st')
@@ -180,7 +181,6 @@ def test_time_left_knows_that_the_steps_of_larger_models_take_longer(monkeypatch
     meter.began = 90.0
     left = f"{duration(40)} left"  # one run of the small model took 10 s
     assert meter.left(State(deque([Task(large, Path("x"))]), [], [made(small, 2.0)])) == left
-    assert meter.left(State(deque(), [], [made(small, 2.0)], later=[large])) == left
 
 
 def test_time_left_of_a_resumed_run_that_crashed_and_of_runs_that_are_running(
@@ -198,8 +198,8 @@ def test_time_left_of_a_resumed_run_that_crashed_and_of_runs_that_are_running(
     crashed = replace(made(config, 2.0), status="crashed", reason="no memory", result={})
     assert meter.left(State(deque([Task(other, Path("x"))]), [], [crashed])) == "time left unknown yet"
     (folder / "metrics.jsonl").write_text('{"step": 33}\n')
-    # 3 steps took 10 s; 3 are left of this run, which is also among those that were expected later, and 36 of another
-    running = State(deque(), [Task(config, folder)], later=[config, other])
+    # 3 steps took 10 s; 3 are left of this run, and 36 of another
+    running = State(deque([Task(other, Path("x"))]), [Task(config, folder)])
     assert meter.left(running) == "0:02:10 left"
     assert "0 of 2 runs done, 1 running" in summary(running, 0, meter)
 

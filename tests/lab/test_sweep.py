@@ -23,7 +23,7 @@ from quacklr.lab.methods import Default, Quack
 from quacklr.lab.sweep import local
 from quacklr.lab.sweep.executor import cores
 from quacklr.lab.sweep.local import Local
-from quacklr.lab.sweep.sweep import ATTEMPTS, Next, State, missing, sweep
+from quacklr.lab.sweep.sweep import ATTEMPTS, State, missing, sweep
 from quacklr.lab.train.checkpoint import checkpoints
 from quacklr.lab.train.runner import run
 from swept_runs import made, three
@@ -67,10 +67,10 @@ def test_runs_that_are_known_later_are_run_too_and_none_twice(corpus: Path, tmp_
     first, second, third = three(corpus)
     ledger, asked = Ledger(tmp_path / "ledger.jsonl"), list[int]()
 
-    def plan(ended: Sequence[Entry]) -> Next:
+    def plan(ended: Sequence[Entry]) -> list[Config]:
         """As a study that selects settings: all its runs as far as they are known."""
         asked.append(len(ended))
-        return Next([[first], [first, second], [first, second, third], [first, second, third]][asked[-1]])
+        return [[first], [first, second], [first, second, third], [first, second, third]][asked[-1]]
 
     state = sweep([first], ledger, Local(2, threads=1), tmp_path / "runs", plan=plan)
     assert [entry.key for entry in state.ended] == [fingerprint(config) for config in (first, second, third)]

@@ -24,7 +24,7 @@ from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult, all_of
 from quacklr.lab.sweep import command
 from quacklr.lab.sweep.command import ClaimsGoal
 from quacklr.lab.sweep.executor import Job, Outcome
-from quacklr.lab.sweep.sweep import Next, sweep
+from quacklr.lab.sweep.sweep import sweep
 from swept_runs import made
 
 Known = dict[str, Entry]
@@ -253,10 +253,10 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was_and_decides_the_same(tmp_pa
         records, executor = Ledger(folder / "ledger.jsonl"), Instant(run, limit)
         known = records.entries()
 
-        def next_runs(ended: Any) -> Next:
+        def next_runs(ended: Any) -> list[Config]:
             return goal.next(known | {entry.key: entry for entry in ended})
 
-        sweep(goal.next(known).runs, records, executor, folder, plan=next_runs)
+        sweep(goal.next(known), records, executor, folder, plan=next_runs)
         return executor.started
 
     whole = swept(tmp_path / "whole", 10**9)
@@ -271,6 +271,19 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was_and_decides_the_same(tmp_pa
     verdicts = [goal.claims(known)[0].verdict for known in (one, other)]
     assert verdicts == ["holds", "holds"]
     assert set(whole) == set(one)
+
+
+def test_a_cluster_with_many_slots_gets_later_seeds_too_the_next_seed_first() -> None:
+    goal, known = ClaimsGoal(["e"], SCALE), dict[str, Entry]()
+    run = noisy(0.04, shift=0.05)
+    for _ in range(8):  # until all settings are selected, and some seeds are judged
+        known |= {fingerprint(config): run(config) for config in plan(goal.claims(known), known).runs}
+    found = plan(goal.claims(known), known)
+    runs = goal.next(known)
+    assert runs[: len(found.runs)] == found.runs
+    assert len(runs) == len(found.left) > len(found.runs)
+    seeds = {config.training.seed for config in runs}
+    assert max(seeds) > min(seeds)
 
 
 def test_a_dry_run_lists_verdicts_and_what_is_left(

@@ -118,8 +118,8 @@ def page(entries: Sequence[Entry], claims: Sequence[ClaimResult], figures: Seque
 
 
 def other_code(entry: Entry) -> str:
-    """A mark for a run that another version of the code has trained."""
-    return "" if entry.environment.get("code", code_version()) == code_version() else "other code"
+    """A mark for a run that another version of the code has trained, or code whose version was not recorded."""
+    return "" if entry.environment.get("code") == code_version() else "other code"
 
 
 def inline(script: str) -> Markup:

@@ -29,7 +29,7 @@ from quacklr.lab.sweep.display import display, listing
 from quacklr.lab.sweep.executor import Executor
 from quacklr.lab.sweep.interleaved import Interleaved
 from quacklr.lab.sweep.local import Local
-from quacklr.lab.sweep.sweep import Next, State, missing, sweep
+from quacklr.lab.sweep.sweep import State, missing, sweep
 from quacklr.util import terminal
 
 TIMED = "speed"  # the study whose runs are interleaved
@@ -88,8 +88,8 @@ class Goal(Protocol):
     def runs(self, known: dict[str, Entry]) -> list[Config]:
         """All runs that are known to be needed, also those that have ended."""
 
-    def next(self, known: dict[str, Entry]) -> Next:
-        """The runs to do next, and those that are expected to follow."""
+    def next(self, known: dict[str, Entry]) -> list[Config]:
+        """The runs that are left, the first to do first."""
 
     def listing(self, known: dict[str, Entry]) -> str:
         """What --dry-run prints."""
@@ -113,9 +113,9 @@ class StudiesGoal:
         configs = (config for name in self.names for config in runs_of(name, self.scale, known, self.seeds))
         return list({fingerprint(config): config for config in configs}.values())
 
-    def next(self, known: dict[str, Entry]) -> Next:
+    def next(self, known: dict[str, Entry]) -> list[Config]:
         """The runs that are not in the ledger."""
-        return Next(missing(self.runs(known), known, self.retry))
+        return missing(self.runs(known), known, self.retry)
 
     def listing(self, known: dict[str, Entry]) -> str:
         """Each run, and how it ended."""
@@ -134,14 +134,13 @@ class ClaimsGoal:
         return f"until decided: {', '.join(self.names) or 'all claims'}"
 
     def runs(self, known: dict[str, Entry]) -> list[Config]:
-        """The runs to do next."""
-        return plan(self.claims(known), known).runs
+        """The runs that are left, if means and spreads do not change."""
+        return plan(self.claims(known), known).left
 
-    def next(self, known: dict[str, Entry]) -> Next:
-        """The runs to do next, and those that follow if means and spreads do not change."""
+    def next(self, known: dict[str, Entry]) -> list[Config]:
+        """One more seed for each claim, then the runs that follow if means and spreads do not change."""
         found = plan(self.claims(known), known)
-        first = {fingerprint(config) for config in found.runs}
-        return Next(found.runs, [config for config in found.left if fingerprint(config) not in first])
+        return missing([*found.runs, *found.left], known)
 
     def listing(self, known: dict[str, Entry]) -> str:
         """The verdicts, the comparisons that are not decided, and an estimate of the runs that they need."""
@@ -192,10 +191,9 @@ def execute(given: Sweep) -> State | None:
     if given.dry_run:
         terminal.print_result(goal.listing(known))
         return None
-    configs, (todo, later) = goal.runs(known), goal.next(known)
-    todo = list(todo)
+    configs, todo = goal.runs(known), goal.next(known)
 
-    def next_runs(ended: Sequence[Entry]) -> Next:
+    def next_runs(ended: Sequence[Entry]) -> list[Config]:
         return goal.next(known | {entry.key: entry for entry in ended})
 
     validate_corpora(configs, known)
@@ -205,7 +203,7 @@ def execute(given: Sweep) -> State | None:
             ledger.validate_writable()
             cost = RunCost(known.values())
             with display(goal.title(), len(configs) - len(todo), cost.step_seconds) as show:
-                return sweep(todo, ledger, executor, given.runs, show, next_runs, later)
+                return sweep(todo, ledger, executor, given.runs, show, next_runs)
     finally:
         executor.close()
 

@@ -61,7 +61,7 @@ class TimeEstimate:
     def left(self, state: State) -> str:
         """Such as `1:20:00 left`."""
         self.observe(state)
-        done, remaining = 0.0, sum(self._cost(config) for config in to_come(state))
+        done, remaining = 0.0, sum(self._cost(task.config) for task in state.waiting)
         for entry in state.ended:
             done += self._cost(entry.config, max(0, entry.result.get("step", 0) - self._first.get(entry.key, 0)))
         for task in state.running:
@@ -78,16 +78,9 @@ class TimeEstimate:
         return self._step_cost(config) * (config.training.steps if steps is None else steps)
 
 
-def to_come(state: State) -> list[Config]:
-    """The runs that wait, and those that are expected after them and are not running already."""
-    running = {fingerprint(task.config) for task in state.running}
-    later = [config for config in state.later if fingerprint(config) not in running]
-    return [*(task.config for task in state.waiting), *later]
-
-
 def summary(state: State, known: int, estimate: TimeEstimate) -> str:
     """One line: runs done, running and failed, and the time left."""
-    total = known + len(state.ended) + len(state.running) + len(to_come(state))
+    total = known + len(state.ended) + len(state.running) + len(state.waiting)
     troubled = sum(entry.status != "finished" for entry in state.ended)
     parts = [f"{known + len(state.ended)} of {total} runs done", f"{len(state.running)} running"]
     parts += [f"{troubled} diverged or crashed"] if troubled else []

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.ledger import Entry, Ledger, crashed
@@ -39,17 +38,8 @@ class State:
     waiting: deque[Task]
     running: list[Task] = field(default_factory=list)
     ended: list[Entry] = field(default_factory=list)
-    later: Sequence[Config] = ()
-    """The runs that are expected to be needed after those in `waiting`."""
     stopped: int | None = None
     """The signal that stopped the sweep early."""
-
-
-class Next(NamedTuple):
-    """The runs that a sweep does next, and those that are expected to be needed after them."""
-
-    runs: Iterable[Config]
-    later: Sequence[Config] = ()
 
 
 def missing(configs: Iterable[Config], known: dict[str, Entry], retry: bool = False) -> list[Config]:
@@ -65,16 +55,15 @@ def sweep(
     executor: Executor,
     runs: Path,
     show: Callable[[State], None] = lambda _: None,
-    plan: Callable[[Sequence[Entry]], Next] | None = None,
-    later: Sequence[Config] = (),
+    plan: Callable[[Sequence[Entry]], Iterable[Config]] | None = None,
 ) -> State:
     """Execute all runs, each in the folder `runs / fingerprint`, and append them to the ledger.
 
     When a run has ended, `plan` is called with all entries of this sweep. The runs that it returns replace the waiting
-    ones. `later` are the runs that `plan` is expected to add. A run whose process dies is resumed from its
-    checkpoint, with three starts at most. After SIGINT or SIGTERM all runs save a checkpoint, and the function returns.
+    ones. A run whose process dies is resumed from its checkpoint, with three starts at most. After SIGINT or SIGTERM
+    all runs save a checkpoint, and the function returns.
     """
-    state, tasks = State(deque(), later=later), dict[Path, Task]()
+    state, tasks = State(deque()), dict[Path, Task]()
 
     def queue(configs: Iterable[Config]) -> None:
         busy = {task.path for task in state.running} | {runs / entry.key for entry in state.ended}
@@ -93,8 +82,7 @@ def sweep(
             while state.waiting and len(state.running) < executor.slots and state.stopped is None:
                 _start(state.waiting.popleft(), state, executor)
             if _collect(state, ledger) and plan is not None and state.stopped is None:
-                planned, state.later = plan(state.ended)
-                queue(planned)
+                queue(plan(state.ended))
             show(state)
             time.sleep(executor.pause)
     return state
