@@ -17,7 +17,8 @@ from quacklr.lab.demo import sentence, table
 from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.options import OPTIONS
 from quacklr.lab.report import markdown
-from quacklr.lab.report.choosing import ADVICE, choosing, open_questions, outdated
+from quacklr.lab.report.advice import TABLES
+from quacklr.lab.report.choosing import choosing, open_questions, outdated
 from quacklr.lab.report.command import draw
 from quacklr.lab.report.figures import FIGURES
 from quacklr.lab.studies.all_claims import claim_results
@@ -98,13 +99,15 @@ def test_claims_and_methods_in_results_are_what_the_ledger_says(results: Results
     assert markdown.evidence(findings) in claims
     assert markdown.methods(results) in methods
     advice = (RESULTS / "choosing.md").read_text()
-    assert choosing(findings, ADVICE, results.scale.high) in advice
+    for lines in TABLES.values():
+        assert choosing(findings, lines, results.scale.high) in advice
     assert open_questions(findings) in advice
 
 
 def test_the_advice_is_for_the_verdicts_of_the_study(results: Results) -> None:
-    """If this fails, a verdict has changed: read the line of ADVICE again, and revise it."""
-    assert outdated(claim_results(results), ADVICE) == []
+    """If this fails, a verdict has changed: read this line of report/advice.py again, and revise it."""
+    claims = claim_results(results)
+    assert [line for lines in TABLES.values() for line in outdated(claims, lines)] == []
 
 
 def test_nothing_crashed_and_a_claim_that_is_open_knows_its_next_runs(results: Results, entries: list[Entry]) -> None:

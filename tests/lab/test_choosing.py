@@ -9,17 +9,21 @@ from functools import partial
 import pytest
 
 from made_ledger import HIGH, SCALE, ledger
-from quacklr.lab.report.choosing import ADVICE, Advice, Basis, choosing, minus_quack, outdated
+from quacklr.lab.report.advice import TABLES
+from quacklr.lab.report.choosing import Advice, AdviceTable, Basis, choosing, found_text, minus_quack, outdated, part_of
 from quacklr.lab.report.deciding import deciding, short_label
 from quacklr.lab.studies.all_claims import CLAIM_NAMES, claim_results
 from quacklr.lab.studies.comparison import Comparison, Test, Verdict, agree, below, less
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
-LINES = [
-    Advice("it can change", "QK norm", [Basis("f", 0)]),
-    Advice("you cannot", "QuacK", [Basis("e", 0), Basis("b", 1, "fails"), Basis("cosine", 0)]),
-]
+LINES = AdviceTable(
+    ("attention", "change", "use"),
+    (
+        Advice(("MHA", "yes"), "QK norm", [Basis("f", ["- QK norm"])]),
+        Advice(("MLA", "no"), "QuacK", [Basis("e", ["MHA", "- QuacK"]), Basis("b", ["MHA"], "fails"), Basis("cosine")]),
+    ),
+)
 
 
 def results_of(claims: Sequence[ClaimResult], name: str) -> Sequence[Comparison]:
@@ -29,14 +33,15 @@ def results_of(claims: Sequence[ClaimResult], name: str) -> Sequence[Comparison]
 def test_each_line_has_the_numbers_of_its_comparisons_as_other_methods_minus_quack() -> None:
     claims = claim_results(Results(ledger(), SCALE))
     head, _, first, second = choosing(claims, LINES, HIGH).splitlines()
-    assert head == "| if | then | difference of the losses |"
+    assert head == "| attention | change | use | evidence |"
     behind, constant = results_of(claims, "f")[0], results_of(claims, "e")[0]
     assert behind.label.startswith("MHA, Muon, lr 0.1: QuacK (tau 1) - QK norm"), "QuacK is first in the claim"
     assert first == (
-        f"| it can change | QK norm | MHA: QK norm - QuacK (tau 1): {-behind.mean:+.3f} "
-        f"[{-behind.high:+.3f}, {-behind.low:+.3f}], 3 seeds (*f*) |"
+        f"| MHA | yes | QK norm | MHA: QK norm - QuacK (tau 1): {-behind.mean:+.3f} "
+        f"[{-behind.high:+.3f}, {-behind.low:+.3f}], 3 seeds: **lower** (*f*) |"
     )
     assert f"| MHA: constant tau (tau 0.1) - QuacK (tau 1): {constant.mean:+.3f} [" in second
+    assert "3 seeds: **higher** (*e*)<br>" in second
     assert second.endswith("<br>not run yet (*cosine*) |")
 
 
@@ -50,18 +55,47 @@ def test_only_quack_minus_another_method_is_turned_around() -> None:
 def test_advice_for_another_verdict_is_found() -> None:
     claims = claim_results(Results(ledger(), SCALE))
     assert outdated(claims, LINES) == [
-        "you cannot: b, comparison 1: holds, not fails",
-        "you cannot: cosine, comparison 0: not run, not holds",
+        "MLA, no: b, MHA: holds, not fails",
+        "MLA, no: cosine: not run, not holds",
     ]
 
 
 def test_all_claims_of_the_advice_exist() -> None:
-    assert {basis.claim for line in ADVICE for basis in line.relies_on} <= set(CLAIM_NAMES)
+    lines = [line for each in TABLES.values() for line in each.lines]
+    assert {basis.claim for line in lines for basis in line.relies_on} <= set(CLAIM_NAMES)
+
+
+def test_lines_fit_their_columns() -> None:
+    for each in TABLES.values():
+        assert {len(line.situation) + 1 for line in each.lines} == {len(each.columns)}
 
 
 def part(mean: float, low: float, high: float, test: Test = less) -> ClaimPart:
     label, same_within = "MHA, Muon, lr 0.1: x - y, validation loss", 0.02 if low < 0 else 0.0
     return ClaimPart(test, Comparison(label, mean, low, high, (mean,) * 3, same_within))
+
+
+@pytest.mark.parametrize(
+    ("compared", "text"),
+    [
+        (part(-0.1, -0.2, -0.05), "lower"),
+        (part(0.1, 0.05, 0.2), "higher"),
+        (part(0.1, 0.01, 0.04, partial(below, limit=0.05)), "higher"),
+        (part(0.0, -0.01, 0.04, partial(below, limit=0.05)), "at most 0.05 higher"),
+        (part(0.0, -0.01, 0.06, partial(below, limit=0.05)), "undecided"),
+        (part(0.0, -0.01, 0.01), "the same"),
+        (part(0.0, -0.01, 0.03), "undecided"),
+    ],
+)
+def test_what_a_comparison_found_in_words(compared: ClaimPart, text: str) -> None:
+    assert found_text(compared) == text
+
+
+def test_of_several_comparisons_the_least_clear_one_is_shown() -> None:
+    clear, unclear = part(-1.0, -1.1, -0.9), part(-0.1, -0.15, -0.05)
+    claim = ClaimResult("x", "A sentence.", "own", "holds", "cpu", "", (clear, unclear))
+    assert part_of({"x": claim}, Basis("x", ["MHA"])) is unclear
+    assert part_of({"x": claim}, Basis("x", ["MLA"])) is None
 
 
 @pytest.mark.parametrize(

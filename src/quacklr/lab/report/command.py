@@ -16,7 +16,8 @@ from quacklr.lab.files import atomic_write
 from quacklr.lab.ledger import Ledger
 from quacklr.lab.options import read
 from quacklr.lab.report import markdown
-from quacklr.lab.report.choosing import ADVICE, choosing, open_questions
+from quacklr.lab.report.advice import TABLES
+from quacklr.lab.report.choosing import choosing, open_questions
 from quacklr.lab.report.figures import FIGURES, Draw
 from quacklr.lab.report.page import PageFigure, page
 from quacklr.lab.report.style import hide_empty_panels
@@ -85,9 +86,9 @@ def code_versions(results: Results) -> str:
 
 
 def choosing_page(claims: Sequence[ClaimResult], lr: float) -> str:
-    """The advice, and the claims without a verdict."""
-    advice = choosing(claims, ADVICE, lr)
-    return f"# Choosing a method\n\n## Advice\n\n{advice}\n## Open\n\n{open_questions(claims)}"
+    """The tables of advice, and the claims without a verdict."""
+    advice = "".join(f"## {name}\n\n{choosing(claims, lines, lr)}\n" for name, lines in TABLES.items())
+    return f"# Choosing a method\n\n{advice}## Open\n\n{open_questions(claims)}"
 
 
 def write(path: Path, content: str | bytes) -> Path:
