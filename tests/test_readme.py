@@ -18,7 +18,7 @@ from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.options import OPTIONS
 from quacklr.lab.report import markdown
 from quacklr.lab.report.advice import TABLES
-from quacklr.lab.report.choosing import choosing, open_questions, outdated
+from quacklr.lab.report.choosing import choosing, numbers, open_questions, outdated
 from quacklr.lab.report.command import draw
 from quacklr.lab.report.figures import FIGURES
 from quacklr.lab.studies.all_claims import claim_results
@@ -101,6 +101,7 @@ def test_claims_and_methods_in_results_are_what_the_ledger_says(results: Results
     advice = (RESULTS / "choosing.md").read_text()
     for lines in TABLES.values():
         assert choosing(findings, lines, results.scale.high) in advice
+    assert numbers(findings, TABLES.values(), results.scale.high) in advice
     assert open_questions(findings) in advice
 
 

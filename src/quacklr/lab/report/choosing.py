@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from quacklr.lab.studies.comparison import Comparison, Verdict
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
 OPEN = ("undecided", "not run")
+SETTINGS = re.compile(r" \([^)]*\)")
+"""The settings of a method in a label, such as ` (tau 1)`."""
 
 
 class Basis(NamedTuple):
@@ -30,16 +33,15 @@ class Basis(NamedTuple):
 class Advice:
     """A line of a table."""
 
-    situation: Sequence[str]
-    """One text for each of the first columns."""
+    situation: str
     advice: str
     relies_on: Sequence[Basis]
 
 
 class AdviceTable(NamedTuple):
-    """Lines of advice with the same columns."""
+    """Lines of advice, and the names of their first two columns."""
 
-    columns: Sequence[str]
+    columns: tuple[str, str]
     lines: Sequence[Advice]
 
 
@@ -47,7 +49,7 @@ def choosing(claims: Sequence[ClaimResult], advice: AdviceTable, lr: float) -> s
     """A table of advice, with the numbers of the claims; `lr` is the learning rate of most claims."""
     by_name = {claim.name: claim for claim in claims}
     rows = [
-        (*line.situation, line.advice, "<br>".join(evidence(by_name, basis, lr) for basis in line.relies_on))
+        (line.situation, line.advice, "<br>".join(evidence(by_name, basis, lr) for basis in line.relies_on))
         for line in advice.lines
     ]
     return table((*advice.columns, "evidence"), rows)
@@ -58,7 +60,7 @@ def outdated(claims: Sequence[ClaimResult], advice: AdviceTable) -> list[str]:
     by_name = {claim.name: claim for claim in claims}
     found = [(line, basis, verdict_on(by_name, basis)) for line in advice.lines for basis in line.relies_on]
     return [
-        f"{', '.join(line.situation)}: {', '.join((basis.claim, *basis.about))}: {verdict}, not {basis.verdict}"
+        f"{line.situation}: {', '.join((basis.claim, *basis.about))}: {verdict}, not {basis.verdict}"
         for line, basis, verdict in found
         if verdict != basis.verdict
     ]
@@ -78,14 +80,26 @@ def verdict_on(by_name: Mapping[str, ClaimResult], basis: Basis) -> Verdict:
 
 
 def evidence(by_name: Mapping[str, ClaimResult], basis: Basis, lr: float) -> str:
-    """Which minus which, the mean difference, its interval, the number of seeds, what was found, and the claim."""
+    """Which method minus which, the mean difference, and what it shows."""
     part = part_of(by_name, basis)
     if part is None:
-        return f"not run yet (*{basis.claim}*)"
+        return f"*{basis.claim}*: not run yet"
     part = minus_quack(part)
-    seeds = f"{part.comparison.seeds} seed{'s' * (part.comparison.seeds != 1)}"
-    numbers = f"{short_label(part, lr)}: {difference_text(part.comparison)}, {seeds}"
-    return f"{numbers}: **{found_text(part)}** (*{basis.claim}*)"
+    label = SETTINGS.sub("", short_label(part, lr))
+    return f"{label}: {part.comparison.mean:+.3f}, **{found_text(part)}**"
+
+
+def numbers(claims: Sequence[ClaimResult], tables: Iterable[AdviceTable], lr: float) -> str:
+    """A table of all comparisons that the advice relies on, with settings, intervals, seeds and claims."""
+    by_name, rows = {claim.name: claim for claim in claims}, dict[str, Sequence[str]]()
+    for basis in (basis for each in tables for line in each.lines for basis in line.relies_on):
+        part = part_of(by_name, basis)
+        if part is not None:
+            part = minus_quack(part)
+            label, found = short_label(part, lr), part.comparison
+            row = (label, f"{found.mean:+.3f}", interval_text(found), str(found.seeds), basis.claim)
+            rows.setdefault(label, row)
+    return table(("comparison", "difference", "interval", "seeds", "claim"), rows.values())
 
 
 def found_text(part: ClaimPart) -> str:
@@ -115,10 +129,10 @@ def is_quack(method: Method) -> bool:
     return isinstance(method, Quack) and method == Quack(method.tau)
 
 
-def difference_text(comparison: Comparison) -> str:
-    """The mean difference and its interval: `-0.035 [-0.058, -0.012]`."""
+def interval_text(comparison: Comparison) -> str:
+    """Such as `-0.058 to -0.012`; empty if there are too few seeds for an interval."""
     known = math.isfinite(comparison.high - comparison.low)
-    return f"{comparison.mean:+.3f}" + (f" [{comparison.low:+.3f}, {comparison.high:+.3f}]" if known else "")
+    return f"{comparison.low:+.3f} to {comparison.high:+.3f}" if known else ""
 
 
 def open_questions(claims: Sequence[ClaimResult]) -> str:

@@ -17,7 +17,7 @@ from quacklr.lab.ledger import Ledger
 from quacklr.lab.options import read
 from quacklr.lab.report import markdown
 from quacklr.lab.report.advice import TABLES
-from quacklr.lab.report.choosing import choosing, open_questions
+from quacklr.lab.report.choosing import choosing, numbers, open_questions
 from quacklr.lab.report.figures import FIGURES, Draw
 from quacklr.lab.report.page import PageFigure, page
 from quacklr.lab.report.style import hide_empty_panels
@@ -86,9 +86,10 @@ def code_versions(results: Results) -> str:
 
 
 def choosing_page(claims: Sequence[ClaimResult], lr: float) -> str:
-    """The tables of advice, and the claims without a verdict."""
+    """The tables of advice, the comparisons that they rely on, and the claims without a verdict."""
     advice = "".join(f"## {name}\n\n{choosing(claims, lines, lr)}\n" for name, lines in TABLES.items())
-    return f"# Choosing a method\n\n{advice}## Open\n\n{open_questions(claims)}"
+    found = f"## Numbers\n\n{numbers(claims, TABLES.values(), lr)}\n## Open\n\n{open_questions(claims)}"
+    return f"# Choosing a method\n\n{advice}{found}"
 
 
 def write(path: Path, content: str | bytes) -> Path:
