@@ -80,7 +80,7 @@ def test_the_number_of_diverged_runs_is_shown_with_the_loss(
     entries = [lost(run, run.history[:1]) if run.config.training.seed > 1 else run for run in runs(4)]
     assert reported(tmp_path, entries, monkeypatch) == 0
     assert "32 runs at the scale cpu, 16 of them diverged: " in capsys.readouterr().out
-    assert (tmp_path / "methods.md").read_text().count(", 2 of 3 diverged)") == 4, (
+    assert (tmp_path / "methods.md").read_text().count(", n 3, 2 diverged)") == 4, (
         "default and QK norm, which have no setting to select; seed 0 is not judged"
     )
 

@@ -35,10 +35,10 @@ def forest(results: Results) -> Figure:
 
     One comparison of validation losses for each claim, named on the right. If the claim fails, it is the clearest one
     that fails; otherwise the least clear one of those with the verdict of the claim. A line is the interval of the
-    difference, a large dot its mean, a small dot one seed. Below zero the method that is named first is better (for
-    "gain at 4M - gain at 0.3M", above zero the larger model gains more). A short bar is the limit of a claim that
-    allows a difference. The shaded range is "the same"; outside of it the axis is logarithmic. Claims without a
-    comparison of losses, and those that were not run, are left out.
+    difference, a large dot its mean, a small dot one seed. Below zero the method that is named first is better (in the
+    row of gains, above zero the larger model gains more). A short bar is the limit of a claim that allows a
+    difference. The shaded range is "the same"; outside of it the axis is logarithmic. Claims without a comparison of
+    losses, and those that were not run, are left out.
     """
     shown = [(claim, part) for claim in claim_results(results) if (part := deciding(claim)) is not None]
     rows = [(claim, part) for claim, part in shown if part.comparison.label.endswith(IN_NATS)]
@@ -56,7 +56,9 @@ def forest(results: Results) -> Figure:
     for side, texts in ((axes, names), (axes.secondary_yaxis("right"), labels)):
         side.set_yticks(range(len(rows)), texts)
         side.tick_params(axis="y", length=0)
-    axes.set_xlabel("validation loss of the first method - that of the second, nats")
+    axes.set_xlabel(
+        "validation loss of the first method - that of the second, nats; logarithmic outside the shaded range"
+    )
     found = {colour_of(claim, part) for claim, part in rows}
     names_of_colours = {colour: verdict for verdict, colour in VERDICT_COLOURS.items()} | {TOO_FEW: "too few seeds"}
     verdicts = [

@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import mean
 
-from quacklr.lab.methods import Budget, Method, QKNorm
+from quacklr.lab.methods import Budget, QKNorm, SigmaReparametrised
 from quacklr.lab.studies.budget_table import PAPER, by_model, methods_in
 from quacklr.lab.studies.cell import Cell
 from quacklr.lab.studies.comparison import SAME
 from quacklr.lab.studies.measures import largest_logit, lr_sensitivity
-from quacklr.lab.studies.names import METHOD_NAMES, settings_of
+from quacklr.lab.studies.names import settings_of
 from quacklr.lab.studies.results import Results, available
-from quacklr.lab.studies.tuned_methods import TUNED, TunedMethod
+from quacklr.lab.studies.tuned_methods import (
+    EVERYWHERE,
+    ISOTROPIC,
+    TUNED,
+    WITH_CLIP,
+    WITH_QK_NORM,
+    WITH_SIGMA,
+    TunedMethod,
+    fixed,
+)
 from quacklr.lab.studies.verdicts import ClaimResult, geometric_mean, mean_and_sd
 
+VARIANTS = (fixed(SigmaReparametrised("qk")), ISOTROPIC, EVERYWHERE, WITH_QK_NORM, WITH_SIGMA, WITH_CLIP)
+"""Methods of the study that are variants or combinations of others."""
 HEADINGS = {"paper": "The paper's claims", "own": "Questions of our own"}
 
 
@@ -56,12 +67,12 @@ def methods(results: Results) -> str:
     )
     parts = []
     for attention in results.scale.attentions:
-        rows = [method_row(results, attention, method) for method in METHOD_NAMES]
+        rows = [method_row(results, attention, method) for method in (*TUNED.values(), *VARIANTS)]
         parts.append(f"## {attention.upper()}, validation loss\n\n{table(head, filter(None, rows))}")
     return "\n".join(parts)
 
 
-def method_row(results: Results, attention: str, method: type[Method]) -> list[str]:
+def method_row(results: Results, attention: str, method: TunedMethod) -> list[str]:
     """The row of a method in `methods`; empty if it was not run."""
     rates, high = results.scale.rates, results.scale.high
     losses = available(rates, lambda lr: mean_and_sd(results.best(attention, method, lr)))
@@ -69,7 +80,7 @@ def method_row(results: Results, attention: str, method: type[Method]) -> list[s
     sensitivity = available([high], lambda _: f"{mean(results.lr_sensitivity(attention, method).values()):.3f}")
     setting = available([high], lambda lr: settings_of(results.best(attention, method, lr).method))
     cells = [losses.get(lr, "") for lr in rates] + [each.get(high, "") for each in (logit, sensitivity, setting)]
-    return [METHOD_NAMES[method], *cells] if losses else []
+    return [method.name, *cells] if losses else []
 
 
 def budget(results: Results) -> str:

@@ -23,8 +23,9 @@ def sizes(results: Results) -> Figure:
 
     MHA of four widths with heads of the same size, trained with Muon. Left: the learning rate at which the largest
     logit of the default is 100, and a power law fitted to it. A circle is known from seed 0 only, and not fitted.
-    Right: the validation loss at ten times this learning rate, rounded to 0.1, 0.3, 1, ... A small dot for every seed.
-    All axes but that of the losses are logarithmic.
+    Right: the validation loss at ten times this learning rate, rounded to 0.1, 0.3, 1, ...; losses at different
+    learning rates are not joined by a line. A small dot for every seed. All axes but that of the losses are
+    logarithmic.
     """
     figure, [[left, right]] = panels(1, 2, 4.2, 3.2)
     found = available(WIDTHS, partial(bracket, results))
@@ -49,17 +50,22 @@ def sizes(results: Results) -> Figure:
         left.legend()
     left.set(xscale="log", yscale="log", ylabel="critical learning rate of the default", title="MHA, Muon")
     left.yaxis.set(major_locator=LogLocator(subs=(1, 2, 3, 4, 6)), major_formatter="{x:g}", minor_locator=NullLocator())
+    cells, labelled = {size: above_critical(results, size) for size in found}, set[type[Method]]()
     for method in (Default, Quack, Budget, QKNorm):
         losses = available(found, partial(_above, results, method))
-        points = {float(WIDTHS[size]): values for size, values in losses.items()}
-        line_with_seeds(right, points, color=colour(method), marker=".", label=METHOD_NAMES[method])
+        for lr in sorted({cells[size].lr for size in losses}, reverse=True):  # losses at different rates are not joined
+            points = {float(WIDTHS[size]): values for size, values in losses.items() if cells[size].lr == lr}
+            label = METHOD_NAMES[method] if method not in labelled else None
+            line_with_seeds(right, points, color=colour(method), marker=".", label=label)
+            labelled.add(method)
     right.set(xscale="log", ylabel="validation loss", title=f"about {ABOVE_CRITICAL} times the critical learning rate")
     if right.lines:
         right.legend()
     for axes in (left, right):
-        axes.set_xticks([WIDTHS[size] for size in found], [f"{WIDTHS[size]}\n{size}" for size in found], minor=False)
+        texts = [f"{WIDTHS[size]}\n{size}" + f"\nlr {cells[size].lr:g}" * (axes is right) for size in found]
+        axes.set_xticks([WIDTHS[size] for size in found], texts, minor=False)
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("width, and number of parameters")
+        axes.set_xlabel("width, number of parameters" + ", learning rate" * (axes is right))
     return figure
 
 

@@ -151,12 +151,15 @@ class Results:
         assert tuned.first is not None
         cells = [each for each in self.scale.cells() if each.adamw == cell.adamw]
         firsts = [tuned.first(each) for each in cells]
-        means = {}
-        for steps in (0, -1, 1):
-            methods = [tuned.of_value(neighbour(first, steps)) for first in firsts]
-            runs = [each.run(method, TUNING_SEED) for each, method in zip(cells, methods, strict=True)]
-            means[steps] = mean(self._tuning_losses(runs, f"the {tuned.setting} of {tuned.name} is not selected yet"))
-        return min(means, key=lambda steps: means[steps])
+        best, means = 0, dict[int, float]()
+        while not {best - 1, best, best + 1} <= means.keys():
+            for steps in {best, best - 1, best + 1} - means.keys():
+                methods = [tuned.of_value(neighbour(first, steps)) for first in firsts]
+                runs = [each.run(method, TUNING_SEED) for each, method in zip(cells, methods, strict=True)]
+                reason = f"the {tuned.setting} of {tuned.name} is not selected yet"
+                means[steps] = mean(self._tuning_losses(runs, reason))
+            best = min(means, key=lambda steps: means[steps])
+        return best
 
     def _tuning_losses(self, runs: Sequence[Config], reason: str) -> list[float]:
         entries = [self.known.get(fingerprint(run)) for run in runs]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import mean
+
 from quacklr.lab.methods import Default, Quack
 from quacklr.lab.studies.comparison import compare, difference, less, more
 from quacklr.lab.studies.results import MethodRuns, Results
-from quacklr.lab.studies.sizes import ABOVE_CRITICAL, JUDGED, above_critical, critical_rate, tau_of_size
+from quacklr.lab.studies.sizes import JUDGED, above_critical, bracket, critical_rate, tau_of_size
 from quacklr.lab.studies.verdicts import Answer, Claim, answer, mean_and_sd
 
 
@@ -21,9 +23,11 @@ def larger_is_critical_earlier(results: Results) -> Answer:
     (small, first), *_, (large, last) = found.items()
     label = f"MHA, Muon: {large} - {small}, log10 of the critical learning rate"
     runs = (last.low, last.high, first.low, first.high)
-    text = ", ".join(f"{10**each.on_tuning_seed:.2g} at {size}" for size, each in found.items())
+    rates = {size: each.by_seed().values() for size, each in found.items()}
+    text = ", ".join(f"{10 ** mean(each):.2g} at {size} (n {len(each)})" for size, each in rates.items() if each)
     return answer(
-        f"critical learning rate {text} (seed 0)", (less, compare(label, last.by_seed(), first.by_seed(), *runs))
+        f"critical learning rate, mean over the seeds: {text}",
+        (less, compare(label, last.by_seed(), first.by_seed(), *runs)),
     )
 
 
@@ -39,10 +43,15 @@ def gains_more_with_size(results: Results) -> Answer:
     pairs = {size: methods_above(results, size) for size in JUDGED}
     gains = {size: gain(*pair) for size, pair in pairs.items()}
     (small, of_small), *_, (large, of_large) = gains.items()
-    label = f"MHA, Muon, {ABOVE_CRITICAL} times the critical lr: gain at {large} - gain at {small}, validation loss"
+    lrs = {size: quack.cell.lr for size, (quack, _) in pairs.items()}
+    label = f"MHA, Muon: gain at {large} and lr {lrs[large]:g} - gain at {small} and lr {lrs[small]:g}, validation loss"
     compared = compare(label, of_large, of_small, *pairs[large], *pairs[small])
-    text = ", ".join(f"{sum(each.values()) / len(each):.3f} at {size}" for size, each in gains.items())
-    return answer(f"loss of the default - loss of QuacK: {text}", (more, compared))
+    times = {size: lr / 10 ** bracket(results, size).critical for size, lr in lrs.items()}
+    texts = [
+        f"{mean(each.values()):.3f} at {size} and lr {lrs[size]:g}, {times[size]:.1f} times the critical one"
+        for size, each in gains.items()
+    ]
+    return answer(f"loss of the default - loss of QuacK: {'; '.join(texts)}", (more, compared))
 
 
 def gain(quack: MethodRuns, default: MethodRuns) -> dict[int, float]:

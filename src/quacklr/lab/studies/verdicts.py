@@ -95,12 +95,13 @@ def logit_above_stable(runs: MethodRuns) -> Comparison:
 
 
 def mean_and_sd(runs: MethodRuns) -> str:
-    """The mean loss, its standard deviation over the seeds, and how many diverged: `2.393 (sd 0.012)`."""
+    """The mean loss, its standard deviation, the number of seeds, and how many diverged: `2.393 (sd 0.012, n 3)`."""
     values = list(runs.by_seed(loss).values())
     diverged = sum(entry.status == "diverged" for entry in runs.runs.values())
     parts = [f"sd {stdev(values):.3f}"] if len(values) > 1 else []
-    parts += [f"{diverged} of {len(values)} diverged"] if diverged else []
-    return f"{mean(values):.3f}" + (f" ({', '.join(parts)})" if parts else "")
+    parts += [f"n {len(values)}"]
+    parts += [f"{diverged} diverged"] if diverged else []
+    return f"{mean(values):.3f} ({', '.join(parts)})"
 
 
 def method_means(results: Results, attention: str, methods: Iterable[AnyMethod], lr: float | None) -> str:
