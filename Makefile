@@ -57,8 +57,8 @@ mutants: $(READY)  ## change a line or two of each module and list the changes t
 demo: $(LAB)  ## train small models with and without QuacK at a high learning rate, and compare them (three minutes)
 	$(BIN)/quacklr demo
 
-study: $(LAB)  ## do the missing runs of the study in results/ (hours on two cores; can be interrupted), then write figures and claims
-	$(BIN)/quacklr sweep interventions norms critical budgets
+study: $(LAB) corpora/speeches/manifest.json  ## do the missing runs of the study in results/ (hours on two cores; can be interrupted), then write figures and claims
+	$(BIN)/quacklr sweep interventions norms critical budgets --seeds 2
 	$(BIN)/quacklr sweep --until-decided
 	$(BIN)/quacklr sweep longer sizes --seeds 2
 	$(BIN)/quacklr sweep speed --seeds 8

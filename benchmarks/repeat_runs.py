@@ -3,9 +3,9 @@
     python benchmarks/repeat_runs.py                         20 runs, a quarter of an hour on two cores
     python benchmarks/repeat_runs.py --count 40 --seed 1     more runs, and others
 
-The runs are drawn at random, evenly over methods and attentions. With the same torch on the same kind of processor all
-digits are the same. Another processor rounds sums differently, and training amplifies this: then compare the
-differences with those of seeds. Exit code 1 if a loss differs by more than --tolerance. After Ctrl-C, give the same
+The runs are drawn at random, evenly over methods, attentions and optimizers. With the same torch on the same kind of
+processor all digits are the same. Another processor rounds sums differently, and training amplifies this: then compare
+the differences with those of seeds. Exit code 1 if a loss differs by more than --tolerance. After Ctrl-C, give the same
 command again.
 """
 
@@ -24,6 +24,7 @@ from quacklr.lab.files import locked
 from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.studies.names import describe
 from quacklr.lab.studies.run_cost import RunCost
+from quacklr.lab.sweep.code_version import code_version
 from quacklr.lab.sweep.command import validate_corpora
 from quacklr.lab.sweep.display import describe_ending, display
 from quacklr.lab.sweep.local import Local
@@ -31,10 +32,11 @@ from quacklr.lab.sweep.sweep import missing, sweep
 
 
 def drawn(entries: list[Entry], count: int, seed: int) -> list[Entry]:
-    """`count` runs at random, evenly over methods and attentions."""
-    groups: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    """`count` runs at random, evenly over methods, attentions and optimizers."""
+    groups: dict[tuple[str, ...], list[Entry]] = defaultdict(list)
     for entry in random.Random(seed).sample(entries, len(entries)):
-        groups[kind_of("method", entry.config.method), kind_of("attention", entry.config.attention)].append(entry)
+        kinds = (kind_of(part, getattr(entry.config, part)) for part in ("method", "attention", "optimizer"))
+        groups[*kinds].append(entry)
     rounds = zip_longest(*groups.values())
     return [entry for each in rounds for entry in each if entry is not None][:count]
 
@@ -47,12 +49,12 @@ def can_be_repeated(entry: Entry) -> bool:
 
 
 def repeat(configs: list[Config], folder: Path, jobs: int | None, cost: RunCost) -> dict[str, Entry] | None:
-    """Train the runs that are not in the folder's ledger. Returns all of them by key, or None after a signal."""
-    ledger = Ledger(folder / "ledger.jsonl")
-    known = ledger.entries()
+    """Train the runs that this code has not trained in this folder. Returns them by key, or None after a signal."""
+    ledger, code = Ledger(folder / "ledger.jsonl"), code_version()
+    known = {key: entry for key, entry in ledger.entries().items() if entry.environment.get("code") == code}
     todo = missing(configs, known)
     with locked(folder), display("again", len(configs) - len(todo), cost.step_seconds) as show:
-        state = sweep(todo, ledger, Local(jobs, threads=1), folder / "runs", show)
+        state = sweep(todo, ledger, Local(jobs, threads=1), folder / "runs" / code, show)
     return None if state.stopped is not None else ledger.entries()
 
 

@@ -146,6 +146,10 @@ def test_make_study_asks_for_what_exists() -> None:
         goal_of(tyro.cli(Sweep, args=words.split(), config=OPTIONS)).next({})
 
 
+def test_the_ledger_is_smaller_than_10_mb() -> None:
+    assert (RESULTS / "ledger.jsonl").stat().st_size < 10_000_000
+
+
 def test_readme_says_how_to_run_the_tests_and_what_they_need() -> None:
     section = README[README.index("`make test` ") :][:800]
     assert "minutes" in section

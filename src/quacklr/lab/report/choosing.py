@@ -12,6 +12,7 @@ from quacklr.lab.methods import Method, Quack
 from quacklr.lab.report.deciding import clearness, limits_of, short_label
 from quacklr.lab.report.markdown import table
 from quacklr.lab.studies.comparison import Comparison, Verdict
+from quacklr.lab.studies.undecided import seeds_text
 from quacklr.lab.studies.verdicts import ClaimPart, ClaimResult
 
 OPEN = ("undecided", "not run")
@@ -136,6 +137,10 @@ def interval_text(comparison: Comparison) -> str:
 
 
 def open_questions(claims: Sequence[ClaimResult]) -> str:
-    """The claims without a verdict, as a list."""
-    lines = [f"- *{claim.name}* ({claim.verdict}): {claim.claim}\n" for claim in claims if claim.verdict in OPEN]
+    """The claims without a verdict, as a list, with the comparisons that leave them open and the seeds these need."""
+    lines = list[str]()
+    for claim in (claim for claim in claims if claim.verdict in OPEN):
+        lines.append(f"- *{claim.name}* ({claim.verdict}): {claim.claim}\n")
+        unclear = [part for part in claim.parts if part.verdict == "undecided"]
+        lines += [f"    - {part.comparison}; {seeds_text(part)}\n" for part in unclear]
     return "".join(lines) or "Every claim has a verdict.\n"

@@ -119,7 +119,8 @@ def page(entries: Sequence[Entry], claims: Sequence[ClaimResult], figures: Seque
 
 def other_code(entry: Entry) -> str:
     """A mark for a run that another version of the code has trained, or code whose version was not recorded."""
-    return "" if entry.environment.get("code") == code_version() else "other code"
+    code = entry.environment.get("code", "not recorded")
+    return "" if code == code_version() else f"code {code}"
 
 
 def inline(script: str) -> Markup:
