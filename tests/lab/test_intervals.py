@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 
+from quacklr.lab.studies.comparison import SAME, Comparison, Verdict, less
 from quacklr.lab.studies.intervals import FEWEST_SEEDS, MOST_SEEDS, interval, t_interval, t_quantile
 
 
@@ -74,9 +75,30 @@ def misses(noise: Callable[[random.Random], float], runs: int, seed: int) -> flo
 def test_looking_after_every_seed_misses_no_difference_in_5_percent_of_cases() -> None:
     # 20,000 cases: the standard error is 0.15 %
     assert misses(lambda source: source.gauss(0, 1), 20_000, seed=0) == pytest.approx(0.049, abs=0.006)
-    # noise with bounded tails is worse, with heavy ones (mixed variances) better
+    # noise with bounded tails is worse, with heavy ones (mixed variances) better, and skewed noise much worse
     assert misses(lambda source: source.uniform(-1, 1), 20_000, seed=1) == pytest.approx(0.077, abs=0.008)
-    assert misses(lambda source: source.gauss(0, source.choice((1, 3))), 20_000, seed=2) < 0.05
+    assert misses(lambda source: source.gauss(0, source.choice((1, 3))), 20_000, seed=2) == pytest.approx(
+        0.029, abs=0.005
+    )
+    assert misses(lambda source: source.expovariate(1) - 1, 20_000, seed=3) == pytest.approx(0.16, abs=0.01)
+
+
+@pytest.mark.parametrize(("difference", "wrong"), [(0.0, {"holds", "fails"}), (0.05, {"holds", "the same"})])
+def test_verdicts_after_every_seed_are_wrong_in_5_percent_of_cases(difference: float, wrong: set[Verdict]) -> None:
+    """Seeds are added until the comparison is decided, as `--until-decided` does, with our own intervals and test.
+
+    With a true difference of 0 `holds` and `fails` are wrong, with one of 0.05 `holds` (it is lower) and `the same`.
+    """
+    source, cases, found = random.Random(4), 2_000, list[Verdict]()
+    for _ in range(cases):
+        values = [source.gauss(difference, 0.03) for _ in range(MOST_SEEDS)]
+        verdicts = (
+            less(Comparison("", sum(values[:count]) / count, *interval(values[:count]), same_within=SAME))
+            for count in range(FEWEST_SEEDS, MOST_SEEDS + 1)
+        )
+        found.append(next((verdict for verdict in verdicts if verdict != "undecided"), "undecided"))
+    assert sum(verdict in wrong for verdict in found) / cases < 0.06  # the standard error is 0.5 %
+    assert len(set(found) - wrong) > 1, "other verdicts are found too"
 
 
 def test_the_simulated_interval_is_ours() -> None:
