@@ -34,12 +34,12 @@ METHODS = AdviceTable(
             "MHA, Muon, the model must stay as it is",
             "**QuacK**. QuacK for all products of weights was better; you declare these products by hand "
             "(`examples/all_products.py`). Compositional Muon at a tenth of its learning rate was not worse.",
-            (Basis("everywhere", ["MHA"]), Basis("compositional Muon")),
+            (Basis("e", ["MHA", "- QuacK"]), Basis("everywhere", ["MHA"]), Basis("compositional Muon")),
         ),
         Advice(
-            "MLA that decodes from latents, Muon, the model can change",
-            "**Sigma-Reparam** of all linear layers; its weights are plain after training. Absorbed QK norm was not "
-            "worse than QuacK at 0.1, and the same at the best learning rates.",
+            "MLA that decodes from latents, without norms on them, Muon, the model can change in training",
+            "**Sigma-Reparam** of all linear layers at the highest learning rate. At the best learning rate of each, "
+            "it, absorbed QK norm and QuacK are close.",
             (
                 Basis("sigma-Reparam", ["MLA"]),
                 Basis("absorbed QK norm"),
@@ -47,28 +47,28 @@ METHODS = AdviceTable(
             ),
         ),
         Advice(
-            "MLA that decodes from latents, Muon, the model must stay as it is",
-            "**QuacK**. QuacK for all products of weights was better; you declare these products by hand "
-            "(`examples/all_products.py`).",
+            "MLA that decodes from latents, without norms on them, Muon, the model must stay as it is",
+            "**QuacK**. QuacK for all products of weights was better; you declare these products by hand.",
             (Basis("g", ["default"]), Basis("everywhere", ["MLA"])),
         ),
         Advice(
-            "MLA that caches its keys, Muon, the model can change",
-            "**QK norm and QuacK** together. Declare the paths by hand, because QuacK skips attention that has QK "
-            "norm.",
-            (Basis("with QK norm", ["MLA", "- QK norm"]),),
+            "MLA that caches its keys, without norms on latents, Muon, the model can change",
+            "**Sigma-Reparam**, or **QK norm**. At the highest learning rate QuacK made QK norm better; declare its "
+            "paths by hand, because QuacK skips attention that has QK norm.",
+            (Basis("sigma-Reparam", ["MLA"]), Basis("with QK norm", ["MLA", "- QK norm"])),
         ),
         Advice(
-            "MLA with norms on its latents, as in DeepSeek, Muon, the model must stay as it is",
+            "MLA with norms on its latents, as in DeepSeek, Muon",
             "**QuacK with declared paths** that contain also dq and dkv, the weights before these norms "
-            "([how](attach.md#declared)). QuacK does not find these by itself.",
+            "([how](howto/mla.md)). QuacK has no rates for them by itself. QK norm had a lower mean, without a "
+            "verdict. With AdamW we have no advice: seeds differ too much.",
             (Basis("latent norms", verdict="fails"),),
         ),
         Advice(
             "MHA, AdamW",
-            "**AdamW^2**: a bound for the step of every linear layer relative to its weight (in the lab "
-            "`--method bounded-step`). QuacK was better than the default; whether it is better than a constant tau is "
-            "undecided.",
+            "First a lower learning rate: at 0.003 the default had the loss that AdamW^2 had at 0.03. Otherwise "
+            "**AdamW^2**; its logits ended higher than those of QuacK, most above 100. QuacK was better than the "
+            "default; whether it is better than a constant tau is undecided.",
             (
                 Basis("AdamW^2", ["MHA"]),
                 Basis("AdamW", ["default"]),
@@ -76,8 +76,9 @@ METHODS = AdviceTable(
             ),
         ),
         Advice(
-            "MLA, AdamW",
-            "**QuacK** or **AdamW^2**.",
+            "MLA without norms on its latents, AdamW",
+            "**QuacK**, or **AdamW^2**, with higher logits. The means of both are far below that of the default (no "
+            "verdict), and that of a constant tau is near them.",
             (Basis("AdamW^2", ["MLA"]),),
         ),
     ),
@@ -88,18 +89,18 @@ ALREADY = AdviceTable(
     (
         Advice(
             "a constant tau",
-            "QuacK was better, and an error in its tau costs less.",
+            "QuacK was better. In MHA an error in its tau costs less.",
             (Basis("e", ["MHA", "- QuacK"]), Basis("g", ["constant tau"]), Basis("tau")),
         ),
         Advice(
             "QK clip",
-            "Try a lower threshold: at 0.1 the best was 10 in MHA and 3 in MLA, not 100. In MLA QuacK was better even "
-            "so.",
+            "Try lower thresholds: at the learning rate 0.1 the best was 10 in MHA and 3 in MLA, not 100. Too low is "
+            "bad too. In MLA QuacK was better even so.",
             (Basis("d", ["MHA, Muon"], "undecided"), Basis("d", ["MLA, Muon"])),
         ),
         Advice(
             "soft-capping",
-            "QuacK was better.",
+            "QuacK was better in MHA. MLA was not decided.",
             (Basis("soft-capping", ["MHA"], "fails"),),
         ),
         Advice(
@@ -109,7 +110,7 @@ ALREADY = AdviceTable(
         ),
         Advice(
             "per-head Muon",
-            "It does not prevent the explosion. QuacK was better.",
+            "Logits exploded with it too at the highest learning rate. In MLA QuacK was better.",
             (Basis("per-head Muon", ["MLA"], "fails"),),
         ),
     ),
@@ -120,11 +121,15 @@ CONDITIONS = AdviceTable(
     (
         Advice(
             "you do not want to tune anything",
-            "QK norm and sigma-Reparam have no setting. With QuacK and Muon, set tau to 0.1 / lr: this product fitted "
-            "all three learning rates. A budget (`budget=0.02`) needs no tau; use it if the latents have no norms.",
+            "QK norm and sigma-Reparam have no setting. With QuacK and a Muon whose update is multiplied by "
+            "sqrt(max(1, rows / columns)), set tau to 0.1 / lr: this fitted all three learning rates. Do not use this "
+            "number with another Muon or with AdamW. A budget (`budget=0.02`) is in place of tau; its mean was at most "
+            "0.02 above that of the best tau, unless latents have norms "
+            "([table](study.md#one-budget-beside-tuned-methods)). It was not within 0.02 of QK norm everywhere.",
             (
                 Basis("tau and learning rate", ["MHA"]),
                 Basis("tau and learning rate", ["MLA"]),
+                Basis("budget", ["MHA, Muon, lr 0.1", "QK norm"], "fails"),
             ),
         ),
         Advice(
@@ -138,7 +143,8 @@ CONDITIONS = AdviceTable(
         ),
         Advice(
             "your text is natural language",
-            "The same on speeches, the one corpus that we tried.",
+            "On speeches, the one corpus that we tried, QuacK was better than a constant tau too. The best tau in MLA "
+            "was 3.",
             (
                 Basis("speeches", ["MHA", "constant tau"]),
                 Basis("speeches", ["MLA", "constant tau"]),
@@ -146,9 +152,9 @@ CONDITIONS = AdviceTable(
         ),
         Advice(
             "you train longer than 300 steps",
-            "With 3,000 steps, at the learning rate that is too high for it, the default became worse and QuacK "
-            "better, so the difference grew (MLA). QK norm was then a little better than QuacK with the tau of the "
-            "short runs ([losses](study.md#longer-runs)).",
+            "From 300 to 3,000 steps the loss of the default fell little, its logits grew, and the loss of QuacK fell "
+            "much, so the difference grew (MLA). In both seeds of QK norm, which are too few for a verdict, it ended "
+            "below QuacK with the tau of the short runs ([losses](study.md#longer-runs)).",
             (Basis("longer"),),
         ),
         Advice(
