@@ -10,12 +10,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import tyro
 
 from browsers import BROWSERS
 from quacklr.lab.demo import sentence, table
 from quacklr.lab.ledger import Entry, Ledger
-from quacklr.lab.options import OPTIONS
 from quacklr.lab.report import markdown
 from quacklr.lab.report.advice import TABLES
 from quacklr.lab.report.choosing import choosing, numbers, open_questions, outdated
@@ -24,7 +22,6 @@ from quacklr.lab.report.figures import FIGURES
 from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
-from quacklr.lab.sweep.command import Sweep, goal_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -137,13 +134,6 @@ def test_the_first_picture_is_drawn_from_the_ledger(results: Results, tmp_path: 
     assert re.findall(r"\n!\[.*\]\((.*)\)\n", README)[0] == "results/figures/hero.png"
     (drawn,) = draw({"hero": FIGURES["hero"]}, results, tmp_path)
     assert drawn.svg == (RESULTS / "figures/hero.svg").read_text()
-
-
-def test_make_study_asks_for_what_exists() -> None:
-    commands = re.findall(r"quacklr sweep (.*)", (ROOT / "Makefile").read_text())
-    assert len(commands) == 4
-    for words in commands:
-        goal_of(tyro.cli(Sweep, args=words.split(), config=OPTIONS)).next({})
 
 
 def test_the_ledger_is_smaller_than_10_mb() -> None:

@@ -88,7 +88,7 @@ def part(mean: float, low: float, high: float, test: Test = less) -> ClaimPart:
         (part(-0.1, -0.2, -0.05), "lower"),
         (part(0.1, 0.05, 0.2), "higher"),
         (part(0.1, 0.01, 0.04, partial(below, limit=0.05)), "higher"),
-        (part(0.0, -0.01, 0.04, partial(below, limit=0.05)), "at most 0.040 higher"),
+        (part(0.0, -0.01, 0.04, partial(below, limit=0.05)), "at most 0.04 higher"),
         (part(0.0, -0.01, 0.06, partial(below, limit=0.05)), "undecided"),
         (part(0.0, -0.01, 0.01), "the same"),
         (part(0.0, -0.01, 0.03), "undecided"),

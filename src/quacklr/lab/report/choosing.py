@@ -111,7 +111,7 @@ def found_text(part: ClaimPart) -> str:
     if comparison.low > 0:
         return "higher"
     if part.verdict == "holds" and limits_of(part):
-        return f"at most {comparison.high:.3f} higher"
+        return f"at most {comparison.high:.2g} higher"
     return "the same" if part.verdict == "the same" else "undecided"
 
 
