@@ -109,4 +109,5 @@ def describe_open(claims: Iterable[ClaimResult]) -> str:
 def seeds_text(part: ClaimPart) -> str:
     """Such as `7 seeds in all would decide it`, if mean and standard deviation do not change."""
     seeds = expected_decision(part.comparison, part.test, FAR).seeds
-    return f"over {FAR} seeds in all would decide it" if seeds is None else f"{seeds} seeds in all would decide it"
+    most = f"; {MOST_SEEDS} is the most that we run" if seeds is None or seeds > MOST_SEEDS else ""
+    return f"{f'over {FAR}' if seeds is None else seeds} seeds in all would decide it{most}"
