@@ -40,7 +40,6 @@ def verdicts(known: dict[str, Entry]) -> dict[str, str]:
     return {claim.name: claim.verdict for claim in claim_results(Results(known.values(), SCALE))}
 
 
-@pytest.mark.xfail(reason="two runs of 16M are under way")
 def test_from_the_ledger_only_open_claims_have_runs_left(ledger: dict[str, Entry]) -> None:
     assert len(COMMANDS) == 4
     for words in COMMANDS:

@@ -67,7 +67,7 @@ def test_a_ledger_whose_runs_all_diverged_has_a_report(
     assert err == ""
     about = "8 runs at the scale cpu" + (", all of them diverged" if entries[0].status == "diverged" else "")
     assert out.splitlines()[-1].startswith(f"{about}: ")
-    versions = " Runs by version of the code that trained them: not recorded 8."
+    versions = " Runs of the ledger by version of the code that trained them: not recorded 8."
     for name, end in (("claims.md", f".{versions}"), ("methods.md", ".\n")):
         assert f"\n{about}{end}" in (tmp_path / name).read_text()
     assert (tmp_path / "report.html").read_text().count('data-status="diverged"') == 8 * ("diverged" in about)

@@ -39,11 +39,12 @@ METHODS = AdviceTable(
         Advice(
             "MLA that decodes from latents, without norms on them, Muon, the model can change in training",
             "**Sigma-Reparam** of all linear layers at the highest learning rate. At the best learning rate of each, "
-            "it, absorbed QK norm and QuacK are close.",
+            "QuacK, absorbed QK norm and sigma-Reparam are close to each other.",
             (
                 Basis("sigma-Reparam", ["MLA"]),
                 Basis("absorbed QK norm"),
                 Basis("tuned", ["absorbed QK norm"], "the same"),
+                Basis("tuned", ["sigma-Reparam"], "undecided"),
             ),
         ),
         Advice(
@@ -159,12 +160,17 @@ CONDITIONS = AdviceTable(
         ),
         Advice(
             "your model is larger than ours",
-            "We do not know. The larger our models, the lower the learning rate at which logits exploded (0.3M to 4M "
-            "parameters). QuacK was better than the default at all of these sizes. With one tau * lr its own largest "
-            "logit grew with the size too, so watch it, and lower tau if it passes 100. The paper's runs with 1B agree "
-            "on three points: QuacK is stable where the default is not, a constant tau is worse, QK norm is slightly "
-            "better in MHA.",
-            (Basis("size and critical rate"), Basis("every size", ["0.3M"]), Basis("every size", ["4M"])),
+            "We do not know. The larger our models, the lower the learning rate at which logits exploded, and the "
+            "larger the gain of QuacK over the default (0.3M to 4M parameters). With one tau * lr its own largest "
+            "logit grew with the size too, and passed 100 at 16M: watch it, and lower tau. The distance to QK norm grew "
+            "too ([numbers](study.md#size-of-the-model)). The paper's runs with 1B agree on three points: QuacK is "
+            "stable where the default is not, a constant tau is worse, QK norm is slightly better in MHA.",
+            (
+                Basis("size and critical rate"),
+                Basis("every size", ["0.3M"]),
+                Basis("every size", ["4M"]),
+                Basis("size and gain"),
+            ),
         ),
     ),
 )
