@@ -163,8 +163,8 @@ CONDITIONS = AdviceTable(
             "We do not know. The larger our models, the lower the learning rate at which logits exploded, and the "
             "larger the gain of QuacK over the default (0.3M to 4M parameters). With one tau * lr its own largest "
             "logit grew with the size too, and passed 100 at 16M: watch it, and lower tau. The distance to QK norm "
-            "grew too ([numbers](study.md#size-of-the-model)). The paper's runs with 1B agree on three points: QuacK is "
-            "stable where the default is not, a constant tau is worse, QK norm is slightly better in MHA.",
+            "grew too ([numbers](study.md#size-of-the-model)). The paper's runs with 1B agree on three points: QuacK "
+            "is stable where the default is not, a constant tau is worse, QK norm is slightly better in MHA.",
             (
                 Basis("size and critical rate"),
                 Basis("every size", ["0.3M"]),
