@@ -81,7 +81,8 @@ def main() -> int:
     given = parser.parse_args()
 
     def call() -> int:
-        validate_positive(count=given.count, minutes=given.minutes, **({"jobs": given.jobs} if given.jobs else {}))
+        jobs = {} if given.jobs is None else {"jobs": given.jobs}
+        validate_positive(count=given.count, minutes=given.minutes, **jobs)
         validate_at_most(MAX_THREADS, jobs=given.jobs)
         known = Ledger(given.ledger / "ledger.jsonl").entries()
         cost, most = RunCost(known.values()), 60 * given.minutes

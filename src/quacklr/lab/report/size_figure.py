@@ -50,14 +50,14 @@ def sizes(results: Results) -> Figure:
         left.legend()
     left.set(xscale="log", yscale="log", ylabel="critical learning rate of the default", title="MHA, Muon")
     left.yaxis.set(major_locator=LogLocator(subs=(1, 2, 3, 4, 6)), major_formatter="{x:g}", minor_locator=NullLocator())
-    cells, labelled = {size: above_critical(results, size) for size in found}, set[type[Method]]()
+    cells = {size: above_critical(results, size) for size in found}
     for method in (Default, Quack, Budget, QKNorm):
         losses = available(found, partial(_above, results, method))
-        for lr in sorted({cells[size].lr for size in losses}, reverse=True):  # losses at different rates are not joined
+        lrs = sorted({cells[size].lr for size in losses}, reverse=True)
+        for lr in lrs:  # losses at different learning rates are not joined
             points = {float(WIDTHS[size]): values for size, values in losses.items() if cells[size].lr == lr}
-            label = METHOD_NAMES[method] if method not in labelled else None
+            label = METHOD_NAMES[method] if lr == lrs[0] else None
             line_with_seeds(right, points, color=colour(method), marker=".", label=label)
-            labelled.add(method)
     right.set(xscale="log", ylabel="validation loss", title=f"about {ABOVE_CRITICAL} times the critical learning rate")
     if right.lines:
         right.legend()
