@@ -151,7 +151,8 @@ def budget_needs_no_tuning(results: Results) -> Answer:
         tested += [(below_same, each) for each in compared]
         worst = max(each.mean for each in compared)
         behind += [f"{worst:+.3f} in {cell}"] if worst > SAME else []
-    counts = f"the mean is at most {SAME:g} above that of each method of the paper in {len(cells) - len(behind)} of {len(cells)} cells"
+    enough = f"{len(cells) - len(behind)} of {len(cells)} cells"
+    counts = f"the mean is at most {SAME:g} above that of each method of the paper in {enough}"
     return answer(f"{counts}; others: {', '.join(behind)}" if behind else counts, *tested)
 
 
