@@ -290,3 +290,12 @@ def test_a_ledger_with_one_study_alone_is_judged_without_an_error(study: str) ->
     found = findings([entry for entry in entries if entry.key in wanted])
     assert list(found) == CLAIM_NAMES
     assert found["AdamW"].verdict == ("holds" if study == "adamw" else "not run")
+
+
+def test_the_largest_logit_has_the_digits_of_the_result_unless_a_logit_is_no_number() -> None:
+    history = [{"step": 4, "logits": {"max": [[1.0, 12.3], [2.0, 3.0]]}}]
+    run = replace(made(SCALE.base, 2.0), history=history, result={"val_loss": 2.0, "max_logit": 12.3456})
+    assert 10 ** largest_logit(run) == pytest.approx(12.3456)
+    assert 10 ** largest_logit(replace(run, result={"val_loss": 2.0})) == pytest.approx(12.3)
+    assert largest_logit(replace(run, history=[{"step": 4, "logits": {"max": [[1.0, None], [2.0, 3.0]]}}])) == 38.0
+    assert largest_logit(replace(run, status="diverged")) == 38.0

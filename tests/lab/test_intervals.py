@@ -27,7 +27,7 @@ def test_quantiles_are_those_of_the_printed_table(freedom: int, level: float, va
 def test_an_interval_needs_three_seeds_and_is_students() -> None:
     assert interval([1.0, 2.0]) == (-math.inf, math.inf)
     # differences 1, 2, 6: mean 3, sd sqrt(7); with 2 degrees of freedom the quantile has a closed form
-    half = 0.9915 * math.sqrt(2 / (1 - 0.9915**2)) * math.sqrt(7 / 3)
+    half = 0.995 * math.sqrt(2 / (1 - 0.995**2)) * math.sqrt(7 / 3)
     assert interval([1.0, 2.0, 6.0]) == pytest.approx((3 - half, 3 + half), rel=1e-6)
 
 
@@ -48,7 +48,7 @@ def test_one_more_seed_never_makes_an_interval_wider() -> None:
 
 
 def test_an_interval_that_contradicts_the_earlier_ones_replaces_them() -> None:
-    values = [0.0, 0.001, -0.001, *[5.0] * 13]
+    values = [0.0, 0.001, -0.001, *[5.0] * 20]
     assert interval(values[:3])[1] < 0.1
     assert interval(values) == t_interval(values)
     assert interval(values)[0] > 1.0
@@ -57,7 +57,7 @@ def test_an_interval_that_contradicts_the_earlier_ones_replaces_them() -> None:
 def misses(noise: Callable[[random.Random], float], runs: int, seed: int) -> float:
     """How often the interval excludes the true difference, 0, after some number of seeds: at any look."""
     source, missed = random.Random(seed), 0
-    quantiles = {count: t_quantile(count - 1, (1 + 0.9915) / 2) for count in range(FEWEST_SEEDS, MOST_SEEDS + 1)}
+    quantiles = {count: t_quantile(count - 1, (1 + 0.995) / 2) for count in range(FEWEST_SEEDS, MOST_SEEDS + 1)}
     for _ in range(runs):
         total = squares = 0.0
         for count in range(1, MOST_SEEDS + 1):
@@ -74,13 +74,13 @@ def misses(noise: Callable[[random.Random], float], runs: int, seed: int) -> flo
 
 def test_looking_after_every_seed_misses_no_difference_in_5_percent_of_cases() -> None:
     # 20,000 cases: the standard error is 0.15 %
-    assert misses(lambda source: source.gauss(0, 1), 20_000, seed=0) == pytest.approx(0.049, abs=0.006)
+    assert misses(lambda source: source.gauss(0, 1), 20_000, seed=0) == pytest.approx(0.0492, abs=0.006)
     # noise with bounded tails is worse, with heavy ones (mixed variances) better, and skewed noise much worse
-    assert misses(lambda source: source.uniform(-1, 1), 20_000, seed=1) == pytest.approx(0.077, abs=0.008)
+    assert misses(lambda source: source.uniform(-1, 1), 20_000, seed=1) == pytest.approx(0.0724, abs=0.008)
     assert misses(lambda source: source.gauss(0, source.choice((1, 3))), 20_000, seed=2) == pytest.approx(
-        0.029, abs=0.005
+        0.0315, abs=0.005
     )
-    assert misses(lambda source: source.expovariate(1) - 1, 20_000, seed=3) == pytest.approx(0.16, abs=0.01)
+    assert misses(lambda source: source.expovariate(1) - 1, 20_000, seed=3) == pytest.approx(0.166, abs=0.01)
 
 
 @pytest.mark.parametrize(("difference", "wrong"), [(0.0, {"holds", "fails"}), (0.05, {"holds", "the same"})])
@@ -98,7 +98,7 @@ def test_verdicts_after_every_seed_are_wrong_in_5_percent_of_cases(difference: f
         )
         found.append(next((verdict for verdict in verdicts if verdict != "undecided"), "undecided"))
     assert sum(verdict in wrong for verdict in found) / cases < 0.06  # the standard error is 0.5 %
-    assert len(set(found) - wrong) > 1, "other verdicts are found too"
+    assert found.count("fails" if difference else "the same") / cases > 0.9, "the right verdict is found"
 
 
 def test_the_simulated_interval_is_ours() -> None:
@@ -109,5 +109,5 @@ def test_the_simulated_interval_is_ours() -> None:
             part = values[:count]
             mean = sum(part) / count
             spread = math.sqrt(sum((value - mean) ** 2 for value in part) / (count - 1))
-            half = t_quantile(count - 1, (1 + 0.9915) / 2) * spread / math.sqrt(count)
+            half = t_quantile(count - 1, (1 + 0.995) / 2) * spread / math.sqrt(count)
             assert t_interval(part) == pytest.approx((mean - half, mean + half))

@@ -26,7 +26,8 @@ from quacklr.lab.train.rows import MeasuredRow, Row, Table
 from quacklr.lab.typed import fits
 from quacklr.util.atomic_files import flush_folder, make_folder
 
-DIGITS = 4
+DIGITS = 3
+"""Significant digits of logits, of their changes and of training losses; it keeps the file small."""
 MEASURED = ("step", "val_loss", "logits", "change_steps", "norm", "rate")
 """The keys of a row of metrics.jsonl that an entry keeps, if the row has measurements."""
 NEEDED = {"step": None, "val_loss": None, "logits": ("max", "step_change"), "change_steps": None}
@@ -45,9 +46,9 @@ class Entry:
     result: Row = field(default_factory=dict)
     """The content of its result.json."""
     history: list[Row] = field(default_factory=list)
-    """The rows with measurements, rounded to four digits."""
+    """The rows with measurements: the validation loss with four digits, all others with DIGITS."""
     losses: list[float | None] = field(default_factory=list)
-    """The training loss of every step."""
+    """The training loss of every step, with DIGITS."""
     step_seconds: float | None = None
     """Median time of a step; depends on the load of the machine."""
     environment: Row = field(default_factory=dict)
@@ -157,23 +158,23 @@ def measurements(config: Config, folder: Folder, rows: list[Row]) -> dict[str, A
     speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
     return {
         "history": [
-            {name: rounded(row[name]) for name in MEASURED if name in row}
+            {name: rounded(row[name], 4 if name == "val_loss" else DIGITS) for name in MEASURED if name in row}
             for row in rows
             if "val_loss" in row or "logits" in row
         ],
-        "losses": [rounded(row["loss"]) for row in rows if "loss" in row],
-        "step_seconds": rounded(config.training.batch_tokens / median(speeds)) if speeds else None,
+        "losses": [rounded(row["loss"], DIGITS) for row in rows if "loss" in row],
+        "step_seconds": rounded(config.training.batch_tokens / median(speeds), 4) if speeds else None,
         "environment": folder.environment,
     }
 
 
-def rounded(value: Any) -> Any:
-    """Round every float in nested lists and dicts to four significant digits; None if it is not finite."""
+def rounded(value: Any, digits: int) -> Any:
+    """Round every float in nested lists and dicts to significant digits; None if it is not finite."""
     if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
-    return [rounded(part) for part in value] if isinstance(value, list) else value
+        return {name: rounded(part, digits) for name, part in value.items()}
+    return [rounded(part, digits) for part in value] if isinstance(value, list) else value
 
 
 class Ledger:

@@ -39,12 +39,12 @@ METHODS = AdviceTable(
         Advice(
             "MLA that decodes from latents, without norms on them, Muon, the model can change in training",
             "**Sigma-Reparam** of all linear layers at the highest learning rate. At the best learning rate of each, "
-            "QuacK, absorbed QK norm and sigma-Reparam are close to each other.",
+            "QuacK, absorbed QK norm and sigma-Reparam are the same.",
             (
                 Basis("sigma-Reparam", ["MLA"]),
                 Basis("absorbed QK norm"),
                 Basis("tuned", ["absorbed QK norm"], "the same"),
-                Basis("tuned", ["sigma-Reparam"], "undecided"),
+                Basis("tuned", ["sigma-Reparam"], "the same"),
             ),
         ),
         Advice(

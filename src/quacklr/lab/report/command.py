@@ -20,6 +20,7 @@ from quacklr.lab.report.advice import TABLES
 from quacklr.lab.report.choosing import choosing, numbers, open_questions
 from quacklr.lab.report.figures import FIGURES, Draw
 from quacklr.lab.report.page import PageFigure, page
+from quacklr.lab.report.scaling import scaling
 from quacklr.lab.report.style import hide_empty_panels
 from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.measures import NotRun
@@ -117,6 +118,7 @@ def report(options: ReportOptions) -> int:
         write(folder / "claims.md", tables),
         write(folder / "methods.md", f"# Methods\n\n{about}.\n\n{markdown.methods(results)}"),
         write(folder / "budget.md", f"# One budget beside tuned methods\n\n{markdown.budget(results)}"),
+        write(folder / "scaling.md", f"# Larger models and longer runs\n\n{scaling(results)}"),
         write(folder / "choosing.md", choosing_page(claims, results.scale.high)),
         write(folder / "report.html", page(entries, claims, figures, "Does QuacK hold?")),
     ]

@@ -82,7 +82,7 @@ def run_row(entry: Entry, unusual: str) -> RunRow:
         optimizer=optimizer,
         recipe=f"{optimizer}, lr {config.optimizer.lr:g}",
         steps=entry.result.get("step", len(entry.losses)),
-        data=rounded(entry.to_json()) | {"config": to_json(config), "name": name},
+        data=rounded(entry.to_json(), 4) | {"config": to_json(config), "name": name},
     )
 
 

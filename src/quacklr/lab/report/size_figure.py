@@ -10,12 +10,12 @@ from statistics import linear_regression
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from quacklr.lab.methods import Budget, Default, Method, QKNorm, Quack
+from quacklr.lab.methods import Budget, Default, QKNorm, Quack
 from quacklr.lab.report.style import colour, line_with_seeds, panels
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import METHOD_NAMES
 from quacklr.lab.studies.results import Results, available
-from quacklr.lab.studies.sizes import ABOVE_CRITICAL, WIDTHS, above_critical, bracket, critical_rate, tau_of_size
+from quacklr.lab.studies.sizes import ABOVE_CRITICAL, WIDTHS, above_critical, bracket, critical_rate, runs_above
 
 
 def sizes(results: Results) -> Figure:
@@ -52,7 +52,7 @@ def sizes(results: Results) -> Figure:
     left.yaxis.set(major_locator=LogLocator(subs=(1, 2, 3, 4, 6)), major_formatter="{x:g}", minor_locator=NullLocator())
     cells = {size: above_critical(results, size) for size in found}
     for method in (Default, Quack, Budget, QKNorm):
-        losses = available(found, partial(_above, results, method))
+        losses = {size: runs.by_seed() for size, runs in available(found, partial(runs_above, results, method)).items()}
         lrs = sorted({cells[size].lr for size in losses}, reverse=True)
         for lr in lrs:  # losses at different learning rates are not joined
             points = {float(WIDTHS[size]): values for size, values in losses.items() if cells[size].lr == lr}
@@ -67,12 +67,6 @@ def sizes(results: Results) -> Figure:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("width, number of parameters" + ", learning rate" * (axes is right))
     return figure
-
-
-def _above(results: Results, method: type[Method], size: str) -> dict[int, float]:
-    """The losses of a method at ten times the critical learning rate of a size."""
-    cell = above_critical(results, size)
-    return results.runs(cell, Quack(tau_of_size(cell)) if method is Quack else method()).by_seed()
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

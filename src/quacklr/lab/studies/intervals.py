@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from statistics import mean, stdev
+from statistics import fmean
 
-FEWEST_SEEDS, MOST_SEEDS = 3, 16
-LEVEL = 0.9915
+FEWEST_SEEDS, MOST_SEEDS = 3, 48
+LEVEL = 0.995
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -37,7 +37,9 @@ def intersection(intervals: Sequence[tuple[float, float]]) -> tuple[float, float
 
 def t_interval(differences: Sequence[float]) -> tuple[float, float]:
     """The Student t interval at LEVEL."""
-    center, half = mean(differences), half_width(stdev(differences), len(differences))
+    center, seeds = fmean(differences), len(differences)
+    spread = math.hypot(*(each - center for each in differences)) / math.sqrt(seeds - 1)
+    half = half_width(spread, seeds)
     return center - half, center + half
 
 

@@ -12,6 +12,8 @@ from quacklr.lab.ledger import Entry
 Measure = Callable[[Entry], float]
 DIVERGED_LOG10 = 38.0
 """log10 of the largest float32. It is used as log10 of the logits of a run that diverged."""
+SMALLEST = 1e-12
+"""Used in place of a smaller value, whose log10 may not exist."""
 
 
 class NotRun(Exception):  # noqa: N818 - not an error: a study may be partly done
@@ -33,7 +35,8 @@ def loss(entry: Entry) -> float:
 
 def largest_logit(entry: Entry) -> float:
     """log10 of the largest logit over layers and heads at the last measurement."""
-    return _log10_of_largest(entry, "max", -1)
+    found, exact = _log10_of_largest(entry, "max", -1), entry.result.get("max_logit")
+    return found if found == DIVERGED_LOG10 or exact is None else math.log10(max(exact, SMALLEST))
 
 
 def step_change(entry: Entry) -> float:
@@ -61,7 +64,7 @@ def _log10_of_largest(entry: Entry, name: str, index: int) -> float:
         return DIVERGED_LOG10
     if not values:
         raise NotRun(f"{entry.key} has no measurement of {name}")
-    return math.log10(max(*values, 1e-12))
+    return math.log10(max(*values, SMALLEST))
 
 
 def lr_sensitivity(losses: Iterable[Mapping[int, float]]) -> dict[int, float]:

@@ -7,14 +7,13 @@ from statistics import mean
 from quacklr.lab.methods import Default, Quack
 from quacklr.lab.studies.comparison import compare, difference, less, more
 from quacklr.lab.studies.results import MethodRuns, Results
-from quacklr.lab.studies.sizes import JUDGED, above_critical, bracket, critical_rate, tau_of_size
+from quacklr.lab.studies.sizes import JUDGED, bracket, critical_rate, runs_above
 from quacklr.lab.studies.verdicts import Answer, Claim, answer, mean_and_sd
 
 
 def methods_above(results: Results, size: str) -> tuple[MethodRuns, MethodRuns]:
     """QuacK and the default at ten times the critical learning rate."""
-    cell = above_critical(results, size)
-    return results.runs(cell, Quack(tau_of_size(cell))), results.runs(cell, Default)
+    return runs_above(results, Quack, size), runs_above(results, Default, size)
 
 
 def larger_is_critical_earlier(results: Results) -> Answer:

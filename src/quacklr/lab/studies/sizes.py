@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quacklr.lab.config import fingerprint
-from quacklr.lab.methods import Default
+from quacklr.lab.methods import Default, Method, Quack
 from quacklr.lab.model import MHA
 from quacklr.lab.studies.cell import TUNING_SEED, Cell, cell_of
 from quacklr.lab.studies.measures import NotRun, largest_logit
@@ -116,3 +116,9 @@ def tau_of_size(cell: Cell) -> float:
 def above_critical(results: Results, size: str) -> Cell:
     """The cell with ABOVE_CRITICAL times the critical learning rate, rounded to 0.1, 0.3, 1, ..."""
     return size_cell(results, size, nearest(ABOVE_CRITICAL * 10 ** bracket(results, size).critical))
+
+
+def runs_above(results: Results, method: type[Method], size: str) -> MethodRuns:
+    """The runs of a method at `above_critical`. tau of QuacK is not selected there."""
+    cell = above_critical(results, size)
+    return results.runs(cell, Quack(tau_of_size(cell)) if method is Quack else method())

@@ -19,6 +19,7 @@ from quacklr.lab.ledger import Entry, Ledger
 from quacklr.lab.options import read
 from quacklr.lab.progress import duration
 from quacklr.lab.studies.all_claims import CLAIM_NAMES, claim_results
+from quacklr.lab.studies.intervals import MOST_SEEDS
 from quacklr.lab.studies.questions import ADAPTIVE, GRIDS, STUDIES, runs_of
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.run_cost import RunCost
@@ -36,14 +37,14 @@ TIMED = "speed"  # the study whose runs are interleaved
 
 DOCS: dict[str, str] = {name: study.__doc__ or "" for name, study in (STUDIES | ADAPTIVE | GRIDS).items()}
 ALL_STUDIES = list(DOCS)
-ABOUT = """\
+ABOUT = f"""\
 Run studies, several runs at once, and append every run that ends to a ledger. Runs in the ledger are not repeated, and
 stopped runs continue from their checkpoints: after Ctrl-C, a crash or a power failure, give the same command again.
 Settings such as tau are selected on seed 0, and methods are judged on the seeds 1, 2, ... `quacklr report` makes
 figures, claims and a page from the ledger.
 
 With --until-decided, NAME is a claim (without a name, all claims): comparisons that are not decided get one seed after
-another, up to 16, the claim that is expected to be decided soonest first.
+another, up to {MOST_SEEDS}, the claim that is expected to be decided soonest first.
 
 """ + "\n\n".join(f"{name}: {doc.splitlines()[0]}" for name, doc in DOCS.items())
 
