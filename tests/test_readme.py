@@ -19,6 +19,7 @@ from quacklr.lab.report.advice import TABLES
 from quacklr.lab.report.choosing import choosing, numbers, open_questions, outdated
 from quacklr.lab.report.command import draw
 from quacklr.lab.report.figures import FIGURES
+from quacklr.lab.report.scaling import scaling
 from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
@@ -95,6 +96,8 @@ def test_claims_and_methods_in_results_are_what_the_ledger_says(results: Results
     assert markdown.claims(findings) in claims
     assert markdown.evidence(findings) in claims
     assert markdown.methods(results) in methods
+    assert markdown.budget(results) in (RESULTS / "budget.md").read_text()
+    assert scaling(results) in (RESULTS / "scaling.md").read_text()
     advice = (RESULTS / "choosing.md").read_text()
     for lines in TABLES.values():
         assert choosing(findings, lines, results.scale.high) in advice

@@ -23,7 +23,7 @@ from quacklr.lab.studies.undecided import plan
 from quacklr.lab.sweep.command import ClaimsGoal, Sweep, goal_of
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = re.findall(r"quacklr sweep (.*)", (ROOT / "Makefile").read_text())
+COMMANDS = re.findall(r"^\t\$\(BIN\)/quacklr sweep (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 SCALE = scale_of(Size())
 
 

@@ -57,11 +57,12 @@ def test_a_row_of_sizes_has_the_critical_rate_and_differences_over_common_seeds(
     assert [row[0] for row in found] == ["0.3M", "1M", "4M", "16M"]
     assert [row[1] for row in found] == ["0.064 (n 2)", "0.032 (n 2)", "0.016 (n 2)", "0.008 (n 2)"]
     assert [row[2] for row in found] == ["1", "0.3", "0.1", "0.1"], "ten times the critical rate, rounded"
-    assert [row[3] for row in found[:2]] == ["3.150 (sd 0.212, n 2)", "2.650 (sd 0.212, n 2)"]
-    assert [row[4] for row in found] == ["32.1", "64.1", "128", "256"], "`made` adds 0.1"
-    assert all(row[5:] == ["+1.000 (n 2)", "+0.100 (n 2)", "-0.200 (n 1)"] for row in found[:2])
-    assert found[2][5:] == ["+1.000 (n 1)", "+0.100 (n 1)", "-0.200 (n 1)"]
-    assert found[3][5:] == ["+1.000 (n 2)", "", ""], "the largest model is trained with two methods only"
+    assert [row[3] for row in found] == ["15.6", "9.4", "6.3", "12.5"], "lr / critical rate"
+    assert [row[4] for row in found[:2]] == ["3.150 (sd 0.212, n 2)", "2.650 (sd 0.212, n 2)"]
+    assert [row[5] for row in found] == ["32.1", "64.1", "128", "256"], "`made` adds 0.1"
+    assert all(row[6:] == ["+1.000 (n 2)", "+0.100 (n 2)", "-0.200 (n 1)"] for row in found[:2])
+    assert found[2][6:] == ["+1.000 (n 1)", "+0.100 (n 1)", "-0.200 (n 1)"]
+    assert found[3][6:] == ["+1.000 (n 2)", "", ""], "the largest model is trained with two methods only"
 
 
 def test_a_row_of_lengths_has_both_lengths_and_is_left_out_without_runs() -> None:

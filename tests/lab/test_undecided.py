@@ -177,9 +177,9 @@ def test_a_seed_that_crashed_is_skipped_and_another_one_takes_its_place() -> Non
 def test_an_expected_decision_uses_the_intervals_so_far() -> None:
     """With five seeds the interval would be [-0.07, 0.03]; an earlier one has excluded what is below -0.045."""
     alone = Comparison("x", -0.02, -float("inf"), float("inf"), (-0.04, -0.02, 0.0))
-    assert expected_decision(alone, agree, 16) == (8, "holds")
-    assert expected_decision(replace(alone, low=-0.045), agree, 16) == (5, "holds")
-    assert expected_decision(replace(alone, differences=(-0.02,)), agree, 16) == (3, "not run")
+    assert expected_decision(alone, agree, MOST_SEEDS) == (8, "holds")
+    assert expected_decision(replace(alone, low=-0.045), agree, MOST_SEEDS) == (5, "holds")
+    assert expected_decision(replace(alone, differences=(-0.02,)), agree, MOST_SEEDS) == (3, "not run")
 
 
 def test_only_the_open_comparison_gets_more_seeds() -> None:
@@ -218,8 +218,8 @@ def test_a_decision_is_expected_when_the_interval_would_be_short_enough(mean: fl
     differences = (mean - 0.1 / 2**0.5, mean + 0.1 / 2**0.5)
     found = Comparison("x", mean, float("-inf"), float("inf"), differences)
     assert found.spread == pytest.approx(0.1)
-    assert expected_decision(found, less, 16).seeds == seeds
-    assert expected_decision(replace(found, differences=(1.0,)), agree, 16).seeds == 3
+    assert expected_decision(found, less, MOST_SEEDS).seeds == seeds
+    assert expected_decision(replace(found, differences=(1.0,)), agree, MOST_SEEDS).seeds == 3
 
 
 class Instant:

@@ -13,11 +13,12 @@ METHODS = AdviceTable(
     (
         Advice(
             "you can lower the learning rate",
-            "**First a lower learning rate.** With Muon, QuacK and QK norm had a lower loss at 0.01 than at 0.1. There "
-            "QuacK, with a larger tau, still had a lower loss than the default.",
+            "**First a lower learning rate.** With Muon, QuacK had a lower loss at 0.01 than at 0.1, and in MHA QK "
+            "norm too. At 0.01, with a larger tau, QuacK still had a lower loss than the default in MLA.",
             (
                 Basis("highest rate", ["MHA", "QuacK"], "fails"),
                 Basis("highest rate", ["MLA", "QuacK"], "fails"),
+                Basis("highest rate", ["MHA", "QK norm"], "fails"),
                 Basis("tuned", ["default"]),
             ),
         ),
@@ -33,13 +34,20 @@ METHODS = AdviceTable(
         Advice(
             "MHA, Muon, the model must stay as it is",
             "**QuacK**. QuacK for all products of weights was better; you declare these products by hand "
-            "(`examples/all_products.py`). Compositional Muon at a tenth of its learning rate was not worse.",
-            (Basis("e", ["MHA", "- QuacK"]), Basis("everywhere", ["MHA"]), Basis("compositional Muon")),
+            "(`examples/all_products.py`). QK clip with a threshold of 10 was the same. Compositional Muon at a tenth "
+            "of its learning rate had a lower mean, which is not decided.",
+            (
+                Basis("e", ["MHA", "- QuacK"]),
+                Basis("everywhere", ["MHA"]),
+                Basis("d", ["MHA, Muon"], "the same"),
+                Basis("compositional Muon"),
+            ),
         ),
         Advice(
             "MLA that decodes from latents, without norms on them, Muon, the model can change in training",
-            "**Sigma-Reparam** of all linear layers at the highest learning rate. At the best learning rate of each, "
-            "QuacK, absorbed QK norm and sigma-Reparam are the same.",
+            "If the learning rate must be as high as our highest: **sigma-Reparam** of all linear layers. If each "
+            "method has its best learning rate, absorbed QK norm and sigma-Reparam are each the same as **QuacK**, "
+            "which does not change the model.",
             (
                 Basis("sigma-Reparam", ["MLA"]),
                 Basis("absorbed QK norm"),
@@ -54,22 +62,29 @@ METHODS = AdviceTable(
         ),
         Advice(
             "MLA that caches its keys, without norms on latents, Muon, the model can change",
-            "**Sigma-Reparam**, or **QK norm**. At the highest learning rate QuacK made QK norm better; declare its "
-            "paths by hand, because QuacK skips attention that has QK norm.",
-            (Basis("sigma-Reparam", ["MLA"]), Basis("with QK norm", ["MLA", "- QK norm"])),
+            "**Sigma-Reparam**, or **QK norm together with QuacK**, which was better than either. Declare the paths "
+            "by hand then, because QuacK skips attention that has QK norm. QK norm alone had about the mean of QuacK "
+            "at 0.1, and a lower mean at 0.01 (no verdict).",
+            (
+                Basis("sigma-Reparam", ["MLA"]),
+                Basis("with QK norm", ["MLA", "- QK norm"]),
+                Basis("with QK norm", ["MLA", "- QuacK"]),
+            ),
         ),
         Advice(
             "MLA with norms on its latents, as in DeepSeek, Muon",
             "**QuacK with declared paths** that contain also dq and dkv, the weights before these norms "
             "([how](howto/mla.md)). QuacK has no rates for them by itself. QK norm had a lower mean, without a "
-            "verdict. With AdamW we have no advice: seeds differ too much.",
+            "verdict ([means](study.md#one-budget-beside-tuned-methods)). With AdamW we have no advice: at 0.03 seeds "
+            "differ too much, and at the lower rates the means of all methods are close.",
             (Basis("latent norms", verdict="fails"),),
         ),
         Advice(
             "MHA, AdamW",
-            "First a lower learning rate: at 0.003 the default had the loss that AdamW^2 had at 0.03. Otherwise "
-            "**AdamW^2**; its logits ended higher than those of QuacK, most above 100. QuacK was better than the "
-            "default; whether it is better than a constant tau is undecided.",
+            "First a lower learning rate: at 0.003 the default had the mean that AdamW^2 had at 0.03 "
+            "([means](../results/budget.md)). Otherwise **AdamW^2**; its logits ended higher than those of QuacK, "
+            "most above 100. QuacK was better than the default; whether it is better than a constant tau is "
+            "undecided.",
             (
                 Basis("AdamW^2", ["MHA"]),
                 Basis("AdamW", ["default"]),
@@ -78,8 +93,9 @@ METHODS = AdviceTable(
         ),
         Advice(
             "MLA without norms on its latents, AdamW",
-            "**QuacK**, or **AdamW^2**, with higher logits. The means of both are far below that of the default (no "
-            "verdict), and that of a constant tau is near them.",
+            "First a lower learning rate: at 0.003 the default had a lower mean than all methods at 0.03 "
+            "([means](../results/budget.md)). Otherwise **QuacK**, or **AdamW^2**, with higher logits. At 0.03 the "
+            "means of both are far below that of the default (no verdict), and that of a constant tau is near them.",
             (Basis("AdamW^2", ["MLA"]),),
         ),
     ),
@@ -95,8 +111,8 @@ ALREADY = AdviceTable(
         ),
         Advice(
             "QK clip",
-            "Try lower thresholds: at the learning rate 0.1 the best was 10 in MHA and 3 in MLA, not 100. Too low is "
-            "bad too. With them QK clip was the same as QuacK in MHA. In MLA QuacK was better.",
+            "Try lower thresholds: at the learning rate 0.1 the best was 10 in MHA and 3 in MLA, not 100. With 10, QK "
+            "clip was the same as QuacK in MHA. With 3, it was worse than QuacK in MLA.",
             (Basis("d", ["MHA, Muon"], "the same"), Basis("d", ["MLA, Muon"])),
         ),
         Advice(
@@ -106,7 +122,7 @@ ALREADY = AdviceTable(
         ),
         Advice(
             "Compositional Muon",
-            "In MHA it was not worse than QuacK. In MLA QuacK was better.",
+            "In MHA its mean was lower than that of QuacK, which is not decided. In MLA QuacK was better.",
             (Basis("compositional Muon"), Basis("compositional Muon in MLA", verdict="fails")),
         ),
         Advice(
@@ -123,10 +139,12 @@ CONDITIONS = AdviceTable(
         Advice(
             "you do not want to tune anything",
             "QK norm and sigma-Reparam have no setting. With QuacK and a Muon whose update is multiplied by "
-            "sqrt(max(1, rows / columns)), set tau to 0.1 / lr: this fitted all three learning rates. Do not use this "
-            "number with another Muon or with AdamW. A budget (`budget=0.02`) is in place of tau; its mean was at most "
-            "0.02 above that of the best tau, unless latents have norms "
-            "([table](study.md#one-budget-beside-tuned-methods)). It was not within 0.02 of QK norm everywhere.",
+            "sqrt(max(1, rows / columns)), set tau to 0.1 / lr: this was at most 0.02 worse than the best tau at all "
+            "three learning rates. (With a cosine schedule, weight decay or no gradient clipping, 0.3 / lr was better "
+            "on the tuning seed.) Do not use this number with another Muon or with AdamW. A budget (`budget=0.02`) is "
+            "in place of tau. Its mean difference to the best tau, over common seeds, was at most 0.02, unless "
+            "latents have norms ([table](study.md#one-budget-beside-tuned-methods)); three seeds are too few for a "
+            "verdict. It was not within 0.02 of QK norm everywhere.",
             (
                 Basis("tau and learning rate", ["MHA"]),
                 Basis("tau and learning rate", ["MLA"]),
@@ -161,10 +179,11 @@ CONDITIONS = AdviceTable(
         Advice(
             "your model is larger than ours",
             "We do not know. The larger our models, the lower the learning rate at which logits exploded, and the "
-            "larger the gain of QuacK over the default (0.3M to 4M parameters). With one tau * lr its own largest "
-            "logit grew with the size too, and passed 100 at 16M: watch it, and lower tau. The distance to QK norm "
-            "grew too ([numbers](study.md#size-of-the-model)). The paper's runs with 1B agree on three points: QuacK "
-            "is stable where the default is not, a constant tau is worse, QK norm is slightly better in MHA.",
+            "larger the gain of QuacK over the default (0.3M to 4M parameters; the second may come from a learning "
+            "rate that is further above the critical one). With one tau * lr its own largest logit grew with the size "
+            "too, and passed 100 at 16M: watch it, and lower tau. The distance to QK norm grew too "
+            "([numbers](study.md#size-of-the-model)). The paper's runs with 1B agree on three points: QuacK is stable "
+            "where the default is not, a constant tau is worse, QK norm is slightly better in MHA.",
             (
                 Basis("size and critical rate"),
                 Basis("every size", ["0.3M"]),

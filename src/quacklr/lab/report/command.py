@@ -83,7 +83,10 @@ def code_versions(results: Results) -> str:
     """How many runs were made by which version of the code that trains, and which version this is."""
     counts = Counter(entry.environment.get("code", "not recorded") for entry in results.ledger)
     versions = ", ".join(f"{version} {count}" for version, count in counts.most_common())
-    return f"Runs of the ledger by version of the code that trained them: {versions}. The code is now {code_version()}."
+    return (
+        f"All {len(results.ledger)} runs of the ledger, also those with other sizes, steps or conditions, by version "
+        f"of the code that trained them: {versions}. The code is now {code_version()}."
+    )
 
 
 def choosing_page(claims: Sequence[ClaimResult], lr: float) -> str:

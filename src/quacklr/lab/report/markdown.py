@@ -130,11 +130,11 @@ def budget_row(results: Results, method: TunedMethod, cells: Sequence[Cell]) -> 
     losses = [mean_and_sd(runs[cell]) if cell in runs else "" for cell in cells]
     sensitivity = available([method], lambda _: mean(lr_sensitivity(each.by_seed() for each in runs.values()).values()))
     taus = [f"{each.value:g}" for each in runs.values() if each.value is not None]
-    seeds = sorted({len(each.runs) for each in runs.values()})
+    seeds = {len(each.runs) for each in runs.values()}
     return [
         method.name,
         *losses,
         f"{sensitivity[method]:.3f}" if sensitivity and len(runs) == len(cells) else "",
         ", ".join(taus),
-        " to ".join(str(n) for n in seeds),
+        " to ".join(str(n) for n in sorted({min(seeds), max(seeds)})),
     ]

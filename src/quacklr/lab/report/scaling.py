@@ -13,7 +13,7 @@ from quacklr.lab.studies.conditions import longer
 from quacklr.lab.studies.measures import largest_logit
 from quacklr.lab.studies.names import METHOD_NAMES
 from quacklr.lab.studies.results import MethodRuns, Results, available
-from quacklr.lab.studies.sizes import WIDTHS, above_critical, critical_rate, runs_above
+from quacklr.lab.studies.sizes import WIDTHS, above_critical, bracket, critical_rate, runs_above
 from quacklr.lab.studies.verdicts import geometric_mean, mean_and_sd
 
 COMPARED = (Default, Budget, QKNorm)
@@ -27,12 +27,13 @@ def scaling(results: Results) -> str:
 def sizes(results: Results) -> str:
     """For each size the critical learning rate of the default, and the methods at about ten times this rate."""
     others = [f"{METHOD_NAMES[method]} - QuacK" for method in COMPARED]
-    head = ("", "critical lr", "lr", "QuacK", "largest logit of QuacK", *others)
+    head = ("", "critical lr", "lr", "lr / critical lr of seed 0", "QuacK", "largest logit of QuacK", *others)
     return table(head, available(WIDTHS, partial(size_row, results)).values())
 
 
 def size_row(results: Results, size: str) -> list[str]:
-    """The row of a size. The critical learning rate is the geometric mean over the judging seeds."""
+    """The row of a size. The critical learning rate is the geometric mean over the judging seeds;
+    `lr` was computed from that of seed 0."""
     cell, quack = above_critical(results, size), runs_above(results, Quack, size)
     rates = critical_rate(results, size).by_seed().values()
     critical = f"{10 ** mean(rates):.2g} (n {len(rates)})" if rates else ""
@@ -41,6 +42,7 @@ def size_row(results: Results, size: str) -> list[str]:
         size,
         critical,
         f"{cell.lr:g}",
+        f"{cell.lr / 10 ** bracket(results, size).critical:.1f}",
         mean_and_sd(quack),
         geometric_mean(quack, largest_logit),
         *(gaps.get(method, "") for method in COMPARED),

@@ -50,7 +50,7 @@ def low_rate_agreement(results: Results) -> Answer:
         others = [results.best(attention, method, lr) for method in PAPER_METHODS if method is not QKNorm]
         tested += [(agree, difference(runs, norm)) for runs in others]
     text = "; ".join(method_means(results, attention, PAPER_METHODS, lr) for attention in BOTH)
-    return answer(f"{text} (the same is within {MARGIN:g})", *tested)
+    return answer(f"{text} (similar is within {MARGIN:g})", *tested)
 
 
 def higher_is_better(results: Results) -> Answer:
@@ -66,7 +66,7 @@ def compare_rates(results: Results, rates: Sequence[float], pairs: Sequence[tupl
         for method in (QKNorm, Quack):
             runs = {lr: results.best(attention, method, lr) for lr in rates}
             for one, other in pairs:
-                where = f"{attention.upper()}, lr {one:g} - lr {other:g}"
+                where = f"{attention.upper()}, lr {one:g} against lr {other:g}"
                 tested.append((less, difference(runs[one], runs[other], where=where)))
             means = ", ".join(f"{mean_and_sd(runs[lr])} at {lr:g}" for lr in rates)
             texts.append(f"{attention.upper()} {METHOD_NAMES[method]} {means}")
