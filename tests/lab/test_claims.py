@@ -36,7 +36,14 @@ from quacklr.lab.studies.tuned_methods import fixed
 from quacklr.lab.studies.verdicts import ClaimResult, all_of, check
 from swept_runs import made, seeds_of, tiny_scale
 
-COMBINATIONS = ("everywhere", "everywhere and sigma-Reparam", "with QK norm", "with sigma-Reparam", "with QK clip")
+COMBINATIONS = (
+    "everywhere",
+    "everywhere and sigma-Reparam",
+    "with QK norm",
+    "with sigma-Reparam",
+    "with sigma-Reparam in MLA",
+    "with QK clip",
+)
 CONDITIONS = [name for name in CONDITION_CLAIMS if name != "longer"]
 NOT_IN_STUDIES = ["isotropic compositional Muon", "AdamW^2", *COMBINATIONS, *CONDITIONS, *SIZE_CLAIMS]
 """Claims whose runs are in no study; `quacklr sweep --until-decided` does them."""

@@ -70,13 +70,16 @@ def by_kind(config: Config) -> tuple[float, float]:
 
 
 def test_a_combination_is_compared_with_both_of_its_methods() -> None:
-    found, known = decided(by_kind, "with QK norm", "with sigma-Reparam", "with QK clip")
+    found, known = decided(by_kind, "with QK norm", "with sigma-Reparam", "with sigma-Reparam in MLA", "with QK clip")
     assert {name: claim.verdict for name, claim in found.items()} == {
         "with QK norm": "holds",
         "with sigma-Reparam": "holds",
+        "with sigma-Reparam in MLA": "holds",
         "with QK clip": "fails",
     }
     assert [comparison.seeds for comparison in found["with QK norm"].evidence] == [3] * 4
+    in_mla = found["with sigma-Reparam in MLA"].evidence
+    assert [comparison.label.split(",")[0] for comparison in in_mla] == ["MLA", "MLA"]
     taus = {c.tau for c in (each.config.method for each in known.values()) if isinstance(c, Quack) and c.tau == 3}
     assert taus == {3.0}, "the tau of a combination is selected for itself"
     assert "QuacK with QK norm (tau 3) - QK norm" in found["with QK norm"].evidence[1].label

@@ -62,12 +62,12 @@ def no_need_for_quack(
     return claim
 
 
-def better_than_all(sentence: str, one: AnyMethod, *others: AnyMethod) -> Claim:
-    """The claim that a method has a lower loss than each of the others at the highest rate, in MHA and in MLA."""
+def better_than_all(sentence: str, one: AnyMethod, *others: AnyMethod, attentions: Sequence[str] = BOTH) -> Claim:
+    """The claim that a method has a lower loss than each of the others at the highest rate."""
 
     def claim(results: Results) -> Answer:
         lr, tested, texts = results.scale.high, [], []
-        for attention in BOTH:
+        for attention in attentions:
             first, *rest = (results.best(attention, method, lr) for method in (one, *others))
             tested += [(less, difference(first, other)) for other in rest]
             texts.append(method_means(results, attention, (one, *others), lr))
@@ -205,6 +205,14 @@ EXTRA_CLAIMS: dict[str, Claim] = {
         WITH_SIGMA,
         QUACK,
         SigmaReparametrised,
+    ),
+    "with sigma-Reparam in MLA": better_than_all(
+        "In MLA, QuacK for queries and keys together with sigma-Reparam of all other linear layers beats both alone, "
+        "at the highest learning rate.",
+        WITH_SIGMA,
+        QUACK,
+        SigmaReparametrised,
+        attentions=("mla",),
     ),
     "with QK clip": better_than_all(
         "A budget together with QK clip beats both alone, at the highest learning rate.", WITH_CLIP, Budget, QKClipping
