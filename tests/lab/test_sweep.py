@@ -25,6 +25,7 @@ from quacklr.lab.sweep.executor import cores
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import ATTEMPTS, State, missing, sweep
 from quacklr.lab.train.checkpoint import checkpoints
+from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.runner import run
 from swept_runs import made, three
 
@@ -239,6 +240,23 @@ def test_a_run_is_known_again_when_configurations_have_got_a_new_field(corpus: P
     del line["config"]["method"]["literal"]
     (tmp_path / "ledger.jsonl").write_text(json.dumps(line) + "\n")
     assert list(Ledger(tmp_path / "ledger.jsonl").entries()) == [entry.key]
+
+
+def test_an_entry_has_four_digits_of_validation_losses_and_three_of_other_measurements(
+    corpus: Path, tmp_path: Path
+) -> None:
+    config = small(corpus, Quack(), ATTENTIONS["mla"])
+    run(config, tmp_path / "run")
+    rows, entry = Folder(tmp_path / "run").rows(), entry_of(config, tmp_path / "run")
+    last = rows[-1]
+    assert entry.history[-1]["step"] == last["step"]
+    assert entry.history[-1]["val_loss"] == float(f"{last['val_loss']:.4g}") != float(f"{last['val_loss']:.3g}")
+    for name in ("max", "step_change"):
+        assert entry.history[-1]["logits"][name] == [
+            [float(f"{value:.3g}") for value in heads] for heads in last["logits"][name]
+        ]
+    assert entry.losses == [float(f"{row['loss']:.3g}") for row in rows if "loss" in row]
+    assert entry.result["val_loss"] == last["val_loss"], "claims use all digits"
 
 
 def test_a_ledger_keeps_what_claims_and_figures_use_and_with_details_all(corpus: Path, tmp_path: Path) -> None:
