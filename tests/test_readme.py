@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from statistics import fmean, pstdev
 
 import pytest
 
 from browsers import BROWSERS
 from quacklr.lab.demo import sentence, table
 from quacklr.lab.ledger import Entry, Ledger
+from quacklr.lab.methods import Quack
 from quacklr.lab.report import markdown
 from quacklr.lab.report.advice import TABLES
 from quacklr.lab.report.choosing import choosing, numbers, open_questions, outdated
@@ -21,8 +24,10 @@ from quacklr.lab.report.command import draw
 from quacklr.lab.report.figures import FIGURES
 from quacklr.lab.report.scaling import scaling
 from quacklr.lab.studies.all_claims import claim_results
+from quacklr.lab.studies.measures import largest_logit
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
+from quacklr.lab.studies.sizes import JUDGED, runs_above
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -109,6 +114,29 @@ def test_the_advice_is_for_the_verdicts_of_the_study(results: Results) -> None:
     """If this fails, a verdict has changed: read this line of report/advice.py again, and revise it."""
     claims = claim_results(results)
     assert [line for lines in TABLES.values() for line in outdated(claims, lines)] == []
+
+
+def test_numbers_that_are_written_by_hand_are_those_of_the_ledger(results: Results) -> None:
+    """The largest logits of QuacK in README and the FAQ, and the skewness of differences in the study."""
+    runs = [results.runs(cell, Quack) for cell in results.scale.cells()]
+    runs += [runs_above(results, Quack, size) for size in JUDGED]
+    logits = [10**value for each in runs for value in each.by_seed(largest_logit).values()]
+    at_16m = [10**value for value in runs_above(results, Quack, "16M").by_seed(largest_logit).values()]
+    assert sum(value > 100 for value in logits) == 1
+    largest = f"the largest was {max(logits):.0f}, with AdamW and norms on latents"
+    text = f"below 100 in nearly all models of up to 4M parameters ({largest})"
+    faq, study = ((ROOT / "docs" / name).read_text() for name in ("faq.md", "study.md"))
+    assert f"{text}; at 16M the largest was {max(at_16m):.0f} " in README
+    assert f"{text}, and at {min(at_16m):.0f} and {max(at_16m):.0f} in those of 16M" in faq
+    parts = [part.comparison for claim in claim_results(results) for part in claim.parts]
+    many = [each.differences for each in parts if each.label.endswith("validation loss") and each.seeds >= 9]
+    skewness = max(abs(skew(each)) for each in many if each[0] != each[1])
+    assert f"the most skewed has a skewness of {skewness:.1f}." in study
+
+
+def skew(values: Sequence[float]) -> float:
+    center, spread = fmean(values), pstdev(values)
+    return fmean(((value - center) / spread) ** 3 for value in values)
 
 
 def test_nothing_crashed_and_a_claim_that_is_open_knows_its_next_runs(results: Results, entries: list[Entry]) -> None:

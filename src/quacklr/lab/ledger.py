@@ -27,7 +27,9 @@ from quacklr.lab.typed import fits
 from quacklr.util.atomic_files import flush_folder, make_folder
 
 DIGITS = 3
-"""Significant digits of logits, of their changes and of training losses; it keeps the file small."""
+"""Significant digits of logits, of their changes and of training losses; few, to keep the file small."""
+LOSS_DIGITS = 4
+"""Significant digits of validation losses during training, and of times. The final losses have all digits."""
 MEASURED = ("step", "val_loss", "logits", "change_steps", "norm", "rate")
 """The keys of a row of metrics.jsonl that an entry keeps, if the row has measurements."""
 NEEDED = {"step": None, "val_loss": None, "logits": ("max", "step_change"), "change_steps": None}
@@ -46,7 +48,7 @@ class Entry:
     result: Row = field(default_factory=dict)
     """The content of its result.json."""
     history: list[Row] = field(default_factory=list)
-    """The rows with measurements: the validation loss with four digits, all others with DIGITS."""
+    """The rows with measurements: the validation loss with LOSS_DIGITS, all others with DIGITS."""
     losses: list[float | None] = field(default_factory=list)
     """The training loss of every step, with DIGITS."""
     step_seconds: float | None = None
@@ -158,12 +160,16 @@ def measurements(config: Config, folder: Folder, rows: list[Row]) -> dict[str, A
     speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
     return {
         "history": [
-            {name: rounded(row[name], 4 if name == "val_loss" else DIGITS) for name in MEASURED if name in row}
+            {
+                name: rounded(row[name], LOSS_DIGITS if name == "val_loss" else DIGITS)
+                for name in MEASURED
+                if name in row
+            }
             for row in rows
             if "val_loss" in row or "logits" in row
         ],
         "losses": [rounded(row["loss"], DIGITS) for row in rows if "loss" in row],
-        "step_seconds": rounded(config.training.batch_tokens / median(speeds), 4) if speeds else None,
+        "step_seconds": rounded(config.training.batch_tokens / median(speeds), LOSS_DIGITS) if speeds else None,
         "environment": folder.environment,
     }
 

@@ -37,7 +37,7 @@ METHODS = AdviceTable(
             "MHA, Muon, the model must stay as it is",
             "**QuacK**. QuacK for all products of weights was better; you declare these products by hand "
             "(`examples/all_products.py`). QK clip with a threshold of 10 was the same. Compositional Muon at a tenth "
-            "of its learning rate had a lower mean, which is not decided.",
+            "of its learning rate had a lower mean; whether it is better is undecided.",
             (
                 Basis("e", ["MHA", "- QuacK"]),
                 Basis("everywhere", ["MHA"]),
@@ -125,7 +125,7 @@ ALREADY = AdviceTable(
         ),
         Advice(
             "Compositional Muon",
-            "In MHA its mean was lower than that of QuacK, which is not decided. In MLA QuacK was better.",
+            "In MHA its mean was lower than that of QuacK; whether it is better is undecided. In MLA QuacK was better.",
             (Basis("compositional Muon"), Basis("compositional Muon in MLA", verdict="fails")),
         ),
         Advice(

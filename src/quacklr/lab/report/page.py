@@ -21,7 +21,7 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from quacklr import __version__
 from quacklr.lab.config import Config, kind_of, to_json
-from quacklr.lab.ledger import Entry, rounded
+from quacklr.lab.ledger import LOSS_DIGITS, Entry, rounded
 from quacklr.lab.studies.comparison import Comparison
 from quacklr.lab.studies.names import METHOD_NAMES, describe, method_name, settings_of
 from quacklr.lab.studies.verdicts import ClaimResult
@@ -82,7 +82,7 @@ def run_row(entry: Entry, unusual: str) -> RunRow:
         optimizer=optimizer,
         recipe=f"{optimizer}, lr {config.optimizer.lr:g}",
         steps=entry.result.get("step", len(entry.losses)),
-        data=rounded(entry.to_json(), 4) | {"config": to_json(config), "name": name},
+        data=rounded(entry.to_json(), LOSS_DIGITS) | {"config": to_json(config), "name": name},
     )
 
 

@@ -9,6 +9,7 @@ from statistics import mean
 from quacklr.lab.methods import Budget, Default, Method, QKNorm, Quack
 from quacklr.lab.report.markdown import table
 from quacklr.lab.studies.cell import Cell
+from quacklr.lab.studies.comparison import difference
 from quacklr.lab.studies.conditions import longer
 from quacklr.lab.studies.measures import largest_logit
 from quacklr.lab.studies.names import METHOD_NAMES
@@ -71,8 +72,7 @@ def length_row(results: Results, cells: Sequence[Cell], method: type[Method]) ->
 
 def gap(runs: MethodRuns, quack: MethodRuns) -> str:
     """The difference of the mean losses over the seeds that both have; empty for QuacK itself."""
-    losses, others = runs.by_seed(), quack.by_seed()
-    shared = losses.keys() & others.keys()
-    if not shared or runs.method == quack.method:
+    if runs.method == quack.method:
         return ""
-    return f"{mean(losses[seed] - others[seed] for seed in shared):+.3f} (n {len(shared)})"
+    found = difference(runs, quack)
+    return f"{found.mean:+.3f} (n {found.seeds})"
