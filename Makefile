@@ -8,7 +8,7 @@ LAB := $(VENV)/lab
 DOCS := $(VENV)/docs
 
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
-LIBRARY := tests/core tests/find tests/logits
+LIBRARY := tests/core tests/find tests/attention
 BESIDE := $(MAKE) --no-print-directory --jobs=3  # lint and types, which have one process each, run beside the tests
 
 .PHONY: help test quick quick-unit mutants lint types unit demo study repeat speeches results notebook models bench docs release oldest newest workflows clean

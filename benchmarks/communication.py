@@ -19,9 +19,9 @@ import torch
 from quacklr import logit_paths
 from quacklr.core.norms import VECTORS
 from quacklr.core.sensitivity import Rule
-from quacklr.distributed.sharded_blocks import blocks_of
 from quacklr.lab.model import MLA, Decoder, Shape
 from quacklr.lab.presets import PRESETS
+from quacklr.sharded.blocks import blocks_of
 
 SHAPES = {
     "paper-mha": (PRESETS["paper-mha"].shape, PRESETS["paper-mha"].attention),

@@ -1,6 +1,6 @@
 """Changes a line of each module, runs the tests nearest to it, and lists the changes that no test noticed.
 
-    python benchmarks/mutants.py core find/rules          # packages or modules below src/quacklr; . for all of them
+    python benchmarks/mutants.py core find/tables          # packages or modules below src/quacklr; . for all of them
     python benchmarks/mutants.py core/norms --each 5      # five changes of one module
     python benchmarks/mutants.py core --seed 1            # other lines
 

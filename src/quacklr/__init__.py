@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quacklr.attention.clip import QKClip
+    from quacklr.attention.monitor import LogitMonitor, LogitStats
     from quacklr.checking import check
     from quacklr.core.norms import frobenius, spectral
     from quacklr.core.path import LogitPath, mha, mla
     from quacklr.core.weight import Weight, packed
-    from quacklr.distributed.sharded_blocks import sensitivity
     from quacklr.find import logit_paths
-    from quacklr.logits.clip import QKClip
-    from quacklr.logits.monitor import LogitMonitor, LogitStats
     from quacklr.quack import QuacK
+    from quacklr.sharded.blocks import sensitivity
 
 __version__ = "0.2.0"
 
@@ -43,10 +43,10 @@ _MODULES = {
     "core.norms": ("frobenius", "spectral"),
     "core.path": ("LogitPath", "mha", "mla"),
     "core.weight": ("Weight", "packed"),
-    "distributed.sharded_blocks": ("sensitivity",),
+    "sharded.blocks": ("sensitivity",),
     "find": ("logit_paths",),
-    "logits.clip": ("QKClip",),
-    "logits.monitor": ("LogitMonitor", "LogitStats"),
+    "attention.clip": ("QKClip",),
+    "attention.monitor": ("LogitMonitor", "LogitStats"),
     "quack": ("QuacK",),
 }
 

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quacklr.attach.nested_steps import RunningStep, RunningSteps
+from quacklr.attach.optimizers import as_optimizers, first_after_step, has_stepped, is_idle, validate_linear
+from quacklr.attach.step_check import StepCheck
 from quacklr.core.budget_rates import BudgetRates, HeadChange
 from quacklr.core.flat_tensor import original
 from quacklr.core.norms import Norm, frobenius
@@ -30,15 +33,12 @@ from quacklr.core.validate import (
     validate_stepped,
 )
 from quacklr.describe import describe
-from quacklr.distributed.collectives import reshard
-from quacklr.distributed.engines.read import as_module, engine_of
-from quacklr.distributed.sharded_blocks import ShardedBlocks, blocks_of
 from quacklr.find import logit_paths
 from quacklr.find.finding import Finding
 from quacklr.find.verify import Verification
-from quacklr.optimizers.attach import as_optimizers, first_after_step, has_stepped, is_idle, validate_linear
-from quacklr.optimizers.nested_steps import RunningStep, RunningSteps
-from quacklr.optimizers.step_check import StepCheck
+from quacklr.sharded.blocks import ShardedBlocks, blocks_of
+from quacklr.sharded.collectives import reshard
+from quacklr.sharded.engines.read import as_module, engine_of
 from quacklr.util.autocast import without_autocast
 from quacklr.util.read_only import ReadOnly
 

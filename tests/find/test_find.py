@@ -12,10 +12,10 @@ from transformers.models.dia.modeling_dia import DiaSelfAttention
 
 from models import Latent, Separate, layers, train
 from quacklr import LogitPath, QuacK, logit_paths
+from quacklr.attention.capture import capture_logits
+from quacklr.attention.head_order import HeadOrders
 from quacklr.find.discover import found_by_rule
 from quacklr.inspect.resolve import resolve
-from quacklr.logits.capture import capture_logits
-from quacklr.logits.head_order import HeadOrders
 from quacklr.util.modules import run
 
 

@@ -13,8 +13,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 
 from quacklr import QuacK, logit_paths
 from quacklr.find.finding import QK_NORM
-from quacklr.find.rules import by_rule
-from quacklr.find.rules.naming import QUERY_AND_KEY
+from quacklr.find.tables import by_rule
+from quacklr.find.tables.naming import QUERY_AND_KEY
 from stand_ins_kit import HF, Model, Plain, linear
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quacklr import logit_paths
 from quacklr.find.compare import differences
-from quacklr.find.rules import by_rule
+from quacklr.find.tables import by_rule
 from stand_ins_kit import called, linear
 
 H, D, W = 4, 8, 32

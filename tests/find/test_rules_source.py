@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quacklr import logit_paths
 from quacklr.core.weight import Weight
 from quacklr.find.finding import Finding
-from quacklr.find.rules import by_rule
+from quacklr.find.tables import by_rule
 from stand_ins_kit import called
 
 H, D, W = 4, 3, 12

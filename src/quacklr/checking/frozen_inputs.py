@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quacklr.attention.capture import capture_logits
+from quacklr.attention.logits import Logits
 from quacklr.checking.expected_rows import ExpectedLayer
 from quacklr.checking.inputs import Inputs
 from quacklr.checking.sandbox import Sandbox
-from quacklr.logits.capture import capture_logits
-from quacklr.logits.logits import Logits
 from quacklr.util.modules import copied_buffers, named_modules, run, undisturbed
 from quacklr.util.torch_functions import copied
 

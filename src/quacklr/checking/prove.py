@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from quacklr.attach.optimizers import as_optimizers, is_idle
 from quacklr.checking.diagnose import Diagnosis
 from quacklr.checking.layer_report import LayerReport
 from quacklr.checking.report import CheckReport
@@ -16,9 +17,8 @@ from quacklr.checking.sandbox import Loss, Sandbox
 from quacklr.checking.steps import Change, Stepper
 from quacklr.core.norms import Norm, frobenius
 from quacklr.core.path import LogitPath
-from quacklr.distributed.validate import validate_not_sharded
-from quacklr.optimizers.attach import as_optimizers, is_idle
 from quacklr.quack import QuacK
+from quacklr.sharded.validate import validate_not_sharded
 from quacklr.util.modules import run_uncompiled
 
 

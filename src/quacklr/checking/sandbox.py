@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quacklr.attention.head_order import HeadOrders
 from quacklr.checking.expected_rows import ExpectedRows
 from quacklr.core.path import LogitPath
 from quacklr.find import logit_paths
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.logits.head_order import HeadOrders
 from quacklr.util.modules import copied_buffers, run, undisturbed, unwrapped
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -17,7 +17,7 @@ from quacklr.core.path import LogitPath, as_paths
 from quacklr.find.compare import differences, wrong_rule
 from quacklr.find.finding import DECLARED, MEASURED, VERIFIED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.find.rules import by_rule
+from quacklr.find.tables import by_rule
 from quacklr.util.modules import evaluating, named_modules
 
 UNSEEN = (

@@ -12,7 +12,7 @@ from quacklr.find.compare import differences, wrong_rule
 from quacklr.find.finding import BY_RULE, VERIFIED, Finding, is_inside
 from quacklr.find.first_batch import FirstBatch, slices
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.find.rules.evidence import is_trusted
+from quacklr.find.tables.evidence import is_trusted
 from quacklr.util.modules import Arguments, named_modules, unwrapped, wrappers
 
 TAKE_MEASURED = (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quacklr.attention.monitor import LogitStats
 from quacklr.integrations.writers import Tables, tables
-from quacklr.logits.monitor import LogitStats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from dataclasses import fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from quacklr.logits.monitor import LogitStats
+from quacklr.attention.monitor import LogitStats
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

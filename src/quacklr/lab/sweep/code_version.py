@@ -14,7 +14,7 @@ from pathlib import Path
 import quacklr
 
 TRAINS = (
-    *("quack.py", "core", "distributed", "find", "logits", "optimizers", "util"),
+    *("quack.py", "core", "sharded", "find", "attention", "attach", "util"),
     *("lab/config.py", "lab/methods.py", "lab/presets.py", "lab/model", "lab/optim", "lab/data", "lab/train"),
 )
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from quacklr.distributed.collectives import fully_sharded
 from quacklr.lab.config import Machine
 from quacklr.lab.model import Decoder
 from quacklr.lab.train.world import World
+from quacklr.sharded.collectives import fully_sharded
 
 
 def parallelize(model: Decoder, machine: Machine, world: World) -> nn.Module:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quacklr.distributed.collectives import fully_sharded
 from quacklr.lab.config import Config
 from quacklr.lab.data import Corpus, batch, evaluation_batch
 from quacklr.lab.errors import UserError
@@ -30,6 +29,7 @@ from quacklr.lab.train.rows import Row
 from quacklr.lab.train.statistics import LogitProbe, rounded, weight_row
 from quacklr.lab.train.tensors import named_tensors
 from quacklr.lab.train.world import world
+from quacklr.sharded.collectives import fully_sharded
 
 
 class Session:

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from quacklr import LogitMonitor, LogitStats
-from quacklr.distributed.collectives import gathered
 from quacklr.integrations.writers import STATISTICS, Heads
 from quacklr.lab.methods import Attached, rates
 from quacklr.lab.model import Decoder
 from quacklr.lab.train.rows import Table
+from quacklr.sharded.collectives import gathered
 from quacklr.util.modules import undisturbed
 
 

@@ -1,0 +1,126 @@
+"""Checks that the optimizers step the weights on the paths.
+
+DeepSpeed puts flat copies of the parameters into the param groups; `fully_shard` and `load_state_dict(assign=True)` put
+new parameters into the model. A QuacK that was attached before that would do nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from weakref import ReferenceType, ref
+
+from torch import nn
+from torch.optim import Optimizer
+
+from quacklr.attach.weight_copies import warn_of_copies
+from quacklr.core.flat_tensor import gradient_of, original
+from quacklr.core.local import local_tensor
+from quacklr.core.stepped import PLAIN, Stepped
+from quacklr.core.weight import Weight
+
+NONE_STEPPED = (
+    "no weight on a path is stepped, so QuacK would do nothing: the optimizer's param groups hold none of the "
+    "parameters that they held when QuacK was attached, first {}: did something replace them since, as "
+    "deepspeed.initialize does? Attach afterwards, to the optimizer that steps the model's own parameters"
+)
+NOT_IN_GROUPS = "{}: its parameter is no longer in an optimizer that QuacK is attached to, so its step is not scaled"
+REPLACED = (
+    "{}: {} parameters on the paths were replaced after QuacK was attached, by sharding or by "
+    "load_state_dict(assign=True), so the model does not use those that QuacK scales; load and shard first, then make "
+    "the optimizer, then attach"
+)
+NO_GRADIENT = (
+    "no weight on a path had a gradient in the first step{}, so QuacK does nothing: was the model sharded, or were its "
+    "parameters replaced, after QuacK was attached? Shard first, then make the optimizer, then attach"
+)
+
+
+class StepCheck:
+    """Raises RuntimeError if no weight on a path is stepped, and warns once if only some are.
+
+    `linear`: whether QuacK has tested that the optimizers are linear in lr. With a budget it has not; then this class
+    also warns of copies of the weights in their state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        weights: Iterable[Weight],
+        optimizers: Sequence[Optimizer],
+        linear: bool,
+        in_groups: Stepped = PLAIN,
+    ) -> None:
+        self._linear, self._in_groups = linear, in_groups
+        self._parts = [part for weight in weights for part in weight.parts if weight.rated]
+        self._optimizers = optimizers
+        self._model: ReferenceType[nn.Module] | None = None if model is None else ref(model)
+        own = set() if model is None else {id(param) for param in model.parameters()}
+        self._of_model = [part for part in self._parts if id(original(part.param)) in own]
+        self._groups = [optimizer.param_groups for optimizer in optimizers]
+        self._in_use = self._all_stepped = False  # not checked yet
+        self._stepped: set[Optimizer] = set()
+        self._had_gradient: set[int] = set()
+
+    def before_step(self, tensors: Collection[int], last_iteration: Collection[int]) -> None:
+        """Check that the param groups still hold the parameters on the paths, and that the model still uses them.
+
+        Args:
+            tensors: ids of the tensors on the paths that are about to step.
+            last_iteration: ids of those that stepped in the last iteration, if a new one begins.
+        """
+        if len(self._stepped) < len(self._optimizers):  # some optimizers clear gradients in `step`
+            self._had_gradient.update(id(part.param) for part in self._parts if gradient_of(part.param) is not None)
+        if tensors and self._in_use and (self._all_stepped or not last_iteration):
+            return
+        trained = [part for part in self._parts if part.param.requires_grad]
+        in_groups = self._in_groups.known.union(*map(self._in_groups.by, self._optimizers))
+        missing = [part for part in trained if id(part.param) not in in_groups]
+        if missing and len(missing) == len(trained):
+            raise RuntimeError(NONE_STEPPED.format(missing[0].name))
+        if not self._in_use:
+            self._check_in_use()
+        if not self._all_stepped:
+            self._check_all_stepped(missing, last_iteration)
+
+    def _check_in_use(self) -> None:
+        """Check that the model still has the parameters on the paths."""
+        model = self._model() if self._model is not None else None
+        if model is not None:
+            own = {id(param) for param in model.parameters()}
+            replaced = [part for part in self._of_model if id(original(part.param)) not in own]
+            if replaced and len(replaced) == len(self._of_model):
+                raise RuntimeError(REPLACED.format(replaced[0].name, "all"))
+            if replaced:
+                some = f"{len(replaced)} of {len(self._of_model)}"
+                warnings.warn(REPLACED.format(replaced[0].name, some), stacklevel=7)
+        self._in_use = True
+
+    def _check_all_stepped(self, missing: Iterable[Weight], last_iteration: Collection[int]) -> None:
+        """Warn of parameters that are no longer in the param groups.
+
+        DeepSpeed replaces the list of groups for a part of a step, so a parameter may step later in the iteration. If
+        the list was replaced, the check is made in the second iteration.
+        """
+        lists = zip(self._optimizers, self._groups, strict=True)
+        if not last_iteration and any(optimizer.param_groups is not groups for optimizer, groups in lists):
+            return
+        self._all_stepped = True
+        if missing := [part for part in missing if id(part.param) not in last_iteration]:
+            warnings.warn(NOT_IN_GROUPS.format(missing[0].name), stacklevel=7)
+
+    def after_step(self, optimizer: Optimizer, tensors: Collection[int], moved: Callable[[], bool]) -> None:
+        """Check that a weight on a path had a gradient in this optimizer's first step, or moved without one."""
+        if optimizer in self._stepped:
+            return
+        trained = [part.param for part in self._parts if part.param.requires_grad and id(part.param) in tensors]
+        params = [param for param in trained if local_tensor(param).numel()]  # a rank may have no entry of a parameter
+        had_gradient = any(gradient_of(param) is not None or id(param) in self._had_gradient for param in params)
+        if params and not had_gradient and not moved():
+            ids = {id(part.param) for part in self._parts}
+            if all(other is optimizer or self._in_groups.by(other).isdisjoint(ids) for other in self._optimizers):
+                raise RuntimeError(NO_GRADIENT.format(""))
+            warnings.warn(NO_GRADIENT.format(f" of {type(optimizer).__name__}"), stacklevel=6)
+        if not self._linear:
+            warn_of_copies(optimizer, tensors, self._in_groups)
+        self._stepped.add(optimizer)

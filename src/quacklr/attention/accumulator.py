@@ -1,0 +1,108 @@
+"""Sums over the logits of one attention, accumulated in one pass over their chunks.
+
+Shapes: B sequence, H head, I query, J key.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import torch
+from torch import Tensor
+
+from quacklr.attention.logits import MASKED, Logits
+
+KEPT = 2**20  # logits of one attention that are kept for the next measurement: 4 MB
+NEGLIGIBLE = -1e4  # a logit this far below the largest has probability 0 in float32
+
+
+class StatsAccumulator:
+    """Sums from which the statistics of one rank, or of many, are computed; and the logits to keep.
+
+    `before_BHIJ`: the logits that the last measurement kept. Without them, or if their shape differs, the change is
+    NaN. `see_one_H` and `see_two_H`: the numbers of queries that see at least one key, and at least two.
+    """
+
+    def __init__(self, logits: Logits, before_BHIJ: Tensor | None) -> None:
+        batch, heads, device = logits.batch, logits.heads, logits.device
+        self.keys = logits.keys
+        self.max_H = torch.full((heads,), -torch.inf, device=device)
+        self.compared_H, self.entropy_H, self.see_one_H, self.see_two_H = torch.zeros(4, heads, device=device)
+        self.first_BH = torch.full((batch, heads), self.keys, device=device)
+        self.sink_BH, self.learned_H = torch.zeros(batch, heads, device=device), torch.zeros(heads, device=device)
+        self.sampled, self.stride = evenly_spaced(logits)
+        kept = (batch, heads, len(self.sampled), -(-self.keys // self.stride))
+        self.kept_BHIJ = torch.full(kept, MASKED, device=device)
+        comparable = before_BHIJ is not None and before_BHIJ.shape == self.kept_BHIJ.shape
+        self.change_H = torch.full((heads,), 0.0 if comparable else torch.nan, device=device)
+        for sequences, queries, logit_BHIJ in logits.chunks():
+            visible_BHIJ = logits.visible(sequences, queries, logit_BHIJ)
+            self._keep(sequences, queries, logit_BHIJ, visible_BHIJ, before_BHIJ if comparable else None)
+            self._add(sequences, logit_BHIJ, visible_BHIJ)
+
+    def sums(self) -> Tensor:
+        """(6, heads): sum and count of |changes|, of entropies, and of sink shares."""
+        sink_H = self.sink_BH.sum(0) + self.learned_H
+        return torch.stack([self.change_H, self.compared_H, self.entropy_H, self.see_one_H, sink_H, self.see_two_H])
+
+    def _keep(
+        self, sequences: slice, queries: slice, logit_BHIJ: Tensor, visible_BHIJ: Tensor, before_BHIJ: Tensor | None
+    ) -> None:
+        """Keep the sampled queries of a chunk, MASKED where masked, and compare them with those kept before."""
+        start, stop = (bisect_left(self.sampled, edge) for edge in (queries.start, queries.stop))
+        rows = [query - queries.start for query in self.sampled[start:stop]]
+        if len(rows) < logit_BHIJ.shape[2]:
+            logit_BHIJ, visible_BHIJ = logit_BHIJ[:, :, rows], visible_BHIJ[:, :, rows]
+        logit_BHIJ, visible_BHIJ = (each[..., : self.keys : self.stride] for each in (logit_BHIJ, visible_BHIJ))
+        batch, heads, _, width = logit_BHIJ.shape
+        self.compared_H += visible_BHIJ.sum((2, 3)).expand(batch, heads).sum(0)
+        kept_BHIJ = self.kept_BHIJ[sequences, :, start:stop]
+        kept_BHIJ[..., :width] = logit_BHIJ.clamp(min=MASKED)
+        if before_BHIJ is not None:
+            change_BHIJ = (kept_BHIJ - before_BHIJ[sequences, :, start:stop]).abs_()
+            if change_BHIJ.numel() and change_BHIJ.amax() > -MASKED / 2:  # masked before or now: not compared
+                masked_BHIJ = change_BHIJ > -MASKED / 2
+                change_BHIJ.masked_fill_(masked_BHIJ, 0)
+                self.compared_H -= (masked_BHIJ & (kept_BHIJ > MASKED)).sum((0, 2, 3))
+            self.change_H += change_BHIJ.sum((0, 2, 3))
+
+    def _add(self, sequences: slice, logit_BHIJ: Tensor, visible_BHIJ: Tensor) -> None:
+        """Add the maxima, entropies and sink shares of a chunk."""
+        max_BHI = logit_BHIJ[..., : self.keys].amax(-1)
+        self.max_H = torch.maximum(self.max_H, max_BHI.amax((0, 2)))
+        count_BHI = visible_BHIJ[..., : self.keys].sum(-1).expand_as(max_BHI)
+        see_one_BHI, see_two_BHI = count_BHI > 0, count_BHI > 1
+        first_BH = self._first_visible(sequences, visible_BHIJ[..., : self.keys])
+
+        max_BHI = max_BHI if logit_BHIJ.shape[-1] <= self.keys else logit_BHIJ.amax(-1)
+        below_BHIJ = (logit_BHIJ - max_BHI.clamp(min=MASKED)[..., None]).clamp_(min=NEGLIGIBLE)
+        share_BHIJ = below_BHIJ.softmax(-1)
+        entropy_BHI = -share_BHIJ.amax(-1).log() - torch.linalg.vecdot(share_BHIJ, below_BHIJ)
+        index_BHI1 = first_BH.clamp(max=share_BHIJ.shape[-1] - 1)[..., None, None].expand(*max_BHI.shape, 1)
+        sink_BHI = share_BHIJ.gather(-1, index_BHI1)[..., 0]
+        learned_BHI = share_BHIJ[..., self.keys :].sum(-1)
+
+        self.see_one_H += see_one_BHI.sum((0, 2))
+        self.see_two_H += see_two_BHI.sum((0, 2))
+        self.entropy_H += entropy_BHI.where(see_one_BHI, 0).sum((0, 2))
+        self.sink_BH[sequences] += sink_BHI.where(see_two_BHI, 0).sum(2)
+        self.learned_H += learned_BHI.where(see_two_BHI, 0).sum((0, 2))
+
+    def _first_visible(self, sequences: slice, visible_BHIJ: Tensor) -> Tensor:
+        """The first key of each sequence that is visible to any query so far.
+
+        If an earlier key becomes visible, it was masked for the queries before, so their share of it is 0.
+        """
+        any_BHJ = visible_BHIJ.any(2)
+        first_BH = any_BHJ.int().argmax(-1).where(any_BHJ.any(-1), self.keys)
+        known_BH = self.first_BH[sequences]
+        self.sink_BH[sequences] *= first_BH >= known_BH
+        self.first_BH[sequences] = torch.minimum(first_BH, known_BH)
+        return self.first_BH[sequences]
+
+
+def evenly_spaced(logits: Logits) -> tuple[list[int], int]:
+    """The queries to keep, spread over the sequence, and the stride of their keys: all queries and 1 if they fit."""
+    row = logits.batch * logits.heads * logits.keys
+    count = max(1, min(logits.queries, KEPT // row))
+    return [(i + 1) * logits.queries // count - 1 for i in range(count)], -(-row // KEPT)

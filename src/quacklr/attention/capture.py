@@ -1,0 +1,37 @@
+"""Capture the attention logits of a model while it runs, under the names of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from quacklr.attention.axes import HeadOrder
+from quacklr.attention.head_order import HeadOrders
+from quacklr.attention.interceptor import AttentionInterceptor
+from quacklr.attention.logits import Logits
+from quacklr.util.module_stack import module_stack
+from quacklr.util.modules import run_uncompiled
+
+
+@contextmanager
+def capture_logits(
+    model: nn.Module, on_logits: Callable[[str, Logits], None], heads: Mapping[str, int], orders: HeadOrders
+) -> Iterator[None]:
+    """While entered, every attention of the model calls `on_logits(name of its module, logits)`.
+
+    The module is the innermost one whose forward is running. `heads`: the number of heads of modules, where it is
+    known. `orders`: measures the order of heads where shapes do not show it. Compiled code runs uncompiled.
+    """
+
+    def order_of(tensors: Sequence[Tensor], given: int | None) -> HeadOrder:
+        known = next((heads[name] for name in reversed(running.modules) if name in heads), None)
+        return orders.find(running.forwards, tensors, given, known)
+
+    with (
+        module_stack(model) as running,
+        run_uncompiled(),
+        AttentionInterceptor(lambda logits: on_logits(running.modules[-1], logits), order_of),
+    ):
+        yield

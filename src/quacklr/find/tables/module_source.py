@@ -1,0 +1,163 @@
+"""Facts about an attention module, read without running it: its parts, its sizes, the names its forward uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from inspect import unwrap
+from types import CodeType, FunctionType, NoneType
+from typing import Any
+
+from torch import nn
+
+from quacklr.find.finding import UnreadableError
+from quacklr.find.tables.naming import GROUPS, HARMLESS, HARMLESS_IN_PACKAGE, HEAD_SIZE, HEADS, K_NORM, Q_NORM
+
+ATTENTION_CALL = re.compile(
+    r"softmax|logsumexp|scaled_dot_product|multi_head_attention|attention_interface|eager_attention|flash|sdpa"
+    r"|(core|inner|dot_product|fused|memory_efficient)_attention|attn_(fn|func|op)$|attend$",
+    re.IGNORECASE,
+)
+NORM_CALL = re.compile(r".*norm.*|rsqrt|std|var|cosine_similarity", re.IGNORECASE)
+
+
+def int_attributes(owner: Any, names: tuple[str, ...]) -> list[int]:
+    """The positive integers that a module or config has under these names."""
+    found = [getattr(owner, name, None) for name in names]
+    return [value for value in found if isinstance(value, int) and not isinstance(value, bool) and value > 0]
+
+
+def int_setting(module: nn.Module, names: tuple[str, ...]) -> int:
+    """The first of `int_attributes` of the module, or else of its config; 0 if there is none."""
+    config = getattr(module, "config", None)
+    return next(iter([*int_attributes(module, names), *int_attributes(config, names)]), 0)
+
+
+def head_sizes(module: nn.Module, q_rows: int, k_rows: int) -> tuple[int, int, int]:
+    """The number of heads, of key groups, and the head size. UnreadableError if the module and its config disagree."""
+    config = getattr(module, "config", None)
+    heads, groups = int_attributes(module, HEADS), int_attributes(module, GROUPS)
+    sizes = [*int_attributes(module, HEAD_SIZE), *(q_rows // n for n in heads), *int_attributes(config, HEAD_SIZE)]
+    sizes += [q_rows // n for n in int_attributes(config, HEADS)]
+    if not sizes:
+        raise UnreadableError("it does not say how many heads it has")
+    if not (d := sizes[0]):
+        raise UnreadableError(f"it says it has {heads} heads, and its queries have {q_rows} rows")
+    said = f"queries have {q_rows} rows, keys {k_rows}, and a head {d}"
+    if q_rows % d or k_rows % d or (q_rows // d) % (k_rows // d):
+        raise UnreadableError(f"{said}, which does not divide")
+    if any(n * d != q_rows for n in heads) or any(n * d != k_rows for n in groups):
+        raise UnreadableError(f"{said}, but it says it has {heads or groups} heads")
+    in_config = _head_counts(config)
+    if not heads and in_config and q_rows // d not in in_config:
+        raise UnreadableError(f"{said}, so {q_rows // d} heads, which its config does not mention")
+    return q_rows // d, k_rows // d, d
+
+
+def _head_counts(config: Any) -> set[int]:
+    """Every integer that a config has under a name that contains `head`."""
+    found: set[int] = set()
+    for name, value in (config if isinstance(config, dict) else getattr(config, "__dict__", {})).items():
+        if "head" in name:
+            found |= {v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, int)}
+    return found
+
+
+def names_used(module: nn.Module) -> set[str]:
+    """All names in the code that a module's forward can reach."""
+    return {name for _, function in reachable_functions(module) for name in _names_in(function.__code__)}
+
+
+def reachable_functions(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """The module's forward and all functions that it may call, each with the module that it belongs to.
+
+    Calls are followed into the module's own methods, into functions that are not torch's, and into submodules without
+    parameters.
+    """
+    waiting: list[Any] = [(module, type(module).forward, type(module))]
+    seen: set[CodeType] = set()
+    while waiting:
+        owner, function, cls = waiting.pop()
+        function = unwrap(function)
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        yield owner, function
+        for name in _names_in(code):
+            waiting += _callees(owner, function, cls, name)
+
+
+def _callees(owner: nn.Module, function: Any, cls: type, name: str) -> Iterator[tuple[nn.Module, Any, type]]:
+    """The functions that a name in the code of a function may refer to, each with its module and defining class."""
+    if name == "super":
+        above = type(owner).__mro__[type(owner).__mro__.index(cls) + 1 :] if cls in type(owner).__mro__ else ()
+        yield from ((owner, vars(c)[function.__name__], c) for c in above[:-1] if function.__name__ in vars(c))
+        return
+    submodule = dict(owner.named_children()).get(name)
+    if submodule is not None and not has_weights(submodule):
+        yield submodule, type(submodule).forward, type(submodule)
+    for c in type(owner).__mro__:
+        if issubclass(c, nn.Module) and c is not nn.Module and name in vars(c):
+            yield owner, vars(c)[name], c
+            return
+    attribute = vars(owner).get(name)  # a function, or a callable object such as diffusers' processors
+    attribute = attribute if isinstance(attribute, FunctionType) else vars(type(attribute)).get("__call__")
+    if isinstance(attribute, FunctionType):
+        yield owner, attribute, cls
+    found = getattr(function, "__globals__", {}).get(name)
+    if isinstance(found, FunctionType) and found.__module__.split(".")[0] != "torch":
+        yield owner, found, cls
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names that a code object uses, including those of nested functions."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def calls_attention(module: nn.Module) -> bool:
+    """Whether the module's forward uses a softmax or an attention kernel."""
+    own = {name for cls in type(module).__mro__ if issubclass(cls, nn.Module) for name in vars(cls)}
+    return any(ATTENTION_CALL.search(name) for name in names_used(module) - own)
+
+
+def norm_calls(module: nn.Module) -> list[str]:
+    """Names in the forward that look like a norm function, and are neither a part nor a setting of the module.
+
+    The usual names of query and key norms are not listed: where the module lacks such a part, the norm is disabled.
+    """
+    config = getattr(module, "config", None)
+    return sorted(
+        name
+        for name in names_used(module) - {*Q_NORM, *K_NORM}
+        if NORM_CALL.fullmatch(name)
+        and not (hasattr(module, name) and isinstance(getattr(module, name), (nn.Module, int, float, NoneType)))
+        and not hasattr(config, name)
+    )
+
+
+def validate_parts(module: nn.Module, known: Iterable[str], projections: str) -> None:
+    """UnreadableError if the module has parts with weights, or norms, that are neither known nor harmless."""
+    parts = [name for name, part in module.named_children() if has_weights(part)]
+    parts += [name for name, _ in module.named_parameters(recurse=False)]
+    package = type(module).__module__.partition(".")[0]
+    expected = {*known, *HARMLESS, *HARMLESS_IN_PACKAGE.get(package, ())}
+    if unexpected := [name for name in parts if name not in expected]:
+        raise UnreadableError(f"besides {projections} it has {', '.join(unexpected)}")
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Whether a module has parameters, or is a norm."""
+    return next(module.parameters(), None) is not None or "norm" in type(module).__name__.lower()
+
+
+def active_child(module: nn.Module, *names: str) -> nn.Module | None:
+    """The first submodule under these names that is not an identity; None if there is none."""
+    for name in names:
+        found = getattr(module, name, None)
+        if isinstance(found, nn.Module) and "Identity" not in type(found).__name__:  # Megatron has its own, IdentityOp
+            return found
+    return None

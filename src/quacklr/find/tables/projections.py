@@ -1,0 +1,140 @@
+"""The weights that a projection module multiplies its input by: one weight, or with LoRA a sum of chains of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from quacklr.core.path import LogitPath
+from quacklr.core.weight import Segment, Weight, packed
+from quacklr.find.finding import SCALE_FREE, Finding
+from quacklr.find.parameter_rows import weight_of
+from quacklr.find.tables.evidence import is_trusted
+
+PACKAGES = {"transformers", "megatron", "transformer_engine"}
+LINEAR = {
+    *("FalconLinear", "ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TELinear"),
+}
+Chain = tuple[Weight, ...]  # from the weight next to the logit to the one that reads the input
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProjectionWeight:
+    """One term of a projection: a weight whose rows are the output, and the weight that its input goes through first.
+
+    `originals` are the names of the parameters that the weight is computed from, by id, if it is parametrised.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    dim: int = 0
+    before: Weight | None = None
+    suffix: str = ""
+    originals: dict[int, str] | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of outputs."""
+        return self.weight.shape[self.dim]
+
+    def chains(self, segments: Sequence[Segment], repeat: int) -> dict[str, Chain]:
+        """The chain of each named segment of its rows."""
+        weights = packed(self.weight, *segments, repeat=repeat, dim=self.dim, bias=self.bias)
+        before: Chain = ()
+        if self.before is not None:
+            before = (replace(self.before, name="_".join([*(weight.name for weight in weights), self.before.name])),)
+        return {weight.name: (*self._of_parameter(weight), *before) for weight in weights}
+
+    def _of_parameter(self, weight: Weight) -> Chain:
+        """The weight as rows of the parameter it is computed from; empty if that one's scale does not matter."""
+        if self.originals is not None:
+            masks = [(weight.block_of_row == block).view(-1, 1) for block in range(weight.blocks)]
+            found = weight_of(self.weight, masks, self.originals)
+            if found is None:
+                return ()
+            source = found[0]
+            weight = replace(weight, param=source.param, block_of_row=source.block_of_row, dim=source.dim)
+        return (replace(weight, name=weight.name + self.suffix),)
+
+
+def chains(terms: Sequence[ProjectionWeight], *segments: Segment, repeat: int = 1) -> dict[str, list[Chain]]:
+    """The chains of each named segment of a projection's rows, one for each term of the projection."""
+    found = [term.chains(segments, repeat) for term in terms]
+    return {name: [each[name] for each in found] for name, _, _ in segments if name is not None}
+
+
+def finding_from(q: Sequence[Chain], k: Sequence[Chain]) -> Finding:
+    """The finding with one path for each pair of a query chain and a key chain."""
+    joined = [(*one[::-1], *other) for one, other in product(q, k)]
+    paths = [LogitPath(chain, max(weight.blocks for weight in chain)) for chain in joined if chain]
+    return Finding(paths, "" if paths else SCALE_FREE)
+
+
+def projection_weights(projection: nn.Module | Tensor | None) -> list[ProjectionWeight]:
+    """The terms of a projection; empty if it is of no known kind."""
+    module: Any = projection
+    if isinstance(module, nn.Parameter):
+        return [ProjectionWeight(module)] if module.ndim == 2 else []
+    if not isinstance(module, nn.Module):
+        return []
+    module = module._modules.get("_fsdp_wrapped_module", module)  # FSDP1 may wrap single projections
+    if hasattr(module, "base_layer") and hasattr(module, "active_adapters"):
+        return _lora(module)
+    if [name for name, _ in module.named_children()] == ["linear"] and not hasattr(module, "weight"):
+        return projection_weights(module.linear)
+    return _plain(module)
+
+
+def _plain(module: Any) -> list[ProjectionWeight]:
+    """A linear layer, or a convolution with kernel size 1."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, nn.Parameter)):
+        return []
+    if is_parametrized(module, "weight") and weight.ndim == 2:
+        with torch.enable_grad():
+            weight = module.weight  # the computed weight, not its original parameter
+        originals = {id(p): name for name, p in module.parametrizations.weight.named_parameters()}
+        return [ProjectionWeight(weight, bias, originals=originals)]
+    pointwise = isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}
+    known = type(module).__name__ if is_trusted(module, PACKAGES) else ""
+    linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or known in LINEAR)
+    transposed = weight.ndim == 2 and known == "Conv1D"  # transformers'
+    if not isinstance(weight, nn.Parameter) or not (pointwise or linear or transposed) or _is_hooked(module):
+        return []
+    return [ProjectionWeight(weight, bias, dim=1 if transposed else 0)]
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether a forward hook may change the output. Those of FSDP2, tensor parallelism and ZeRO only communicate."""
+    packages = [str(getattr(hook, "__module__", "")) for hook in module._forward_hooks.values()]
+    return not all(package.startswith(("torch.distributed.", "deepspeed.")) for package in packages)
+
+
+def _lora(module: Any) -> list[ProjectionWeight]:
+    """A LoRA layer of peft, base + sum of B A.
+
+    A has no rate, because its partner B starts at zero (Lemma 1). It counts in the rates of its partners.
+    """
+    found = projection_weights(module.base_layer)
+    if module.merged or module.disable_adapters:
+        return found
+    for adapter in module.active_adapters:
+        if adapter not in module.lora_A:
+            continue
+        if adapter in getattr(module, "lora_variant", {}):
+            return []
+        a, b = module.lora_A[adapter], module.lora_B[adapter]
+        if not isinstance(a, nn.Linear) or not isinstance(b, nn.Linear) or b.bias is not None:
+            return []
+        suffix = "" if adapter == "default" else f"_{adapter}"
+        one_block = torch.zeros(a.weight.shape[0], dtype=torch.long)
+        gain = float(module.scaling[adapter])
+        before = Weight(f"lora_A{suffix}", a.weight, one_block, rated=False, gain=gain)
+        found.append(ProjectionWeight(b.weight, before=before, suffix=f"_lora_B{suffix}"))
+    return found

@@ -1,0 +1,213 @@
+"""Norms of sharded blocks: each process computes a sum over its local shard, and an all-reduce adds the sums.
+
+    frobenius   sum of squares: one number for each block is sent
+    spectral    W'W V of the local rows: 8 C numbers for each block are sent (sharded_spectral.py)
+
+There is one all-reduce for each dimension of the mesh over which a weight is sharded, whatever the number of layers.
+The norms, and so the rates, are the same in all processes, and each process scales the step of its local rows.
+
+Shapes: B blocks, R rows, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quacklr.core.blocks import BlockGroup, Blocks, Copies, LocalBlocks, Memory, by_size
+from quacklr.core.flat_tensor import FlatTensor
+from quacklr.core.local import Box, is_partial, is_sharded, local_boxes, shard_specs
+from quacklr.core.norms import Norm, frobenius, spectral
+from quacklr.core.path import LogitPath
+from quacklr.core.sensitivity import Rule
+from quacklr.core.weight import Weight
+from quacklr.sharded.collectives import Groups, all_reduce_sums, merged_group, union
+from quacklr.sharded.sharded_spectral import Placement, Placements, spectral_norms
+from quacklr.sharded.step_exchange import BlockPart, StepExchange, ranges
+
+
+def blocks_of(weights: Sequence[Weight]) -> Blocks:
+    """The blocks of some weights, which may be sharded."""
+    sharded = any(is_sharded(part.param) for weight in weights for part in weight.parts)
+    return ShardedBlocks(weights) if sharded else Blocks(weights)
+
+
+def sensitivity(paths: Iterable[LogitPath], norm: Norm = frobenius) -> dict[Weight, Tensor]:
+    """How far a unit change of each block can move a logit through one path: (blocks,) for each weight on the paths."""
+    rule = Rule(paths, blocks_of)
+    _, norms, _ = rule.blocks.measure(norm, rule.blocks.empty_memory())
+    flat = rule.sensitivity(norms)
+    return {weight: flat[rule.blocks.flat_index[first]] for weight, first in rule.canonical.items()}
+
+
+class GroupShard(NamedTuple):
+    """A box of a parameter of a block group; or of its weight and its bias, if they are sharded in the same way."""
+
+    group: int  # index of the block group
+    parts: list[tuple[Weight, Box]]
+    process_groups: Groups
+    columns: Tensor  # indices of the local columns of [W b]
+
+
+class ShardedBlocks(Blocks):
+    """All blocks of some weights, of which this process holds some rows and columns."""
+
+    def __init__(self, weights: Iterable[Weight]) -> None:
+        weights = list(weights)
+        _validate_not_partial(weights)
+        super().__init__(weights)
+        self._flat_indices = indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
+        counted = [at.is_counted for at in self._placements for _ in at.blocks_B]
+        self._flat_of_local = torch.cat([torch.empty(0, dtype=torch.long, device="cpu"), *indices]).to(self.device)
+        self._not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
+
+    def _local_blocks(self) -> list[LocalBlocks]:
+        """LocalBlocks for each shard of a block group and number of local rows. Also sets their placements."""
+        shards = [shard for number, group in enumerate(self.groups) for shard in shards_of(number, group)]
+        process_groups = [union(map(process_groups_of, group.weight.parts)) for group in self.groups]
+        self._placements = Placements(self.groups, process_groups, [column_groups(g.weight) for g in self.groups])
+        self._counted_in_all: list[bool] = []  # for each placement, whether it is part of sums over all ranks
+        local = []
+        for group, parts, own_groups, columns in shards:
+            weight, blocks = self.groups[group]
+            counted = all(dist.get_rank(other) == 0 for other in process_groups[group] if other not in own_groups)
+            block_of_row, device = parts[0][0].blocks_in(parts[0][1]), weight.param.device
+            sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
+            for same_size in by_size(blocks, sizes) if len(columns) else ():
+                local.append(LocalBlocks(weight, same_size, parts))
+                position, rows = torch.searchsorted(blocks, same_size), rows_in_blocks(local[-1])
+                at = Placement(group, position.to(device), rows.to(device), columns.to(device), counted)
+                self._placements.append(at)
+                others = [each for each in union(process_groups) if each not in own_groups]
+                self._counted_in_all.append(all(dist.get_rank(other) == 0 for other in others))
+        return local
+
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
+        """A flat vector as (B, 1, 1) tensors, one for each of `local`."""
+        return flat[self._flat_of_local].view(-1, 1, 1).split([len(each.blocks) for each in self.local])
+
+    def measure(self, norm: Norm, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
+        """Copies of the local rows, the norms of all blocks, and the norm's memory. A collective call."""
+        copies = [each.copy() for each in self.local]
+        if norm is frobenius:
+            return list(copies), [self._frobenius(copies)], memory
+        if norm is spectral:
+            known = [last for last in memory if last is not None]
+            norms, bases = spectral_norms(self._placements, copies, known if len(known) == len(memory) else [])
+            return list(copies), [norms_B.to(self.device, torch.float32) for norms_B in norms], list(bases)
+        name = getattr(norm, "__name__", norm)
+        raise ValueError(
+            f"{self.groups[0].weight.name}: its parameter is sharded, and the norm {name} needs whole blocks; use "
+            "quacklr.frobenius or quacklr.spectral"
+        )
+
+    def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
+        """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
+
+        Takes two collectives: an all-to-all (step_exchange.py) and an all-reduce.
+        """
+        all_ranks, exchange, not_counted = self._exchange
+        rows = [each.read() for each in self.local]
+        steps = [None if old is None else now - old for now, old in zip(rows, copies, strict=True)]
+        before = [now if old is None else old for now, old in zip(rows, copies, strict=True)]
+        sums = torch.cat([self._squares(before, not_counted), exchange.largest_singular_values(steps)])
+        dist.all_reduce(sums, group=all_ranks)
+        return sums[: self.total].sqrt(), sums[self.total :]
+
+    @cached_property
+    def _exchange(self) -> tuple[Any, StepExchange, Tensor]:
+        """The process group of all ranks, the exchange among them, and a mask of blocks that another rank counts."""
+        all_ranks = merged_group(union(self._placements.process_groups))
+        parts = [
+            [
+                BlockPart(int(b), ranges(r), ranges(at.columns_C))
+                for b, r in zip(flat, at.rows_BR, strict=True)
+                if counted
+            ]
+            for at, flat, counted in zip(self._placements, self._flat_indices, self._counted_in_all, strict=True)
+        ]
+        shapes = [shape for weight, blocks in self.groups for shape in [_shape(weight, blocks)] * len(blocks)]
+        counted = [
+            counted for flat, counted in zip(self._flat_indices, self._counted_in_all, strict=True) for _ in flat
+        ]
+        not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
+        return all_ranks, StepExchange(parts, shapes, all_ranks, self.device), not_counted
+
+    def _squares(self, rows: list[Tensor], not_counted: Tensor) -> Tensor:
+        """(total,): for each block, the sum of squares of its local rows, without those that another rank counts."""
+        zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
+        norms = torch.cat([zeros[:0], *(frobenius(rows_BRC)[0].to(zeros) for rows_BRC in rows)])
+        return zeros.index_add(0, self._flat_of_local, norms.square_().masked_fill_(not_counted, 0))
+
+    def _frobenius(self, copies: list[Tensor]) -> Tensor:
+        squares = self._squares(copies, self._not_counted)
+        by_group = squares.split([len(group.blocks) for group in self.groups])
+        return torch.cat(all_reduce_sums(by_group, self._placements.process_groups)).sqrt_()
+
+
+def shards_of(number: int, group: BlockGroup) -> Iterator[GroupShard]:
+    """One shard for the weight and its bias if both are sharded in the same way, otherwise one for each box of both."""
+    parts = group.weight.parts
+    starts = [sum(part.columns for part in parts[:i]) for i in range(len(parts))]
+    process_groups = [process_groups_of(part) for part in parts]
+    boxes = [local_boxes(part.param) for part in parts]
+    if are_sharded_alike(parts):
+        pairs = [(part, box) for part, (box,) in zip(parts, boxes, strict=True)]
+        columns = [start + part.columns_in(box) for start, (part, box) in zip(starts, pairs, strict=True)]
+        yield GroupShard(number, pairs, process_groups[0], torch.cat(columns))
+        return
+    for part, start, part_groups, part_boxes in zip(parts, starts, process_groups, boxes, strict=True):
+        for box in part_boxes:
+            yield GroupShard(number, [(part, box)], part_groups, start + part.columns_in(box))
+
+
+def process_groups_of(part: Weight) -> Groups:
+    """The process groups over which a parameter is sharded."""
+    return [spec.group for spec in shard_specs(part.param)]
+
+
+def are_sharded_alike(parts: Sequence[Weight]) -> bool:
+    """Whether every process has the same rows of all parts. All processes get the same result, from the placements."""
+    if not any(shard_specs(part.param) for part in parts):
+        return True
+    if len(parts) == 1:
+        return not isinstance(parts[0].param, FlatTensor)
+    first, *others = ([(s.group, part.dims == (s.dim,), s.factor) for s in shard_specs(part.param)] for part in parts)
+    same_rows = all(torch.equal(part.block_of_row, parts[0].block_of_row) for part in parts[1:])
+    return same_rows and all(each == first for each in others) and all(by_row for _, by_row, _ in first)
+
+
+def column_groups(weight: Weight) -> Groups:
+    """The process groups over which single rows are sharded, or separated from their biases."""
+    alike = are_sharded_alike(weight.parts)
+    specs = [(part, spec) for part in weight.parts for spec in shard_specs(part.param)]
+    return union([spec.group] for part, spec in specs if not alike or spec.dim not in part.dims)
+
+
+def _shape(weight: Weight, blocks: Tensor) -> tuple[int, int]:
+    """The numbers of rows and columns of these blocks; the bias is a column."""
+    return int(weight.rows_of_block[blocks[0]]), sum(part.columns for part in weight.parts)
+
+
+def rows_in_blocks(local: LocalBlocks) -> Tensor:
+    """(B, R): each local row's index within its block."""
+    part, box = local.parts[0].weight, local.parts[0].box
+    row_in_block = torch.empty(len(part.block_of_row), dtype=torch.long, device="cpu")
+    for block in range(part.blocks):
+        rows = (part.block_of_row == block).nonzero().squeeze(1)
+        row_in_block[rows] = torch.arange(len(rows), device="cpu")
+    return row_in_block[part.rows_in(box)][local.parts[0].index.cpu()]
+
+
+def _validate_not_partial(weights: Iterable[Weight]) -> None:
+    for part in (part for weight in weights for part in weight.parts):
+        if is_partial(part.param):
+            raise ValueError(
+                f"{part.name}: its parameter is a sum that has not been added up over its processes (a Partial "
+                "DTensor); redistribute it first"
+            )

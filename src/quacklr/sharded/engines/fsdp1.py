@@ -1,0 +1,72 @@
+"""FSDP1: torch's FullyShardedDataParallel with use_orig_params=True.
+
+Each wrapper flattens the parameters of its module into one vector and divides it among processes. The optimizer has the
+original parameters, and the memory of each is this process's range of it, as a vector: empty where it has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from quacklr.core.flat_tensor import FlatTensor
+from quacklr.core.stepped import Stepped
+from quacklr.sharded.engines.engine import Engine, class_names, shaped
+
+CLASS = "torch.FullyShardedDataParallel"
+FLATTENED = (
+    "the model is wrapped in FullyShardedDataParallel (FSDP1) with use_orig_params=False, so its optimizer steps one "
+    "vector of many parameters; wrap it with use_orig_params=True, or use fully_shard (FSDP2) from "
+    "torch.distributed.fsdp"
+)
+GATHERED = (
+    "a parameter has {} entries, and its range in this process {}: FSDP1 has gathered it; call QuacK outside of "
+    "summon_full_params, and not between forward and backward"
+)
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Whether a module of the model is wrapped in FullyShardedDataParallel."""
+    return any(CLASS in class_names(module) for module in model.modules())
+
+
+def read_fsdp1(model: nn.Module) -> Engine:
+    """The ranges that FSDP1 steps. ValueError if they are not of single parameters."""
+    wrappers: list[Any] = [module for module in model.modules() if CLASS in class_names(module)]
+    handles = [module._handle for module in wrappers if module._handle is not None]
+    if not all(handle._use_orig_params for handle in handles):
+        raise ValueError(FLATTENED)
+    sharded = [handle for handle in handles if handle.uses_sharded_strategy]
+    shards = {id(shard.param): shard for handle in sharded for shard in _shards(handle)}
+    shapes = [(shard.param, shard.shape) for shard in shards.values()]
+    return Engine(
+        shards=shards,
+        stepped=Stepped({key: (id(shard),) for key, shard in shards.items()}),
+        data_groups=_data_groups(wrappers[0]),
+        gathers=bool(shards),
+        whole_shapes=partial(shaped, shapes),
+    )
+
+
+def _shards(handle: Any) -> Iterator[FlatTensor]:
+    """The range of each parameter of a wrapper."""
+    flat = handle.flat_param
+    for param, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+        size = info.numel_in_shard if info.in_shard else 0
+        start = info.intra_param_start_idx if info.in_shard else 0
+        entries = partial(_entries, param, size)
+        yield FlatTensor(param, shape, entries, start, handle.process_group, partial(getattr, param, "grad"))
+
+
+def _entries(param: Tensor, size: int) -> Tensor:
+    if param.numel() != size:
+        raise RuntimeError(GATHERED.format(param.numel(), size))
+    return param.detach().view(-1)
+
+
+def _data_groups(root: Any) -> list[Any]:
+    """The group that parameters are sharded over; with HYBRID_SHARD also the one of the replicas."""
+    return [group for group in (root.process_group, getattr(root, "_inter_node_pg", None)) if group is not None]

@@ -1,0 +1,131 @@
+"""Flex attention: its logits equal those computed by hand, and maxima that its kernel returns are used."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+
+import quacklr.attention.flex
+import quacklr.attention.logits
+from models import assert_equal
+from quacklr import LogitMonitor, LogitPath, QKClip, mha, packed
+from quacklr.attention.flex import find_references
+from quacklr.util.modules import run_uncompiled
+
+BIAS = torch.randn(4, generator=torch.Generator().manual_seed(3))
+attend: Any = flex.flex_attention  # by the name that the model's code calls
+
+
+def capped_and_biased(score: Tensor, _batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return 2.0 * torch.tanh(score / 2.0) + BIAS[head] * (i - j)
+
+
+def window(_batch: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i >= j) & (i - j < 5)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def parts(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q = self.q(x_BTD).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = self.kv(x_BTD).unflatten(-1, (2, 2, 4)).transpose(1, 3).unbind(2)
+        return q, k, v
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        mask = flex.create_block_mask(window, None, None, x_BTD.shape[1], x_BTD.shape[1], device="cpu")
+        output: Tensor = attend(*self.parts(x_BTD), score_mod=capped_and_biased, block_mask=mask, enable_gqa=True)
+        return output
+
+    def logit_paths(self) -> list[LogitPath]:
+        return mha(*packed(self.q, ("q", 4, 4)), *packed(self.kv, ("k", 2, 4), (None, 2, 4)))
+
+
+def inputs() -> Tensor:
+    return torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def by_hand(attention: Attention, x_BTD: Tensor) -> Tensor:
+    """(B, H, I, J), one number at a time."""
+    q, k, _ = attention.parts(x_BTD)
+    logits = torch.full((2, 4, 12, 12), -torch.inf)
+    for b, h, i in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(12)).tolist():
+        for j in range(max(0, i - 4), i + 1):
+            score = float(q[b, h, i] @ k[b, h // 2, j]) / 2
+            logits[b, h, i, j] = 2 * torch.tanh(torch.tensor(score / 2)) + BIAS[h] * (i - j)
+    return logits
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, from its compiler
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
+@pytest.mark.parametrize("chunk", [2**18, 4 * 12 * 5], ids=["whole", "in chunks"])
+@torch.no_grad()
+def test_its_logits_are_those_made_by_hand(compiled: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    attention, x = Attention(), inputs()
+    monkeypatch.setattr(quacklr.attention.logits, "CHUNK", chunk)
+    if compiled:
+        monkeypatch.setattr(sys.modules[__name__], "attend", torch.compile(flex.flex_attention))
+    stats = LogitMonitor(attention, x).measure()[""]
+    logits = by_hand(attention, x)
+    torch.testing.assert_close(stats.max, logits.amax((0, 2, 3)))
+    share = logits.softmax(-1)
+    entropy = -torch.special.xlogy(share, share).sum(-1).mean((0, 2))
+    torch.testing.assert_close(stats.entropy, entropy)
+    torch.testing.assert_close(stats.sink, share[:, :, 1:, 0].mean((0, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_what_a_watched_model_puts_out_is_what_it_put_out_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since torch's own would have all logits at once, the monitor makes the output too."""
+    torch.manual_seed(0)
+    seen: list[Tensor] = []
+    attention = Attention()
+    with run_uncompiled():
+        plain = attention(inputs())
+    attention.register_forward_hook(lambda *given: seen.append(given[2]))
+    monkeypatch.setattr(quacklr.attention.logits, "CHUNK", 4 * 12 * 5)
+    LogitMonitor(attention, inputs()).measure()
+    torch.testing.assert_close(seen[0], plain)
+
+
+def kernel(query: Tensor, key: Tensor, value: Tensor, *, return_aux: Any = None, **_: Any) -> Any:
+    """A stand-in for the kernel on CUDA, which returns the largest logits of every query on request."""
+    logits = query @ key.repeat_interleave(2, 1).mT
+    output = logits.softmax(-1) @ value.repeat_interleave(2, 1)
+    if return_aux is None:
+        return output
+    return output, flex.AuxOutput(max_scores=logits.amax(-1) if return_aux.max_scores else None)
+
+
+def test_maxima_that_the_kernel_returns_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no CUDA here: the kernel is a stand-in, everything around it is not."""
+    monkeypatch.setattr(flex, "flex_attention", kernel)
+    monkeypatch.setattr(sys.modules[__name__], "attend", kernel)
+    monkeypatch.setattr(quacklr.attention.flex, "has_maxima", lambda _: True)
+    torch.manual_seed(0)
+    attention, x = Attention(), inputs()
+    assert (sys.modules[__name__], "attend") in [reference[:2] for reference in find_references(attention)]
+    optimizer = torch.optim.SGD(attention.parameters(), lr=0.0)
+    clip = QKClip(attention, optimizer, threshold=1.0)
+    q, k, _ = attention.parts(x)
+    largest = (q @ k.repeat_interleave(2, 1).mT).amax((0, 2, 3)).detach()
+    before = attention.q.weight.detach().clone()
+    output: Tensor = attention(x)
+    assert output.shape == (2, 4, 12, 4)  # no second output that the model did not ask for
+    output.square().mean().backward()
+    assert_equal(clip.max_logits()[""], largest)
+    assert attend is kernel
+    optimizer.step()
+    gamma = 1 / largest
+    of_key = gamma.view(2, 2).amax(1).sqrt().repeat_interleave(2)
+    torch.testing.assert_close(attention.q.weight, before * (gamma / of_key).repeat_interleave(4)[:, None])
