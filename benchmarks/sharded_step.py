@@ -37,7 +37,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
-from quacklr import QuacK, frobenius, spectral
+from quacklr import Paper, QuacK, frobenius, spectral
 from quacklr.lab.model import MHA, MLA, Shape, build
 
 RANKS = 2
@@ -89,7 +89,7 @@ class Trained:
         self.model, self.optimizer = make(whole)
         self.in_hooks, self.sent = 0.0, 0
         if norm is not None:
-            quack: Any = QuacK(self.model, self.optimizer, norm=norm, verify=False)
+            quack: Any = QuacK(self.model, self.optimizer, rule=Paper(norm=norm), verify=False)
             for hook in quack._hooks[:2]:
                 self._time(hook)
 

@@ -133,7 +133,7 @@ def cycles(model: nn.Module, settings: Settings) -> Iterator[dict[str, float]]:
     quack.remove()
     while True:
         plain, _ = timed_step(model, optimizer, batch)
-        with_quack, hooks = timed_step(model, optimizer, batch, quack._before, quack._after)
+        with_quack, hooks = timed_step(model, optimizer, batch, quack._scaler.before, quack._scaler.after)
         again, _ = timed_step(model, optimizer, batch)
         _, least = timed_step(model, optimizer, batch, floor.before, floor.after)
         yield {"plain": plain, "hooks": hooks, "floor": least, "ratio": 2 * with_quack / (plain + again)}
@@ -159,8 +159,8 @@ def calls(settings: Settings, width: int, layers: int, heads: int) -> int:
     with QuacK(model, optimizer, **settings) as quack:
         for _ in range(2):  # the first step makes checks that the others do not
             with Operations() as operations:
-                quack._before(optimizer)
-                quack._after(optimizer)
+                quack._scaler.before(optimizer)
+                quack._scaler.after(optimizer)
     return operations.count
 
 
@@ -176,9 +176,9 @@ def memory(settings: Settings, width: int, layers: int, heads: int) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with QuacK(model, optimizer, **settings) as quack:
         before = alive()
-        quack._before(optimizer)
+        quack._scaler.before(optimizer)
         inside = alive()
-        quack._after(optimizer)
+        quack._scaler.after(optimizer)
     return (inside - before) / sum(p.numel() * p.element_size() for p in rows_of(model))
 
 

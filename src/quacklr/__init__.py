@@ -14,19 +14,29 @@ if TYPE_CHECKING:
     from quacklr.checking import check
     from quacklr.core.norms import frobenius, spectral
     from quacklr.core.path import LogitPath, mha, mla
+    from quacklr.core.rule import Rule
     from quacklr.core.weight import Weight, packed
     from quacklr.find import logit_paths
     from quacklr.quack import QuacK
+    from quacklr.rules.budget import Budget
+    from quacklr.rules.constant_tau import ConstantTau
+    from quacklr.rules.limit import Limit
+    from quacklr.rules.paper import Paper
     from quacklr.sharded.blocks import sensitivity
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "Budget",
+    "ConstantTau",
+    "Limit",
     "LogitMonitor",
     "LogitPath",
     "LogitStats",
+    "Paper",
     "QKClip",
     "QuacK",
+    "Rule",
     "Weight",
     "check",
     "frobenius",
@@ -47,7 +57,12 @@ _MODULES = {
     "find": ("logit_paths",),
     "attention.clip": ("QKClip",),
     "attention.monitor": ("LogitMonitor", "LogitStats"),
+    "core.rule": ("Rule",),
     "quack": ("QuacK",),
+    "rules.budget": ("Budget",),
+    "rules.constant_tau": ("ConstantTau",),
+    "rules.limit": ("Limit",),
+    "rules.paper": ("Paper",),
 }
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from quacklr.core.sensitivity import Rule
+from quacklr.attach.attachment import Attachment
+from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 from quacklr.find.discover import by_module
 from quacklr.find.finding import GIVEN, VERIFIED
@@ -16,35 +17,25 @@ FROZEN = "frozen: no rate, counts in its partners' norms"
 UNRATED = "starts with a zero partner: no rate, counts in its partners' norms"
 
 
-def describe(
-    rule: Rule,
-    when: str,
-    rates: Mapping[str, Tensor],
-    left_alone: Mapping[str, str],
-    origin: Mapping[str, str],
-    notes: Mapping[str, str],
-) -> str:
+def describe(compiled: CompiledPaths, when: str, rates: Mapping[str, Tensor], attachment: Attachment) -> str:
     """A table with one line for each attention module: how it was found, its heads, its logit, and its rates.
 
-    Args:
-        rule: the rule, with the paths.
-        when: heading of the rates.
-        rates: by weight name.
-        left_alone: by module name, why its attention is on no path.
-        origin: by module name, how its attention was found.
-        notes: by module name, for attention that was found by rule: whether it is verified, or why not.
+    `rates` are by weight name, `when` is their heading.
+    Behind the table: attention that is not verified, and what was left alone, with reasons.
     """
-    attentions = by_module(rule.paths)
+    origin = {name: finding.origin for name, finding in attachment.found.items()}
+    notes = attachment.verification.notes if attachment.verification is not None else {}
+    attentions = by_module(compiled.paths)
     rows = [("attention", "found", "heads", "logit", when)]
     for module, paths in attentions.items():
         logit = " + ".join(" ".join(weight_term(weight, module) for weight in path.weights) for path in paths)
-        weights = dict.fromkeys(rule.canonical[weight] for path in paths for weight in path.weights)
+        weights = dict.fromkeys(compiled.canonical[weight] for path in paths for weight in path.weights)
         ranges = [f"{_short(w, module)} {value_range(rates[w.name])}" for w in weights if w.name in rates]
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
         found = VERIFIED if notes.get(module) == VERIFIED else origin.get(module, GIVEN)
         rows.append((module or "(model)", found, heads, logit, "  ".join(ranges)))
-    frozen = {w.name: FROZEN if w.rated else UNRATED for w in rule.weights if not w.trains}
-    alone = grouped({**frozen, **left_alone}.items())
+    frozen = {w.name: FROZEN if w.rated else UNRATED for w in compiled.weights if not w.trains}
+    alone = grouped({**frozen, **attachment.left_alone}.items())
     open_notes = grouped((name, note) for name, note in notes.items() if note != VERIFIED and name in attentions)
     sections = [*columns(rows), *(["found by rule:", *open_notes] if open_notes else [])]
     return "\n".join([*sections, *(["left alone:", *alone] if alone else [])])

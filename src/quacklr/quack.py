@@ -1,13 +1,11 @@
 """QuacK: per-head learning rates for query and key weights, by hooks on the optimizer's step.
 
-The pre-step hook copies the rows on the paths. The post-step hook sets them to old + rate * (new - old). For an update
-that is linear in lr, this is the step that the optimizer would have taken with lr * rate, weight decay included. Rates
-come from the weights before the step (core/relative_rates.py) or from the step itself (core/budget_rates.py).
+The hooks are in core/step_scaler.py, the rates are those of a rule (rules/), and the paths come from
+attach/attachment.py.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
@@ -16,33 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.attach.nested_steps import RunningStep, RunningSteps
-from quacklr.attach.optimizers import as_optimizers, first_after_step, has_stepped, is_idle, validate_linear
+from quacklr.attach.attachment import Attachment
+from quacklr.attach.first_step import FirstStep
+from quacklr.attach.optimizers import validate_linear
 from quacklr.attach.step_check import StepCheck
-from quacklr.core.budget_rates import BudgetRates, HeadChange
+from quacklr.core.changes import HeadChange, LogitChanges
 from quacklr.core.flat_tensor import original
-from quacklr.core.norms import Norm, frobenius
-from quacklr.core.path import LogitPath, all_rated, as_paths
-from quacklr.core.relative_rates import ATTACHED_LATE, RESUMED_ALONE, RelativeRates
-from quacklr.core.sensitivity import Rule
-from quacklr.core.validate import (
-    validate_budget,
-    validate_not_attached_twice,
-    validate_not_meta,
-    validate_settings,
-    validate_stepped,
-)
+from quacklr.core.path import LogitPath, all_rated
+from quacklr.core.rule import Rule
+from quacklr.core.sensitivity import CompiledPaths
+from quacklr.core.step_scaler import StepScaler
+from quacklr.core.validate import validate_not_attached_twice, validate_not_meta, validate_stepped
 from quacklr.describe import describe
-from quacklr.find import logit_paths
-from quacklr.find.finding import Finding
-from quacklr.find.verify import Verification
+from quacklr.rules.paper import Paper
 from quacklr.sharded.blocks import ShardedBlocks, blocks_of
-from quacklr.sharded.collectives import reshard
-from quacklr.sharded.engines.read import as_module, engine_of
-from quacklr.util.autocast import without_autocast
-from quacklr.util.read_only import ReadOnly
 
-_attached: WeakSet[QuacK] = WeakSet()
+_attached: WeakSet[StepScaler] = WeakSet()  # their hooks keep them alive
 
 
 class QuacK:
@@ -61,24 +48,16 @@ class QuacK:
 
     Args:
         model: the model, whose attention is found by `logit_paths(model)`; or an iterable of LogitPath.
-        optimizer: the optimizer that trains the model, or several; or DeepSpeed's engine. Without a budget their steps
-            must be linear in lr, as those of SGD, AdamW, Muon and most others are.
-        tau: the rate at the start, relative to the optimizer's lr. The one hyperparameter to tune.
-        norm: the norm of a block of weights: `quacklr.frobenius`, `quacklr.spectral`, or a function of the same form.
-        adapt: if False, all rates stay at tau (the constant-tau ablation of the paper).
-        floor: a lower bound on all norms, for weights that are all zeros when QuacK is attached.
-        budget: instead of tau, norm, adapt and floor: how much one step should change a head's logits, in nats (root
-            mean square). The step of each head is scaled to this change, down or up. The budget follows the schedule of
-            lr: it is multiplied by lr / initial lr. Begin with 0.02. Optimizers need not be linear in lr. There is no
-            state to save. docs/attach.md says when to use it.
+        optimizer: the optimizer that trains the model, or several; or DeepSpeed's engine. For the rules Paper and
+            ConstantTau their steps must be linear in lr, as those of SGD, AdamW, Muon and most others are.
+        tau: short for `rule=Paper(tau)`: the rate at the start, relative to the optimizer's lr. The default is 1.
+        rule: what the rates are: `Paper`, `ConstantTau`, `Limit`, `Budget`, or a rule of your own.
         verify: measure attention that was found by rule, on a few tokens of the first batch. If the rule was wrong, the
             first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; it triggers
             a warning if the class of its attention is not one that quacklr has tested.
 
-    Rates are computed from the weights before a step; with a budget, from the step itself. With several optimizers and
-    no budget, all steps of one iteration use the same rates; an iteration ends when a parameter steps again.
     Sharded parameters are supported (FSDP1 and 2, tensor parallelism, DeepSpeed, Megatron): attach after sharding, in
-    every process (docs/scaling.md). A step then takes one small all-reduce; with a budget also an all-to-all.
+    every process (docs/scaling.md). A step then takes one small all-reduce; with Limit or Budget also an all-to-all.
 
     A step costs a copy of the rows on the paths (on the CPU its memory is kept for the next step), one pass over them
     for the norms, and one to scale the step. Only the checks in the first step wait for the device.
@@ -88,161 +67,76 @@ class QuacK:
         self,
         model: nn.Module | Iterable[LogitPath],
         optimizer: Optimizer | Iterable[Optimizer],
-        tau: float = 1.0,
+        tau: float | None = None,
         *,
-        norm: Norm = frobenius,
-        adapt: bool = True,
-        floor: float = 0.0,
-        budget: float | None = None,
+        rule: Rule | None = None,
         verify: bool = True,
     ) -> None:
-        validate_settings(tau, norm, floor)
-        if budget is not None:
-            validate_budget(budget, tau, norm, adapt, floor)
-        self._norm, self._adapt, self._floor = norm, adapt, floor
-        module = as_module(model)
-        engine = engine_of(module, optimizer)
-        self.optimizers, self._in_groups = as_optimizers(engine.optimizers or optimizer, budget is None), engine.stepped
-        reshard(module)
-        with engine.whole_shapes():
-            given: Any = model if module is None else logit_paths(module)
-        self.left_alone: Mapping[str, str] = getattr(given, "left_alone", {})
-        found: Mapping[str, Finding] = getattr(given, "found", {})
-        paths = engine.located(as_paths(given, "the model must be an nn.Module or"))
+        self.rule = chosen_rule(tau, rule)
+        if any(other.rule is self.rule for other in _attached):
+            raise ValueError(f"{self.rule} belongs to another QuacK; make a rule for each")
+        self._attachment = attachment = Attachment(model, optimizer, linear=self.rule.linear, verify=verify)
+        self.optimizers, self.left_alone = attachment.optimizers, attachment.left_alone
+        self._scaler = StepScaler(self.rule, self.optimizers, attachment.in_groups)
+        self._changes: LogitChanges | None = None
+        self._start()
+        self._scaler.register()
+        weights = self._paths.weights
+        check = StepCheck(attachment.module, weights, self.optimizers, self.rule.linear, attachment.in_groups)
+        self._scaler.first_step = FirstStep(attachment, self._scaler, check)
+        _attached.add(self._scaler)
+
+    def _start(self) -> None:
+        """Validate the paths that were found, and give them to the rule."""
+        paths, in_groups = self._attachment.paths, self._attachment.in_groups
         validate_not_meta(weight for path in paths for weight in path.weights)
-        self._rule = Rule(paths if budget is None else all_rated(paths), blocks_of)
-        weights = self._rule.weights
-        self._on_paths = {id(part.param) for part in self._rule.parts}
-        others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
-        validate_not_attached_twice(weights, [weight for other in others for weight in other._rule.weights])
-        self._method: RelativeRates | BudgetRates
-        with engine.filled_groups():
-            validate_stepped(weights, self.optimizers, self._in_groups)
-            if budget is None:
-                validate_linear(self.optimizers, (part.param for part in self._rule.parts), self._in_groups)
-                self._method = RelativeRates(self._rule, tau, norm, adapt, floor)
-            else:
-                self._method = BudgetRates(self._rule, budget, self.optimizers, self._in_groups)
-        late = budget is None and adapt and not engine.shards and any(map(has_stepped, self.optimizers))
-        self._running, self._loaded, self._not_loaded = RunningSteps(), False, ATTACHED_LATE if late else ""
-        self._step_check = StepCheck(module, weights, self.optimizers, budget is None, self._in_groups)
-        self._origin = {name: finding.origin for name, finding in found.items()}
-        self._verification = None if module is None else Verification(module, found, verify, engine.gathers)
-        self._hooks = [hook for each in self.optimizers for hook in self._register_hooks(each)]
-        _attached.add(self)
-
-    def _register_hooks(self, optimizer: Optimizer) -> list[Any]:
-        eager: Any = torch.compiler.disable  # not compiled under torch.compile(optimizer.step)
-        before, after = (without_autocast(each, self._rule.blocks.device) for each in (self._before, self._after))
-        return [
-            optimizer.register_step_pre_hook(eager(before)),
-            first_after_step(optimizer, eager(after)),  # changes by other post-step hooks are not scaled
-            optimizer.register_load_state_dict_post_hook(self._optimizer_loaded),
-        ]
-
-    norm = ReadOnly[Norm]()
-    adapt = ReadOnly[bool]()
-    floor = ReadOnly[float]()
+        compiled = CompiledPaths(all_rated(paths) if self.rule.rates_all else paths, blocks_of)
+        others = [other for other in _attached if other is not self._scaler and other.paths is not None]
+        sharing = [other.paths for other in others if not set(other.optimizers).isdisjoint(self.optimizers)]
+        validate_not_attached_twice(compiled.weights, [weight for paths in sharing for weight in paths.weights])
+        with self._attachment.engine.filled_groups():
+            validate_stepped(compiled.weights, self.optimizers, in_groups)
+            if self.rule.linear:
+                validate_linear(self.optimizers, (part.param for part in compiled.parts), in_groups)
+            self._scaler.set_paths(compiled)
 
     @property
-    def tau(self) -> float:
-        """The rate at the start, relative to lr. It can be set during training, for a schedule."""
-        return self._relative("tau").tau
-
-    @tau.setter
-    def tau(self, tau: float) -> None:
-        validate_settings(tau, self.norm, self.floor)
-        self._relative("tau").set_tau(tau)
-
-    @property
-    def budget(self) -> float | None:
-        """The change of a head's logits in one step, in nats; None without a budget. It can be set during training."""
-        return self._method.budget if isinstance(self._method, BudgetRates) else None
-
-    @budget.setter
-    def budget(self, budget: float) -> None:
-        validate_budget(budget)
-        if not isinstance(self._method, BudgetRates):
-            raise AttributeError("this QuacK has no budget; pass budget= when you attach it")
-        self._method.budget = budget
-
-    def _relative(self, name: str) -> RelativeRates:
-        if isinstance(self._method, BudgetRates):
-            raise AttributeError(f"a QuacK with a budget has no {name}")
-        return self._method
-
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        self._running.drop_failed(optimizer)
-        if optimizer in self._running:  # a nested step
-            return
-        of_callers = [running.tensors for running in self._running.values()]  # steps that called this one
-        tensors = (self._in_groups.by(optimizer) & self._on_paths).difference(*of_callers)
-        stepped = self._method.stepped
-        new_iteration = not stepped or not stepped.isdisjoint(tensors)
-        if is_idle(optimizer):  # every lr is 0
-            self._method.no_step(tensors, new_iteration)
-            return
-        if self._not_loaded:
-            message, self._not_loaded = self._not_loaded, ""
-            warnings.warn(message, stacklevel=5)  # refers to the line that called optimizer.step
-        self._step_check.before_step(tensors, stepped if new_iteration else ())
-        if not tensors:
-            return
-        if self._verification is not None:
-            self._verification.before_step()
-        copies = self._method.before_step(tensors, new_iteration)
-        self._running[optimizer] = RunningStep(copies, tensors)
-
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        running = self._running.finish(optimizer)
-        if running is None:
-            return
-        if self._verification is not None:
-            self._verification.finish()
-        blocks = self._rule.blocks
-        self._step_check.after_step(optimizer, running.tensors, lambda: blocks.have_moved(running.copies))
-        rates = self._method.after_step(optimizer, running.copies, running.tensors)
-        blocks.scale_step(running.copies, rates, running.tensors)
-
-    def _optimizer_loaded(self, optimizer: Optimizer) -> None:
-        if isinstance(self._method, BudgetRates):
-            self._method.optimizer_loaded(optimizer)
-        else:
-            self._not_loaded = RESUMED_ALONE if optimizer.state and not self._loaded else ""
+    def _paths(self) -> CompiledPaths:
+        assert self._scaler.paths is not None
+        return self._scaler.paths
 
     def rates(self, last: bool = False) -> dict[str, Tensor]:
         """The multipliers of lr that the next step will use: (blocks,) for each weight, by name.
 
-        With a budget these are the multipliers of the last step, for weights that have stepped: empty before the first.
-        For sharded weights this is a collective call, except with a budget. With `last`, returns the rates of the last
-        step, without communication, so that one process can log them. They are NaN after loading a state of quacklr
-        0.1, until the next step.
+        Limit and Budget know them only after the step: then these are the multipliers of the last step, for weights
+        that have stepped. For sharded weights this is a collective call, except with Limit and Budget. With `last`,
+        returns the rates of the last step, without communication, so that one process can log them.
         """
-        if isinstance(self._method, BudgetRates) or last:
-            return self._named(self._method.rates)
-        return self._named(self._method.next_rates())
+        flat = self.rule.rates if last else self.rule.next_rates()
+        index = self._paths.blocks.flat_index
+        return {weight.name: flat[blocks] for weight, blocks in index.items() if self.rule.has_rates(weight)}
 
     def changes(self) -> dict[str, HeadChange]:
-        """With a budget: how much the last step changes the logits of each head, in nats, by attention module.
+        """How much the last step changes the logits of each head, in nats, by attention module.
 
         `asked` is the change by the optimizer's own step; `given` is the change by the scaled step. Both are (heads,),
-        and 0 before the first step. docs/theory.md says what they bound.
+        and 0 after a step with lr 0. docs/theory.md says what they bound. Limit and Budget measure every step. Other
+        rules begin with the first call of this method, in all processes, and it is empty until the next step.
         """
-        if isinstance(self._method, RelativeRates):
-            raise AttributeError("changes are computed for a budget only: QuacK(model, optimizer, budget=0.02)")
-        return self._method.changes()
-
-    def _named(self, flat: Tensor) -> dict[str, Tensor]:
-        flat_index = self._rule.blocks.flat_index
-        return {weight.name: flat[index] for weight, index in flat_index.items() if self._method.has_rates(weight)}
+        if self._changes is None:
+            self._changes = LogitChanges(self._paths)
+        if not self._scaler.measures:
+            self._scaler.measures = True
+            return {}
+        return self._changes.by_module(self._scaler.measured)
 
     def rate_of(self, param: Tensor) -> Tensor | None:
         """The multipliers of lr for one weight or bias parameter, broadcastable to it; 1 for rows on no path.
 
         None if the parameter is frozen, or if none of its rows is on a path. For a sharded parameter this is a
-        collective call, except with a budget, and the result is a plain tensor for the whole parameter.
+        collective call, except with Limit and Budget, and the result is a plain tensor for the whole parameter.
         """
-        rated = [weight for weight in self._rule.weights if weight.rated]
+        rated = [weight for weight in self._paths.weights if weight.rated]
         parts = [(weight, part) for weight in rated for part in weight.parts if original(part.param) is param]
         if not parts or not param.requires_grad:
             return None
@@ -256,26 +150,22 @@ class QuacK:
         return parts[0][1].spread(of_row)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to resume a run from: by weight name, the sensitivities at the start, the rates, the norm's memory.
+        """The state to resume a run from: for `Paper`, by weight name, the sensitivities at the start and the rates.
 
-        It holds plain tensors, numbers and strings, and can be loaded with `weights_only`. tau, adapt and floor are not
-        part of it. With a budget there is no state, and this is only a version.
+        It holds plain tensors, numbers and strings, and can be loaded with `weights_only`. The options of the rule are
+        not part of it. The other rules have no state, and this is only a version.
         """
-        return self._method.state_dict()
+        return self.rule.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict()`. If the state is of another model or norm, a ValueError lists the differences."""
-        self._method.load_state_dict(state_dict)
-        self._loaded, self._not_loaded = True, ""
+        self.rule.load_state_dict(state_dict)
 
     def remove(self) -> None:
         """Remove the hooks: later steps of the optimizers are not scaled."""
-        for hook in self._hooks:
-            hook.remove()
-        self._running.clear()
-        if self._verification is not None:
-            self._verification.remove()
-        _attached.discard(self)
+        self._scaler.remove()
+        self._attachment.remove()
+        _attached.discard(self._scaler)
 
     def __reduce__(self) -> NoReturn:
         """Copying raises TypeError: the copy would have no hooks on the copied optimizer, and do nothing."""
@@ -292,8 +182,20 @@ class QuacK:
 
     def __repr__(self) -> str:
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        sharded = isinstance(self._rule.blocks, ShardedBlocks)  # if so, print the last rates: `rates()` is collective
-        when = "last rates" if sharded or self.budget is not None else "rates now"
-        notes = self._verification.notes if self._verification is not None else {}
-        table = describe(self._rule, when, self.rates(last=sharded), self.left_alone, self._origin, notes)
-        return f"QuacK({self._method!r}) on {names}\n{table}"
+        sharded = isinstance(self._paths.blocks, ShardedBlocks)  # if so, print the last rates: `rates()` is collective
+        when = "last rates" if sharded or self.rule.measures else "rates now"
+        table = describe(self._paths, when, self.rates(last=sharded), self._attachment)
+        return f"QuacK({self.rule!r}) on {names}\n{table}"
+
+
+def chosen_rule(tau: float | None, rule: Rule | None) -> Rule:
+    """The rule that is given, or the paper's with tau."""
+    if rule is None:
+        return Paper(1.0 if tau is None else tau)
+    if tau is not None:
+        raise ValueError(
+            f"tau={tau!r} is short for rule=Paper(tau={tau!r}), and rule={rule!r} is given too; choose one"
+        )
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule={rule!r}: a rule is Paper(tau), ConstantTau(tau), Limit(nats), Budget(nats), or a Rule")
+    return rule

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from models import Separate
-from quacklr import QuacK
+from quacklr import Budget, QuacK
 
 BUDGET = 0.01
 
@@ -81,7 +81,7 @@ def test_the_change_of_every_step_is_the_budget(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Separate())
     optimizer = SAM(model.parameters()) if name == "SAM" else OPTIMIZERS[name](model.parameters())
-    with warnings.catch_warnings(action="error"), QuacK(model, optimizer, budget=BUDGET) as quack:
+    with warnings.catch_warnings(action="error"), QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         assert quack.optimizers == [optimizer]
         for _ in range(4):
             before = {param: param.detach().clone() for param in model.parameters()}
@@ -102,7 +102,7 @@ def test_an_optimizer_that_keeps_a_copy_of_the_weights_is_warned_of() -> None:
     model = nn.Sequential(Separate())
     optimizer = KeepsCopies(model.parameters(), lr=0.1)
     warned = pytest.warns(UserWarning, match="KeepsCopies keeps a copy.*'master'")
-    with QuacK(model, optimizer, budget=BUDGET), warned as seen:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)), warned as seen:
         steps(model, optimizer, 1)
     assert seen[0].filename == __file__  # the line that called optimizer.step
 
@@ -124,7 +124,7 @@ def test_a_wrapper_whose_step_runs_no_hooks_is_attached_to_inside() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Separate())
     wrapper = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
-    with QuacK(model, wrapper, budget=BUDGET) as quack:
+    with QuacK(model, wrapper, rule=Budget(BUDGET)) as quack:
         assert quack.optimizers == [wrapper.base_optimizer]
         for param in model.parameters():
             param.grad = torch.randn_like(param)

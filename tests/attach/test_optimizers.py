@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import reference
 from models import PerHead, Separate, assert_equal, layers, train
-from quacklr import QuacK, Weight, frobenius, mha, packed, spectral
+from quacklr import ConstantTau, Paper, QuacK, Weight, frobenius, mha, packed, spectral
 from quacklr.attach.linearity import probe
 from quacklr.attach.optimizers import KNOWN_LINEAR, NOT_LINEAR
 from quacklr.core.norms import Norm
@@ -66,9 +66,9 @@ def test_a_scaled_step_is_a_step_with_a_scaled_lr(name: str) -> None:
     two = make(
         [{"params": [with_lr.q.weight, with_lr.k.weight]}, {"params": [with_lr.v.weight]}], lr=0.02, **ACCEPTED[name]
     )
-    with QuacK(nn.Sequential(with_quack), one, tau=TAUS[0], adapt=False) as quack:
+    with QuacK(nn.Sequential(with_quack), one, rule=ConstantTau(TAUS[0])) as quack:
         for step, tau in enumerate(TAUS):
-            quack.tau, two.param_groups[0]["lr"] = tau, tau * 0.02
+            quack.rule.tau, two.param_groups[0]["lr"] = tau, tau * 0.02
             gradients(name, list(with_quack.parameters()), step)
             gradients(name, list(with_lr.parameters()), step)
             one.step()
@@ -148,7 +148,7 @@ def test_the_first_step_at_tau_1_is_the_plain_step_bitwise(
         torch.manual_seed(0)
         model = layers(2, PerHead).to(dtype)
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
-        quack = QuacK(model, optimizer, norm=norm) if attach else None
+        quack = QuacK(model, optimizer, rule=Paper(norm=norm)) if attach else None
         train(model, optimizer, steps=1)
         results.append([param.detach() for param in model.parameters()])
         if quack:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from models import Separate
-from quacklr import QuacK
+from quacklr import ConstantTau, QuacK
 from quacklr.attach.linearity import probe
 from quacklr.attach.scratch import ProbeError
 
@@ -230,7 +230,7 @@ def trained(name: str, quack: bool) -> tuple[list[Tensor], list[str]]:
     model = Separate().double()
     model.v.requires_grad_(False)
     wrapper = make([{"params": [model.q.weight, model.k.weight]}])
-    attached = QuacK(nn.Sequential(model), wrapper, tau=TAU, adapt=False) if quack else None
+    attached = QuacK(nn.Sequential(model), wrapper, rule=ConstantTau(TAU)) if quack else None
     for group in groups_of(wrapper) if not quack else ():
         group["lr"] *= TAU
     for i in range(STEPS):

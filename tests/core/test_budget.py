@@ -18,8 +18,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from models import Latent, PerHead, Separate, assert_equal, layers, train
-from quacklr import LogitPath, QuacK, Weight, mha, packed, spectral
-from quacklr.core.budget_rates import HeadChange
+from quacklr import Budget, LogitPath, Paper, QuacK, Rule, Weight, mha, packed
+from quacklr.core.changes import HeadChange
 
 BUDGET = 0.05
 
@@ -108,7 +108,7 @@ def test_changes_and_rates_are_those_of_plain_loops(name: str, kind: type[Any]) 
     if name == "MLA":
         model = nn.Sequential(MODELS[name]())
     optimizer = kind(model.parameters(), lr=1e-3)
-    with QuacK(model, optimizer, budget=1e-6) as quack:  # so small that first order is all there is
+    with QuacK(model, optimizer, rule=Budget(1e-6)) as quack:  # so small that first order is all there is
         recorder = Recorder(model, optimizer)
         for _ in range(3):
             train(model, optimizer, steps=1)
@@ -135,7 +135,7 @@ def test_the_root_mean_square_of_the_change_is_within_the_budget(
     model: Any = nn.Sequential(Separate(groups=groups))
     optimizer = SGD(model.parameters(), lr=10**decades)
     attention: Any = model[0]
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         recorder = Recorder(model, optimizer)
         for param in model.parameters():
             param.grad = torch.randn(len(param), rank) @ torch.randn(rank, param.shape[1])
@@ -159,7 +159,7 @@ def test_a_large_step_from_small_weights_is_within_the_budget_too() -> None:
             param.mul_(1e-4)
     optimizer = SGD(model.parameters(), lr=1.0)
     attention: Any = model[0]
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         recorder = Recorder(model, optimizer)
         random_gradients(model)
         optimizer.step()
@@ -180,7 +180,7 @@ def test_in_mla_the_estimate_is_near_the_root_mean_square_of_random_weights() ->
         model = nn.Sequential(Latent(width=64, latent=32, nope=16, rope=16))
         optimizer = SGD(model.parameters(), lr=1.0)
         attention: Any = model[0]
-        with QuacK(model, optimizer, budget=1e-4) as quack:
+        with QuacK(model, optimizer, rule=Budget(1e-4)) as quack:
             recorder = Recorder(model, optimizer)
             for param in model.parameters():
                 step = torch.linalg.qr(torch.randn(max(param.shape), min(param.shape))).Q  # as a step of Muon
@@ -198,7 +198,7 @@ def test_the_step_is_that_of_lr_times_the_rate(kind: type[Any]) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(PerHead())
     optimizer = kind(model.parameters(), lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         recorder = Recorder(model, optimizer)
         train(model, optimizer, steps=1)
         for param in model.parameters():
@@ -212,20 +212,18 @@ def test_the_step_is_that_of_lr_times_the_rate(kind: type[Any]) -> None:
 
 def test_there_are_no_rates_before_a_step() -> None:
     model: Any = nn.Sequential(Separate())
-    with QuacK(model, SGD(model.parameters(), lr=0.1), budget=BUDGET) as quack:
+    with QuacK(model, SGD(model.parameters(), lr=0.1), rule=Budget(BUDGET)) as quack:
         assert quack.rates() == quack.rates(last=True) == {}
         assert quack.rate_of(model[0].q.weight) is None
         assert quack.changes()["0"].asked.tolist() == [0, 0, 0, 0]
-        assert "budget=0.05" in str(quack)
+        assert "Budget(0.05)" in str(quack)
         assert "frozen" not in str(quack)
 
 
-@pytest.mark.parametrize(("method", "whose"), [({"budget": BUDGET}, "last rates"), ({"tau": 0.5}, "rates now")])
-def test_the_printed_rates_are_of_the_last_step_with_a_budget_and_of_the_next_without(
-    method: dict[str, float], whose: str
-) -> None:
+@pytest.mark.parametrize(("rule", "whose"), [(Budget(BUDGET), "last rates"), (Paper(0.5), "rates now")])
+def test_the_printed_rates_are_of_the_last_step_with_a_budget_and_of_the_next_without(rule: Rule, whose: str) -> None:
     model = nn.Sequential(Separate())
-    with QuacK(model, SGD(model.parameters(), lr=0.1), **method) as quack:  # type: ignore[arg-type]
+    with QuacK(model, SGD(model.parameters(), lr=0.1), rule=rule) as quack:
         assert whose in str(quack)
 
 
@@ -236,7 +234,7 @@ def changes_with(lr: Callable[[Optimizer], Any], steps: int = 4) -> list[float]:
     optimizer = AdamW(model.parameters(), lr=0.1)
     scheduler = lr(optimizer)
     found = []
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         for _ in range(steps):
             train(model, optimizer, steps=1)
             found.append(float(quack.changes()["0"].given.max()) / BUDGET)
@@ -262,7 +260,7 @@ def test_an_lr_above_its_start_is_warned_of_once() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(Separate())
     optimizer = SGD(model.parameters(), lr=1e-6)
-    with QuacK(model, optimizer, budget=BUDGET):
+    with QuacK(model, optimizer, rule=Budget(BUDGET)):
         train(model, optimizer, steps=1)
         optimizer.param_groups[0]["lr"] = 1e-3
         with pytest.warns(UserWarning, match="1e\\+03 times its lr when QuacK was attached") as caught:
@@ -275,7 +273,7 @@ def test_groups_follow_their_own_lr() -> None:
     torch.manual_seed(0)
     model = layers(2, Separate)
     optimizer = SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         optimizer.param_groups[1]["lr"] = 0.05
         train(model, optimizer, steps=1)
         given = [float(quack.changes()[str(i)].given.max()) for i in range(2)]
@@ -286,9 +284,9 @@ def test_an_lr_of_0_is_an_error_when_attaching_and_no_change_later() -> None:
     model: Any = nn.Sequential(Separate())
     optimizer = SGD(model.parameters(), lr=0.0)
     with pytest.raises(ValueError, match="the lr of a param group of SGD is 0. A budget follows lr"):
-        QuacK(model, optimizer, budget=BUDGET)
+        QuacK(model, optimizer, rule=Budget(BUDGET))
     optimizer = SGD(model.parameters(), lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET):
+    with QuacK(model, optimizer, rule=Budget(BUDGET)):
         optimizer.param_groups[0]["lr"] = 0.0
         before = {name: value.clone() for name, value in model.state_dict().items()}
         train(model, optimizer, steps=2)
@@ -299,7 +297,7 @@ def test_an_lr_of_0_of_other_weights_does_not_matter() -> None:
     model: Any = nn.Sequential(Separate())
     others: dict[str, Any] = {"params": [model[0].v.weight], "lr": 0.0}
     optimizer = SGD([{"params": [model[0].q.weight, model[0].k.weight]}, others], lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         train(model, optimizer, steps=1)
         assert quack.changes()["0"].given.tolist() == pytest.approx([BUDGET] * 4, rel=1e-2)
 
@@ -310,7 +308,7 @@ def test_an_lr_that_is_a_tensor_is_the_same() -> None:
         torch.manual_seed(0)
         model: Any = nn.Sequential(Separate())
         optimizer = AdamW(model.parameters(), lr=lr, foreach=False)
-        with QuacK(model, optimizer, budget=BUDGET) as quack:
+        with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
             train(model, optimizer, steps=1)
             optimizer.param_groups[0]["lr"] *= 0.5
             train(model, optimizer, steps=2)
@@ -325,16 +323,16 @@ def test_it_does_not_matter_whether_weights_are_loaded_before_or_after_attaching
     alone = nn.Sequential(Separate())
     alone.load_state_dict(trained.state_dict())
     optimizer = AdamW(alone.parameters(), lr=0.1)
-    with QuacK(alone, optimizer, budget=BUDGET):
+    with QuacK(alone, optimizer, rule=Budget(BUDGET)):
         train(alone, optimizer, steps=3)
     model: Any = nn.Sequential(Separate())
     if not attach_first:
         model.load_state_dict(trained.state_dict())
     optimizer = AdamW(model.parameters(), lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         if attach_first:
             model.load_state_dict(trained.state_dict())
-        assert quack.state_dict() == {"version": 2}
+        assert quack.state_dict() == {"version": 3, "rule": "Budget"}
         train(model, optimizer, steps=3)
     assert_equal(dict(model.state_dict()), dict(alone.state_dict()))
 
@@ -343,7 +341,7 @@ def test_a_run_resumes_bitwise_without_a_state() -> None:
     torch.manual_seed(3)
     model: Any = nn.Sequential(Separate())
     optimizer = AdamW(model.parameters(), lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET):
+    with QuacK(model, optimizer, rule=Budget(BUDGET)):
         train(model, optimizer, steps=2)
         saved = deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         torch.manual_seed(5)
@@ -352,7 +350,7 @@ def test_a_run_resumes_bitwise_without_a_state() -> None:
         other.load_state_dict(saved["model"])
         copy.load_state_dict(saved["optimizer"])
         train(model, optimizer, steps=2)
-    with warnings.catch_warnings(action="error"), QuacK(other, copy, budget=BUDGET):
+    with warnings.catch_warnings(action="error"), QuacK(other, copy, rule=Budget(BUDGET)):
         train(other, copy, steps=2)
     assert_equal(dict(other.state_dict()), dict(model.state_dict()))
 
@@ -361,9 +359,9 @@ def test_states_with_and_without_a_budget() -> None:
     model: Any = nn.Sequential(Separate())
     with QuacK(model, SGD(model.parameters(), lr=0.1)) as relative:
         state = relative.state_dict()
-        with pytest.raises(ValueError, match="the state is that of a QuacK with a budget"):
-            relative.load_state_dict({"version": 2})
-    with QuacK(model, SGD(model.parameters(), lr=0.1), budget=BUDGET) as quack:
+        with pytest.raises(ValueError, match="the state is that of rule Budget"):
+            relative.load_state_dict({"version": 3, "rule": "Budget"})
+    with QuacK(model, SGD(model.parameters(), lr=0.1), rule=Budget(BUDGET)) as quack:
         quack.load_state_dict(state)
         quack.load_state_dict(quack.state_dict())
         with pytest.raises(ValueError, match="this is not the state of a QuacK"):
@@ -372,26 +370,21 @@ def test_states_with_and_without_a_budget() -> None:
 
 def test_settings_that_have_no_meaning_are_refused() -> None:
     model: Any = nn.Sequential(Separate())
-    settings: list[dict[str, Any]] = [{"tau": 0.1}, {"adapt": False}, {"floor": 0.1}, {"norm": spectral}]
-    for setting in settings:
-        with pytest.raises(ValueError, match=f"with a budget, {next(iter(setting))} must be left out"):
-            QuacK(model, SGD(model.parameters(), lr=0.1), budget=BUDGET, **setting)
-    for budget in (0, -1.0, math.inf, math.nan, True, "0.02", 1e-50):
-        with pytest.raises(ValueError, match="budget="):
-            QuacK(model, SGD(model.parameters(), lr=0.1), budget=budget)  # type: ignore[arg-type]
-    with QuacK(model, SGD(model.parameters(), lr=0.1), budget=BUDGET) as quack:
-        with pytest.raises(AttributeError, match="a QuacK with a budget has no tau"):
-            print(quack.tau)
-        quack.budget = 0.1
-        assert quack.budget == 0.1
-        with pytest.raises(ValueError, match="budget="):
-            quack.budget = -1
-    with QuacK(model, SGD(model.parameters(), lr=0.1)) as quack:
-        assert quack.budget is None
-        with pytest.raises(AttributeError, match="has no budget"):
-            quack.budget = 0.1
-        with pytest.raises(AttributeError, match="for a budget only"):
-            quack.changes()
+    with pytest.raises(ValueError, match=r"tau=0.1 is short for .* and rule=Budget\(0.02\) .* choose one"):
+        QuacK(model, SGD(model.parameters(), lr=0.1), tau=0.1, rule=Budget(0.02))
+    with pytest.raises(ValueError, match="rule=0.02: a rule is"):
+        QuacK(model, SGD(model.parameters(), lr=0.1), rule=0.02)  # type: ignore[arg-type]
+    for nats in (0, -1.0, math.inf, math.nan, True, "0.02", 1e-50):
+        with pytest.raises(ValueError, match="nats="):
+            Budget(nats)  # type: ignore[arg-type]
+    rule = Budget(BUDGET)
+    with QuacK(model, SGD(model.parameters(), lr=0.1), rule=rule):
+        rule.nats = 0.1
+        assert rule.nats == 0.1
+        with pytest.raises(ValueError, match="nats="):
+            rule.nats = -1
+        with pytest.raises(ValueError, match="belongs to another QuacK"):
+            QuacK(nn.Sequential(Separate()), SGD(model.parameters(), lr=0.1), rule=rule)
 
 
 @pytest.mark.parametrize("zeros", ["q", "k", "qk"])
@@ -402,7 +395,7 @@ def test_partners_of_zeros_move(zeros: str) -> None:
         for name in zeros:
             model.get_parameter(f"0.{name}.weight").zero_()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         for _ in range(3):
             random_gradients(model)
@@ -420,7 +413,7 @@ def test_a_head_without_a_gradient_stays_and_others_are_as_without_it() -> None:
         torch.manual_seed(0)
         model: Any = nn.Sequential(Separate())
         optimizer = SGD(model.parameters(), lr=0.1)
-        with QuacK(model, optimizer, budget=BUDGET) as quack:
+        with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
             random_gradients(model)
             for param in model.parameters() if idle else ():
                 param.grad[:4] = 0
@@ -437,7 +430,7 @@ def test_a_step_that_is_not_finite_stays_what_the_optimizer_made_it(value: float
     torch.manual_seed(0)
     model: Any = nn.Sequential(Separate())
     optimizer = SGD(model.parameters(), lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         random_gradients(model)
         grad = model[0].q.weight.grad
         assert grad is not None
@@ -459,7 +452,7 @@ def test_two_optimizers_share_the_budget_of_a_head() -> None:
     model: Any = nn.Sequential(Separate())
     parts: list[list[nn.Parameter]] = [[model[0].q.weight], [model[0].k.weight, model[0].v.weight]]
     optimizers = [SGD(part, lr=0.1) for part in parts]
-    with QuacK(model, optimizers, budget=BUDGET) as quack:
+    with QuacK(model, optimizers, rule=Budget(BUDGET)) as quack:
         train(model, *optimizers, steps=3)
         assert quack.changes()["0"].given.tolist() == pytest.approx([BUDGET] * 4, rel=1e-2)
         assert set(quack.rates()) == {"0.q", "0.k"}
@@ -471,7 +464,7 @@ def test_biases_in_another_optimizer_take_little_of_the_budget() -> None:
     matrices = [param for param in model.parameters() if param.ndim == 2]
     vectors = [param for param in model.parameters() if param.ndim == 1]
     optimizers = [SGD(matrices, lr=0.1), AdamW(vectors, lr=0.1)]
-    with QuacK(model, optimizers, budget=BUDGET) as quack:
+    with QuacK(model, optimizers, rule=Budget(BUDGET)) as quack:
         random_gradients(model)
         optimizers[0].step()
         of_matrices = quack.changes()["0"].given.clone()
@@ -497,7 +490,7 @@ def test_weights_that_are_trained_later_have_the_budget(optimizers: int) -> None
     q, k = attention.q.weight, attention.k.weight
     others = [param for param in model.parameters() if param is not k]
     together = [SGD(model.parameters(), lr=0.1)] if optimizers == 1 else [SGD(others, lr=0.1), SGD([k], lr=0.1)]
-    with QuacK(model, together, budget=BUDGET) as quack:
+    with QuacK(model, together, rule=Budget(BUDGET)) as quack:
         for frozen, changed in (((q, k), 0), ((k,), 1), ((), 1), ((q, k), 0), ((q,), 1), ((), 1)):
             old = {param: param.detach().clone() for param in model.parameters()}
             for param in (q, k):
@@ -520,7 +513,7 @@ def test_a_step_under_autocast_is_measured_in_full_precision() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(Separate(width=128, heads=2, groups=2))
         optimizer = AdamW(model.parameters(), lr=1e-5)
-        with QuacK(model, optimizer, budget=BUDGET) as quack:
+        with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
             random_gradients(model)
             with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
                 optimizer.step()
@@ -533,7 +526,7 @@ def test_large_rates_of_16_bit_weights_are_warned_of() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Separate()).bfloat16()
     optimizer = AdamW(model.parameters(), lr=1e-5)
-    quack = QuacK(model, optimizer, budget=BUDGET)
+    quack = QuacK(model, optimizer, rule=Budget(BUDGET))
     with pytest.warns(UserWarning, match="0.q is bfloat16, and the first step was scaled by up to") as caught:
         train(model, optimizer, steps=2)
     quack.remove()
@@ -542,7 +535,7 @@ def test_large_rates_of_16_bit_weights_are_warned_of() -> None:
     for lr, dtype in ((0.1, torch.bfloat16), (1e-5, torch.float32)):
         other = nn.Sequential(Separate()).to(dtype)
         optimizer = AdamW(other.parameters(), lr=lr)
-        with warnings.catch_warnings(action="error"), QuacK(other, optimizer, budget=BUDGET):
+        with warnings.catch_warnings(action="error"), QuacK(other, optimizer, rule=Budget(BUDGET)):
             train(other, optimizer, steps=1)
 
 
@@ -559,7 +552,7 @@ def test_paths_over_the_same_features_have_the_scale_of_one_head() -> None:
         param.requires_grad_(False)
     q.grad = torch.cat([torch.linalg.qr(torch.randn(32, 8))[0].mT for _ in range(2)])  # singular values are all equal
     old = q.detach().clone()
-    with QuacK(paths, optimizer, budget=BUDGET):
+    with QuacK(paths, optimizer, rule=Budget(BUDGET)):
         optimizer.step()
     for head in (slice(8), slice(8, 16)):
         change = (q.detach() - old)[head].mT @ k[head]
@@ -570,7 +563,7 @@ def test_paths_over_the_same_features_have_the_scale_of_one_head() -> None:
 def test_a_state_of_something_else_is_refused(state: Any) -> None:
     model = nn.Sequential(Separate())
     with (
-        QuacK(model, SGD(model.parameters(), lr=0.1), budget=BUDGET) as quack,
+        QuacK(model, SGD(model.parameters(), lr=0.1), rule=Budget(BUDGET)) as quack,
         pytest.raises(ValueError, match="state"),
     ):
         quack.load_state_dict(state)
@@ -589,7 +582,7 @@ def test_torchs_defaults_do_not_matter(setting: str) -> None:
             torch.set_default_dtype(getattr(torch, setting))
         try:
             device = torch.device("meta") if changed and setting == "meta" else nullcontext()
-            with device, QuacK(model, optimizer, budget=BUDGET) as quack:
+            with device, QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
                 optimizer.step()
                 both.append((quack.rates(), {name: change.given for name, change in quack.changes().items()}))
         finally:
@@ -613,7 +606,7 @@ def test_a_scale_of_the_logit_is_part_of_the_change() -> None:
         model = Separate()
         (path,) = mha(*packed(model.q, ("q", 4, 4)), *packed(model.k, ("k", 4, 4)))
         optimizer = SGD(model.parameters(), lr=0.1)
-        with QuacK([LogitPath(path.weights, 4, scale=scale)], optimizer, budget=BUDGET) as quack:
+        with QuacK([LogitPath(path.weights, 4, scale=scale)], optimizer, rule=Budget(BUDGET)) as quack:
             train(model, optimizer, steps=1)
             (change,) = quack.changes().values()
             assert isinstance(change, HeadChange)
@@ -627,7 +620,7 @@ def test_frozen_keys_leave_the_budget_to_the_queries() -> None:
     model: Any = nn.Sequential(Separate())
     model[0].k.weight.requires_grad_(False)
     optimizer = SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         train(model, optimizer, steps=2)
         assert set(quack.rates()) == {"0.q"}
         assert quack.changes()["0"].given.tolist() == pytest.approx([BUDGET] * 4, rel=1e-2)
@@ -639,7 +632,7 @@ def test_paths_without_a_module_are_one_logit_if_they_share_a_weight() -> None:
     shared, apart = Latent(), Separate()
     paths = [*shared.logit_paths(), *apart.logit_paths()]
     params = [*shared.parameters(), *apart.parameters()]
-    with QuacK(paths, SGD(params, lr=0.1), budget=BUDGET) as quack:
+    with QuacK(paths, SGD(params, lr=0.1), rule=Budget(BUDGET)) as quack:
         assert {name: len(change.given) for name, change in quack.changes().items()} == {"dq": 4, "q": 4}
 
 
@@ -647,7 +640,7 @@ def test_bf16_weights() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(Separate()).bfloat16()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         train(model, optimizer, steps=2)
         assert quack.rates()["0.q"].dtype == torch.float32
         assert quack.changes()["0"].given.tolist() == pytest.approx([BUDGET] * 4, rel=2e-2)

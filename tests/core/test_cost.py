@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import Latent, PerHead, Separate, layers, train
-from quacklr import QuacK, frobenius, spectral
+from quacklr import Paper, QuacK, frobenius, spectral
 from quacklr.core.norms import Norm
 
 VIEWS = {"detach", "view", "as_strided", "split_with_sizes", "permute", "transpose", "unsqueeze", "alias"}
@@ -41,7 +41,7 @@ class Operations(TorchDispatchMode):
 
 def ready(model: nn.Module, norm: Norm = frobenius) -> tuple[torch.optim.Optimizer, QuacK]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    quack = QuacK(model, optimizer, norm=norm)
+    quack = QuacK(model, optimizer, rule=Paper(norm=norm))
     train(model, optimizer, steps=2)
     return optimizer, quack
 
@@ -50,8 +50,8 @@ def hooks(model: nn.Module, norm: Norm = frobenius) -> Counter[str]:
     """The operations of QuacK's two hooks in a step."""
     optimizer, quack = ready(model, norm)
     with Operations() as operations:
-        quack._before(optimizer)
-        quack._after(optimizer)
+        quack._scaler.before(optimizer)
+        quack._scaler.after(optimizer)
     return operations.names
 
 
@@ -105,13 +105,13 @@ def test_a_step_takes_one_copy_of_the_rows_on_a_path_and_no_more(model: Callable
         param.grad = torch.zeros_like(param)
     rows = 3 * 2 * 64 * 64 * 4
     before = bytes_alive()
-    quack._before(optimizer)
+    quack._scaler.before(optimizer)
     inside = bytes_alive()
-    quack._after(optimizer)
+    quack._scaler.after(optimizer)
     assert rows <= inside - before <= rows + 1000
     with Operations() as operations:
-        quack._before(optimizer)
-        quack._after(optimizer)
+        quack._scaler.before(optimizer)
+        quack._scaler.after(optimizer)
     assert operations.most < 1000  # a second step takes nothing but vectors of a number a head
 
 

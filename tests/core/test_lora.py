@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from quacklr import LogitPath, QuacK, Weight, logit_paths
+from quacklr import Budget, LogitPath, QuacK, Weight, logit_paths
 from quacklr.find.discover import found_by_rule
 from stand_ins_kit import HF, Model, Plain
 
@@ -177,7 +177,7 @@ def test_a_budget_bounds_the_change_of_the_merged_weights(alpha: int) -> None:
         return [found[0], found[1].repeat_interleave(2, 0)]
 
     largest = 0.0
-    with QuacK(model, optimizer, budget=0.02):
+    with QuacK(model, optimizer, rule=Budget(0.02)):
         for _ in range(4):
             (q, k), _ = merged(), model(TOKENS, labels=TOKENS).loss.backward()
             optimizer.step()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from models import Latent, Separate, assert_equal, layers, train
-from quacklr import LogitPath, QuacK, Weight, mha, packed, sensitivity, spectral
+from quacklr import ConstantTau, LogitPath, Paper, QuacK, Weight, mha, packed, sensitivity, spectral
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -48,7 +48,7 @@ def test_a_path_whose_product_a_float32_cannot_hold_is_refused(factor: float, wo
 
 def test_a_constant_rate_needs_no_product() -> None:
     model = scaled(Latent(), 1e14)
-    assert QuacK(model, sgd(model), adapt=False).rates()["uq"].tolist() == [1.0] * 4
+    assert QuacK(model, sgd(model), rule=ConstantTau(1.0)).rates()["uq"].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_constant_rate_needs_no_product() -> None:
 def test_settings_that_a_float32_cannot_hold_are_refused(options: dict[str, Any], message: str) -> None:
     model = scaled(layers(1, Separate), 1e3)
     with pytest.raises(ValueError, match=message):
-        QuacK(model, sgd(model), **options)
+        QuacK(model, sgd(model), rule=Paper(**options))
 
 
 def test_setting_tau_later_is_refused_in_the_same_words() -> None:
@@ -74,8 +74,9 @@ def test_setting_tau_later_is_refused_in_the_same_words() -> None:
     quack = QuacK(model, sgd(model))
     for tau in (1e308, -1.0, float("nan"), "1"):
         with pytest.raises(ValueError, match="tau"):
-            quack.tau = tau  # type: ignore[assignment]
-    assert quack.tau == 1.0
+            quack.rule.tau = tau  # type: ignore[assignment]
+    assert isinstance(quack.rule, Paper)
+    assert quack.rule.tau == 1.0
     assert quack.rates()["0.q"].tolist() == [1.0] * 4
 
 
@@ -129,7 +130,7 @@ def test_a_bias_of_another_dtype_is_measured_and_moved(of_weight: torch.dtype, o
 def test_spectral_norms_follow_a_model_that_becomes_double() -> None:
     model = layers(1, Separate)
     optimizer = sgd(model)
-    quack = QuacK(model, optimizer, norm=spectral)
+    quack = QuacK(model, optimizer, rule=Paper(norm=spectral))
     train(model, optimizer)
     rates = quack.rates()
     for param in model.parameters():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models import PerHead, Separate, assert_equal, layers, train
-from quacklr import LogitPath, QuacK, Weight, frobenius, mha, packed
+from quacklr import ConstantTau, LogitPath, Paper, QuacK, Weight, frobenius, mha, packed
 
 
 def model_and_optimizer(bias: bool = False, lr: float = 0.1) -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -84,7 +84,7 @@ def test_tied_layers_are_one_weight_on_several_paths() -> None:
     assert list(quack.rates()) == ["0.q", "0.k", "1.k"]
     with torch.no_grad():
         other.k.weight.mul_(10)
-    start = quack._relative("start").start[quack._rule.blocks.flat_index[quack._rule.weights[0]]]
+    start = quack.state_dict()["sensitivity"]["0.q"]
     loudest = torch.maximum(
         *(torch.linalg.vector_norm(m.k.weight.detach().view(4, -1), dim=1) for m in (shared, other))
     )
@@ -133,7 +133,7 @@ def test_rate_of_a_parameter_on_no_path_is_none() -> None:
 def test_constant_tau_never_changes_the_rates_and_needs_no_partner() -> None:
     model, optimizer = model_and_optimizer()
     nn.init.zeros_(model[0].k.weight)  # type: ignore[union-attr, arg-type]
-    quack = QuacK(model, optimizer, tau=0.3, adapt=False)
+    quack = QuacK(model, optimizer, rule=ConstantTau(0.3))
     train(model, optimizer, steps=5)
     for rate in quack.rates().values():
         torch.testing.assert_close(rate, torch.full((4,), 0.3), rtol=1e-7, atol=0)
@@ -143,7 +143,7 @@ def test_a_floor_bounds_every_norm_from_below() -> None:
     model, optimizer = model_and_optimizer()
     attention: Any = model[0]
     nn.init.zeros_(attention.k.weight)
-    quack = QuacK(model, optimizer, floor=2.0)
+    quack = QuacK(model, optimizer, rule=Paper(floor=2.0))
     assert quack.rates()["0.q"].tolist() == [1.0] * 4
     nn.init.constant_(attention.k.weight, 1.0)  # norm 8
     torch.testing.assert_close(quack.rates()["0.q"], torch.full((4,), 0.25))
@@ -151,14 +151,14 @@ def test_a_floor_bounds_every_norm_from_below() -> None:
 
 def test_tau_can_be_scheduled() -> None:
     model, optimizer = model_and_optimizer()
-    for adapt in (True, False):
-        with QuacK(model, optimizer, tau=1.0, adapt=adapt) as quack:
-            quack.tau = 0.125
+    for rule in (Paper(1.0), ConstantTau(1.0)):
+        with QuacK(model, optimizer, rule=rule) as quack:
+            rule.tau = 0.125
             assert quack.rates()["0.q"].tolist() == [0.125] * 4
             train(model, optimizer, steps=1)
-            assert quack._method.rates.unique().tolist() == [0.125]
+            assert rule.rates.unique().tolist() == [0.125]
             with pytest.raises(ValueError, match="tau=-1"):
-                quack.tau = -1
+                rule.tau = -1
 
 
 def test_paths_can_be_given_instead_of_a_model() -> None:

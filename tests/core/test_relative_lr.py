@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from models import Separate, train
-from quacklr import QuacK
+from quacklr import Budget, QuacK
 
 BUDGET = 0.05
 
@@ -28,7 +28,7 @@ def trained_at_a_tenth() -> dict[str, Any]:
     model = nn.Sequential(Separate())
     optimizer = AdamW(model.parameters(), lr=0.1)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         train(model, optimizer, steps=1)
         assert relative_change(quack) == pytest.approx(1, rel=1e-2)
         scheduler.step(1.0)
@@ -46,10 +46,10 @@ def test_a_resumed_run_has_the_initial_lr_of_the_run(attach_first: bool, lr: flo
     saved = trained_at_a_tenth()
     model = nn.Sequential(Separate())
     optimizer = AdamW(model.parameters(), lr=lr)
-    quack = QuacK(model, optimizer, budget=BUDGET) if attach_first else None
+    quack = QuacK(model, optimizer, rule=Budget(BUDGET)) if attach_first else None
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    with quack or QuacK(model, optimizer, budget=BUDGET) as quack:
+    with quack or QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         train(model, optimizer, steps=1)
         assert relative_change(quack) == pytest.approx(0.1, rel=1e-2)
 
@@ -62,9 +62,9 @@ def test_the_initial_lr_of_a_run_that_had_no_quack_is_the_loaded_one(attach_firs
     train(model, optimizer, steps=1)
     saved = deepcopy(optimizer.state_dict())
     optimizer = AdamW(model.parameters())  # torch's default lr
-    quack = QuacK(model, optimizer, budget=BUDGET) if attach_first else None
+    quack = QuacK(model, optimizer, rule=Budget(BUDGET)) if attach_first else None
     optimizer.load_state_dict(saved)
-    with quack or QuacK(model, optimizer, budget=BUDGET) as quack:
+    with quack or QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         train(model, optimizer, steps=1)
         assert relative_change(quack) == pytest.approx(1, rel=1e-2)
 
@@ -72,10 +72,10 @@ def test_the_initial_lr_of_a_run_that_had_no_quack_is_the_loaded_one(attach_firs
 def test_a_tensor_that_is_0_is_an_error_and_one_that_rises_a_warning() -> None:
     model = nn.Sequential(Separate())
     with pytest.raises(ValueError, match="the lr of a param group of AdamW is 0"):
-        QuacK(model, AdamW(model.parameters(), lr=torch.tensor(0.0)), budget=BUDGET)
+        QuacK(model, AdamW(model.parameters(), lr=torch.tensor(0.0)), rule=Budget(BUDGET))
     lr = torch.tensor(1e-8)
     optimizer = AdamW(model.parameters(), lr=lr)
-    with QuacK(model, optimizer, budget=BUDGET):
+    with QuacK(model, optimizer, rule=Budget(BUDGET)):
         train(model, optimizer, steps=1)
         lr.fill_(1e-2)
         with pytest.warns(UserWarning, match="1e\\+06 times its lr when QuacK was attached"):
@@ -85,7 +85,7 @@ def test_a_tensor_that_is_0_is_an_error_and_one_that_rises_a_warning() -> None:
 def test_an_lr_that_goes_on_rising_is_warned_of_again() -> None:
     model = nn.Sequential(Separate())
     optimizer = SGD(model.parameters(), lr=1e-5)
-    with QuacK(model, optimizer, budget=BUDGET), warnings.catch_warnings(record=True) as caught:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(1, 201):  # a warmup by hand
             optimizer.param_groups[0]["lr"] = step * 1e-5
@@ -107,7 +107,7 @@ def test_an_optimizer_without_lr_has_the_budget() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Separate())
     optimizer = NoLr(model.parameters())
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         train(model, optimizer, steps=1)
         assert relative_change(quack) == pytest.approx(1, rel=1e-2)
 
@@ -115,7 +115,7 @@ def test_an_optimizer_without_lr_has_the_budget() -> None:
 def test_the_reported_change_of_a_step_with_lr_0_is_0() -> None:
     model = nn.Sequential(Separate())
     optimizer = SGD(model.parameters(), lr=0.1)
-    with QuacK(model, optimizer, budget=BUDGET) as quack:
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         train(model, optimizer, steps=1)
         optimizer.param_groups[0]["lr"] = 0.0
         train(model, optimizer, steps=1)
@@ -129,7 +129,7 @@ def test_the_reported_change_of_a_step_with_lr_0_is_0() -> None:
 def test_an_optimizer_with_lr_0_does_not_hide_the_change_by_another() -> None:
     model: Any = nn.Sequential(Separate())
     one, other = SGD([model[0].q.weight], lr=0.1), SGD([model[0].k.weight], lr=0.1)
-    with QuacK(model, [one, other], budget=BUDGET) as quack:
+    with QuacK(model, [one, other], rule=Budget(BUDGET)) as quack:
         other.param_groups[0]["lr"] = 0.0
         for _ in range(2):
             train(model, one, steps=1)

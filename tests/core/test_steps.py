@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Latent, PerHead, Separate, assert_equal, layers, train
-from quacklr import QuacK, Weight, frobenius, mha, spectral
+from quacklr import ConstantTau, Paper, QuacK, Weight, frobenius, mha, spectral
 
 
 def parameters(model: nn.Module) -> list[Tensor]:
@@ -57,7 +57,7 @@ def test_a_scheduled_run_equals_one_with_the_scheduled_rates() -> None:
         )
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
         if attach:
-            QuacK(model, optimizer, tau=0.5, adapt=False)
+            QuacK(model, optimizer, rule=ConstantTau(0.5))
         for step in range(4):
             train(model, optimizer, steps=1, seed=step)
             scheduler.step()
@@ -152,8 +152,8 @@ def test_a_step_with_lr_0_captures_and_changes_nothing(lr: float | Tensor) -> No
     train(model, optimizer, steps=2)
     assert_equal(parameters(model), before)
     assert_equal(quack.state_dict()["sensitivity"], state["sensitivity"])
-    assert not quack._method.stepped
-    assert not quack._running
+    assert not quack.rule.stepped
+    assert not quack._scaler.running
 
 
 def two_optimizers(order: int, attach: bool) -> tuple[nn.Sequential, list[torch.optim.Optimizer], QuacK | None]:
@@ -197,7 +197,7 @@ def test_an_iteration_ends_when_an_optimizer_steps_again() -> None:
             param.grad = torch.ones_like(param)
         fresh = quack.rates()["0.q"]
         optimizers[optimizer].step()
-        used = quack._method.rates[quack._rule.blocks.flat_index[quack._rule.weights[0]]]
+        used = quack.rule.rates[quack._paths.blocks.flat_index[quack._paths.weights[0]]]
         assert torch.equal(used, fresh) == begins
 
 
@@ -255,7 +255,7 @@ def test_training_is_deterministic(norm: Any, attention: Callable[[], nn.Module]
         torch.manual_seed(0)
         model = nn.Sequential(attention())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        QuacK(model, optimizer, norm=norm)
+        QuacK(model, optimizer, rule=Paper(norm=norm))
         train(model, optimizer, steps=5)
         results.append(parameters(model))
     assert_equal(*results)

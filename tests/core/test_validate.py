@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from models import Latent, Separate
-from quacklr import LogitPath, QuacK, Weight, mha, packed
+from quacklr import LogitPath, Paper, QuacK, Weight, mha, packed
 
 
 def param(*shape: int) -> nn.Parameter:
@@ -85,7 +85,7 @@ def infinite(model: Separate) -> None:
         (zero_query, {}, "^0.k: its partner 0.q is all zeros, so its rate has no bound; .* floor=c"),
         (zero_head, {}, "^0.k: its partner 0.q is all zeros"),
         (not_a_number, {}, "^0.k: holds NaN or inf"),
-        (infinite, {"adapt": False}, "^0.q: holds NaN or inf"),
+        (infinite, {}, "^0.q: holds NaN or inf"),
     ],
 )
 def test_weights_without_a_bound_are_refused_and_no_hook_is_attached(
@@ -98,13 +98,13 @@ def test_weights_without_a_bound_are_refused_and_no_hook_is_attached(
         spoil(attention)
     before = optimizer.state_dict()
     with pytest.raises(ValueError, match=message):
-        QuacK(model, optimizer, **options)
+        QuacK(model, optimizer, rule=Paper(**options))
     assert optimizer.state_dict() == before
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     assert not optimizer._optimizer_load_state_dict_post_hooks
     if spoil in (None, zero_query, zero_head):
-        QuacK(model, optimizer, floor=0.1)  # the way out works, and the refused one is not in the way
+        QuacK(model, optimizer, rule=Paper(floor=0.1))  # the way out works, and the refused one is not in the way
 
 
 def test_a_zero_in_a_chain_names_every_weight_that_is_zero() -> None:

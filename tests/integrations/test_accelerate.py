@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from models import Separate, assert_equal
-from quacklr import QuacK, spectral
+from quacklr import Paper, QuacK, spectral
 
 STEPS, ACCUMULATE, LR = 6, 3, 0.05
 
@@ -50,7 +50,7 @@ def plain_loop(quack: bool) -> Tensor:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     scheduler = ExponentialLR(optimizer, 0.9)
     if quack:
-        QuacK(model, optimizer, 2.0, norm=spectral)
+        QuacK(model, optimizer, rule=Paper(2.0, norm=spectral))
     for step in range(STEPS):
         for x_BTD in batches(step):
             (loss_of(model, x_BTD) / ACCUMULATE).backward()
@@ -71,7 +71,7 @@ class Run:
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
             model, optimizer, ExponentialLR(optimizer, 0.9)
         )
-        self.quack = QuacK(self.model, self.optimizer, 2.0, norm=spectral)
+        self.quack = QuacK(self.model, self.optimizer, rule=Paper(2.0, norm=spectral))
         if checkpointed:
             self.accelerator.register_for_checkpointing(self.quack)
 

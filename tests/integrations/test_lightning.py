@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_model import BATCHES, EPOCHS, LR, Regression, batches
 from models import assert_equal
-from quacklr import QuacK, spectral
+from quacklr import Paper, QuacK, spectral
 from quacklr.integrations.lightning import QuacKCallback
 
 pytestmark = [
@@ -87,8 +87,11 @@ def plain_loop(accumulate: int, attach: Callable[[nn.Module, Optimizer], object]
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_it_trains_as_a_loop_by_hand_with_quack_does(tmp_path: Path, accumulate: int) -> None:
     settings: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
-    trained = fit(make_trainer(tmp_path, QuacKCallback(0.5, norm=spectral), **settings), Regression())
-    assert_equal(trained, plain_loop(accumulate, lambda model, optimizer: QuacK(model, optimizer, 0.5, norm=spectral)))
+    trained = fit(make_trainer(tmp_path, QuacKCallback(rule=Paper(0.5, norm=spectral)), **settings), Regression())
+    assert_equal(
+        trained,
+        plain_loop(accumulate, lambda *each: QuacK(*each, rule=Paper(0.5, norm=spectral))),
+    )
     assert (trained - plain_loop(accumulate, lambda *_: None)).abs().max() > 1e-3
 
 

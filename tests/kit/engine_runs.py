@@ -112,7 +112,7 @@ def trained(
 ) -> Result:
     """Take the steps; `weights` returns the whole weights, by name, and `params` are the model's parameters."""
     found = Result()
-    budget = quack is not None and quack.budget is not None
+    budget = quack is not None and quack.rule.measures
     for number in range(steps):
         if quack is not None and not budget:
             found.rates.append(quack.rates())
@@ -126,7 +126,7 @@ def trained(
         found.rate_of = {name: rate for name, rate in rate_of.items() if rate is not None}
         found.layout = {
             part.name: (part.param.start, part.param.count)
-            for part in quack._rule.parts
+            for part in quack._paths.parts
             if isinstance(part.param, FlatTensor)
         }
         quack.remove()

@@ -19,7 +19,7 @@ import deepspeed_runs as ds
 import engine_runs as runs
 from crew import Crew
 from engine_runs import TAU, Result
-from quacklr import QKClip, QuacK, spectral
+from quacklr import Paper, QKClip, QuacK, spectral
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def frozen_keys(_: int, stage: int) -> dict[str, Tensor]:
     for name, param in model.named_parameters():
         param.requires_grad_("k_proj" not in name)
     engine = ds.initialize(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0), stage)
-    with QuacK(engine.module, engine, TAU, norm=spectral) as quack:
+    with QuacK(engine.module, engine, rule=Paper(TAU, norm=spectral)) as quack:
         for number in range(2):
             ds.backward(engine, number)
             ds.step(engine)
@@ -306,7 +306,9 @@ def frozen_keys(_: int, stage: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_frozen_keys_count_in_the_rates_of_their_queries(stage: int, ranks: Crew) -> None:
-    wanted = QuacK(model := runs.llama(), runs.optimizer_of(model, "SGD"), norm=spectral).state_dict()["sensitivity"]
+    wanted = QuacK(model := runs.llama(), runs.optimizer_of(model, "SGD"), rule=Paper(norm=spectral)).state_dict()[
+        "sensitivity"
+    ]
     for found in ranks(frozen_keys, stage):
         for name, value in found.items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=0)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import reference
 from crew import Crew
 from models import assert_equal
-from quacklr import LogitPath, QKClip, QuacK, frobenius, mha, packed, spectral
+from quacklr import LogitPath, Paper, QKClip, QuacK, frobenius, mha, packed, spectral
 from quacklr.core.norms import Norm
 from quacklr.lab.model import MHA, MLA, Shape, build
 from sharding import TAU, Run, assert_same_rates, assert_same_run, gradient, like, mesh_of, moved, spread, whole
@@ -114,7 +114,7 @@ def trained(_: int, name: str, kind: str, norm: Norm, optimizer_name: str, layer
         optimizer = torch.optim.AdamW(model.parameters(), lr, eps=1e-3, foreach=False)
     names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
     rates, params, counts = [], [], []
-    with QuacK(model, optimizer, TAU, norm=norm, verify=False) as quack:
+    with QuacK(model, optimizer, rule=Paper(TAU, norm=norm), verify=False) as quack:
         state = quack.state_dict()
         for step in range(3):
             rates.append(quack.rates())
@@ -201,7 +201,7 @@ def continued(_: int, kind: str, norm: Norm, checkpoint: bytes | None) -> tuple[
     rates: list[dict[str, Tensor]] = []
     for param in model.parameters() if checkpoint else []:
         param.data.mul_(0.5)
-    with QuacK(model, optimizer, TAU, norm=norm) as quack:
+    with QuacK(model, optimizer, rule=Paper(TAU, norm=norm)) as quack:
         if checkpoint:
             saved = torch.load(io.BytesIO(checkpoint), weights_only=True)
             with torch.no_grad():

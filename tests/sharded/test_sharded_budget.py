@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from crew import Crew
-from quacklr import QuacK
+from quacklr import Budget, QuacK
 from sharding import LAYOUTS, assert_same_rates, gradient, like, parameters, spread, whole
 
 Steps = list[tuple[dict[str, Tensor], dict[str, Tensor], int]]
@@ -20,7 +20,7 @@ def steps(_: int, name: str, kind: str, sharded: bool) -> Steps:
     params = parameters(layout, sharded)
     optimizer = getattr(torch.optim, kind)([param for param in params.values() if param.requires_grad], lr=0.5)
     found: Steps = []
-    with QuacK(layout.paths(params), optimizer, budget=0.3) as quack:
+    with QuacK(layout.paths(params), optimizer, rule=Budget(0.3)) as quack:
         for step in range(3):
             for index, param in enumerate(params.values()):
                 if param.requires_grad:

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from crew import Crew
 from lightning_model import Regression, batches
 from models import assert_equal
-from quacklr import QuacK, frobenius, spectral
+from quacklr import Paper, QuacK, frobenius, spectral
 from quacklr.core.norms import Norm
 from quacklr.integrations.lightning import QuacKCallback as LightningCallback
 from quacklr.integrations.transformers import QuacKCallback
@@ -90,7 +90,7 @@ def trained_by_trainer(
             args=args,
             train_dataset=[{"input_ids": row, "labels": row.roll(1)} for row in tokens],
             eval_dataset=[{"input_ids": row, "labels": row.roll(1)} for row in tokens[:4]],
-            callbacks=[QuacKCallback(tau=2.0, norm=norm)],
+            callbacks=[QuacKCallback(tau=2.0, rule=Paper(norm=norm))],
         )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         assert isinstance(trainer.model, nn.Module)
@@ -146,7 +146,7 @@ def trained_by_accelerate(rank: int, folder: Path, kind: str, resumed: bool) -> 
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         model = make_llama()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
-        quack = QuacK(model, optimizer, 2.0, norm=spectral)
+        quack = QuacK(model, optimizer, rule=Paper(2.0, norm=spectral))
         accelerator.register_for_checkpointing(quack)
         if resumed:
             accelerator.load_state(str(folder))
@@ -186,7 +186,7 @@ class Sharded(Regression):
 
 def trained_by_lightning(rank: int, folder: Path, distributed: bool, checkpoint: Path | None = None) -> Trained:
     left_out: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    model, callback = Sharded(), LightningCallback(2.0, norm=spectral)
+    model, callback = Sharded(), LightningCallback(2.0, rule=Paper(norm=spectral))
     with launched(rank, 2), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated", FutureWarning)  # Lightning calls torch as of old
         warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty", UserWarning)

@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from crew import Crew
 from models import assert_equal
-from quacklr import LogitPath, QuacK, frobenius, sensitivity, spectral
+from quacklr import LogitPath, Paper, QuacK, frobenius, sensitivity, spectral
 from quacklr.core.norms import Norm
 from sharding import (
     LAYOUTS,
@@ -159,7 +159,7 @@ def largest_entry(blocks_BRC: Tensor, memory: Tensor | None = None) -> tuple[Ten
 
 def refusal(paths: list[LogitPath], optimizer: torch.optim.Optimizer, norm: Norm = frobenius) -> str:
     try:
-        QuacK(paths, optimizer, norm=norm).remove()
+        QuacK(paths, optimizer, rule=Paper(norm=norm)).remove()
     except ValueError as error:
         return str(error)
     return "attached"
@@ -219,7 +219,7 @@ def alone_on_rank_0(rank: int, norm: Norm) -> tuple[str, int, dict[str, Tensor]]
     layout = LAYOUTS["cut inside a head"]
     params = parameters(layout, sharded=True)
     optimizer = torch.optim.SGD(params.values(), lr=0.5)
-    with QuacK(layout.paths(params), optimizer, tau=TAU, norm=norm) as quack:
+    with QuacK(layout.paths(params), optimizer, rule=Paper(TAU, norm=norm)) as quack:
         assert rank or "q 0.5  k 0.5" in str(quack)
         for step in range(2):
             used = quack.rates()

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from crew import Crew
 from models import assert_equal
-from quacklr import LogitMonitor, QuacK, spectral
+from quacklr import LogitMonitor, Paper, QuacK, spectral
 from quacklr.lab.model import MHA, Decoder, Shape, build
 
 dcp: Any = checkpoint
@@ -124,7 +124,7 @@ def saved_by_torch(_: int, folder: Path, load: bool) -> dict[str, Tensor]:
     model = build(SHAPE, GQA, seed=0)
     model = sharded(model) if torch.distributed.is_initialized() else model
     optimizer = sgd(model)
-    with QuacK(model, optimizer, norm=spectral) as quack:
+    with QuacK(model, optimizer, rule=Paper(norm=spectral)) as quack:
 
         def state() -> dict[str, Any]:
             weights, moments = get_state_dict(model, optimizer)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.attach.isolation import isolated
-from quacklr.attach.nested_steps import running_steps
 from quacklr.attach.scratch import WAYS, ProbeError, Scratch, inner_optimizers, key_of
+from quacklr.core.step_scaler import steps_on_stack as running_steps
 
 CONSTANT, CHANGING, LATE = [0.5] * 12, [0.25, 2.0, 0.5, 1.5, 0.1, 1.0], [0.5] * 4
 MANY_STEPS = 1_000_000

@@ -8,7 +8,7 @@ NOT_LINEAR list them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, optim
@@ -165,25 +165,3 @@ def _warning(name: str, found: Linearity | str, schedule_free: bool = False) -> 
 
 def _not_linear(name: str, reason: str, way_out: str = USE_ANOTHER) -> ValueError:
     return ValueError(f"{name} is not linear in lr ({reason}), so it cannot have a learning rate per head. {way_out}")
-
-
-def is_idle(optimizer: Optimizer) -> bool:
-    """Whether the next step moves nothing because every lr is 0, as in the first step of a warmup.
-
-    A learning rate that is a tensor on an accelerator is not read, because that would wait for the device.
-    """
-    lrs = [group.get("lr", 1.0) for group in optimizer.param_groups]
-    return all((not isinstance(lr, Tensor) or lr.device.type == "cpu") and lr == 0 for lr in lrs)
-
-
-def has_stepped(optimizer: Optimizer) -> bool:
-    """Whether its state says that it has taken a step; False if it keeps neither a number of steps nor a momentum."""
-    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
-    return any(float(state.get("step", "momentum_buffer" in state)) > 0 for state in states)
-
-
-def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Any:
-    """Register a post-step hook that runs before the hooks that are registered already."""
-    handle = optimizer.register_step_post_hook(hook)
-    vars(optimizer)["_optimizer_step_post_hooks"].move_to_end(handle.id, last=False)
-    return handle

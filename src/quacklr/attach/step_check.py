@@ -62,6 +62,11 @@ class StepCheck:
         self._stepped: set[Optimizer] = set()
         self._had_gradient: set[int] = set()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to check."""
+        return self._in_use and self._all_stepped and len(self._stepped) == len(self._optimizers)
+
     def before_step(self, tensors: Collection[int], last_iteration: Collection[int]) -> None:
         """Check that the param groups still hold the parameters on the paths, and that the model still uses them.
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.attach.optimizers import as_optimizers, is_idle
+from quacklr.attach.optimizers import as_optimizers
 from quacklr.attention.interceptor import SUPPORTED
 from quacklr.attention.recorder import MaxLogitRecorder
 from quacklr.core.flat_tensor import original
 from quacklr.core.local import local_boxes
 from quacklr.core.path import LogitPath, as_paths
+from quacklr.core.stepped import is_idle
 from quacklr.core.validate import validate_not_attached_twice, validate_stepped
 from quacklr.core.weight import Weight, distinct
 from quacklr.find import logit_paths

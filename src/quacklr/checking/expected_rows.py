@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quacklr.core.path import LogitPath
-from quacklr.core.sensitivity import Rule
+from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 from quacklr.find.discover import by_module
 from quacklr.util.modules import named_modules
@@ -78,7 +78,7 @@ class ExpectedRows:
 
     def __init__(self, paths: Iterable[LogitPath], model: nn.Module) -> None:
         paths = paths if isinstance(paths, list) else list(paths)  # a LogitPaths also has the modules of its paths
-        self.rule = Rule(paths)
+        self.rule = CompiledPaths(paths)
         self.flat_index = self.rule.blocks.flat_index
         self.layers = [self._layer(*group) for group in _by_module_and_heads(paths, model)]
         self.rows = list(self._rows())

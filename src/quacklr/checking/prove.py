@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from quacklr.attach.optimizers import as_optimizers, is_idle
+from quacklr.attach.optimizers import as_optimizers
 from quacklr.checking.diagnose import Diagnosis
 from quacklr.checking.layer_report import LayerReport
 from quacklr.checking.report import CheckReport
@@ -17,7 +18,10 @@ from quacklr.checking.sandbox import Loss, Sandbox
 from quacklr.checking.steps import Change, Stepper
 from quacklr.core.norms import Norm, frobenius
 from quacklr.core.path import LogitPath
+from quacklr.core.stepped import is_idle
 from quacklr.quack import QuacK
+from quacklr.rules.budget import Budget
+from quacklr.rules.paper import Paper
 from quacklr.sharded.validate import validate_not_sharded
 from quacklr.util.modules import run_uncompiled
 
@@ -60,7 +64,7 @@ def check(
     kind = next((device.type for device in devices), "cuda")
     with torch.random.fork_rng(devices, device_type=kind), run_uncompiled():
         sandbox = Sandbox.of(model, optimizers, paths, batch, loss)
-        settings: dict[str, Any] | None = {"tau": tau, "norm": norm, "floor": floor, "budget": budget}
+        settings: Any = partial(Paper, tau, norm=norm, floor=floor) if budget is None else partial(Budget, budget)
         if not sandbox.copy().has_gradients():  # QuacK raises if it has nothing to control
             settings = None
         start = _changes(sandbox.copy(), steps, 1.0, settings)
@@ -79,13 +83,11 @@ def check(
     return CheckReport(tuple(layers), growth, steps, left_alone, sandbox.unmeasured, sandbox.contradiction, budget)
 
 
-def _changes(sandbox: Sandbox, steps: int, growth: float, settings: dict[str, Any] | None) -> list[Change]:
+def _changes(sandbox: Sandbox, steps: int, growth: float, settings: Any) -> list[Change]:
     """Steps from weights that have grown since QuacK was attached; without QuacK if settings are None."""
     torch.manual_seed(0)
     expected = sandbox.expected_rows()
-    quack = None if settings is None else QuacK(sandbox.paths, sandbox.optimizers, **settings)
-    if quack is not None:
-        quack._not_loaded = ""  # that the user's optimizer has stepped before does not matter here
+    quack = None if settings is None else QuacK(sandbox.paths, sandbox.optimizers, rule=settings())
     stepper = Stepper(sandbox, expected, quack)
     with torch.no_grad():
         for rows in expected.rows:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quacklr.attach.optimizers import first_after_step
 from quacklr.checking.expected_rows import ExpectedRows
 from quacklr.checking.frozen_inputs import FrozenInputs, LayerLogits
 from quacklr.checking.inputs import Inputs
 from quacklr.checking.sandbox import Sandbox, restored
 from quacklr.core.step_norms import gram
+from quacklr.core.step_scaler import first_after_step
 from quacklr.quack import QuacK
 
 BOUND_TOLERANCE = 1e-4  # relative to a bound

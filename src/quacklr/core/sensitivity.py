@@ -20,12 +20,12 @@ from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight, distinct
 
 
-class Rule:
-    """The rule for some paths, compiled to index vectors: a few tensor operations for any number of layers and heads.
+class CompiledPaths:
+    """Some paths, compiled to index vectors: a few tensor operations for any number of layers and heads.
 
     A term is a block together with its partners, the other blocks on a head's path. `block`, (terms,), is the flat
     index of the block; `partners`, a list of (terms,), are those of its partners. Short paths are padded with an extra
-    block of norm 1. `blocks_of` makes the blocks; `distributed.sharded_blocks.blocks_of` supports sharded weights.
+    block of norm 1. `blocks_of` makes the blocks; `sharded.blocks.blocks_of` supports sharded weights.
     """
 
     def __init__(self, paths: Iterable[LogitPath], blocks_of: Callable[[list[Weight]], Blocks] = Blocks) -> None:
@@ -74,11 +74,3 @@ class Rule:
         if self.one_term_each:
             return of_term
         return norm.new_zeros(self.blocks.total).scatter_reduce_(0, self.block, of_term, "amax")
-
-
-def rates_from(target: Tensor, now: Tensor, tau: float, out: Tensor | None = None) -> Tensor:
-    """Multipliers of lr from sensitivities: target / now, where target is tau * the sensitivity at the start.
-
-    A rate is never NaN or inf: if a partner is exactly zero, the block moves no logit and its rate is tau.
-    """
-    return torch.div(target, now, out=out).nan_to_num_(nan=tau, posinf=tau)

@@ -1,12 +1,11 @@
-"""The state dict of QuacK, keyed by weight name: all that a run needs to resume exactly.
+"""The state of the paper's rule, keyed by weight name: all that a run needs to resume exactly.
 
-    version        of this format; states of quacklr 0.1 have none
+    version, rule  of this format, and the class of the rule
     norm           name of the norm
     shape, rows    by weight: the parameter's shape, and a digest of its block_of_row
     sensitivity    by weight, (blocks,): at the start; all rates are relative to it
     rates          by weight, (blocks,): of the last step
     stepped        by parameter: whether it has stepped in this iteration; if so, the other parameters use `rates` too
-    memory         by weight: the norm's memory; absent if it has none
 
 It consists of plain tensors, numbers and strings, and can be loaded with weights_only. The keys are the same at every
 step, as torch.distributed.checkpoint requires.
@@ -15,27 +14,19 @@ step, as torch.distributed.checkpoint requires.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quacklr.core.blocks import BlockGroup, Memory
 from quacklr.core.norms import Norm
-from quacklr.core.sensitivity import Rule
+from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 
-VERSION = 2
-
-
-class Saved(NamedTuple):
-    """The contents of a state: flat vectors for all blocks, and ids of the tensors that have stepped."""
-
-    start: Tensor
-    rates: Tensor | None
-    stepped: set[int]
-    memory: Memory
+VERSION = 3
+NOT_A_STATE = "this is not the state of a QuacK of this version"
+BY_WEIGHT = ("shape", "rows", "sensitivity", "rates", "stepped")
 
 
 def norm_name(norm: Norm) -> str:
@@ -43,61 +34,59 @@ def norm_name(norm: Norm) -> str:
     return str(getattr(norm, "__name__", type(norm).__name__))
 
 
-def write_state(rule: Rule, norm: Norm, saved: Saved) -> dict[str, Any]:
-    """The state dict; its tensors are copies."""
-    state: dict[str, Any] = {"version": VERSION, "norm": norm_name(norm)}
-    state["shape"] = {weight.name: list(weight.param.shape) for weight in rule.weights}
-    state["rows"] = {weight.name: _digest(weight) for weight in rule.weights}
-    state["sensitivity"] = {weight.name: saved.start[index] for weight, index in rule.blocks.flat_index.items()}
-    if saved.rates is not None:
-        state["rates"] = {weight.name: saved.rates[index] for weight, index in rule.blocks.flat_index.items()}
-        state["stepped"] = {part.name: id(part.param) in saved.stepped for part in rule.parts}
-    groups = zip(rule.blocks.groups, saved.memory, strict=True)
-    if memory := {_key(group): last.clone() for group, last in groups if last is not None}:
-        state["memory"] = memory
-    return state
+def write_state(
+    compiled: CompiledPaths, norm: Norm, start: Tensor, rates: Tensor, stepped: Iterable[int]
+) -> dict[str, Any]:
+    """The state dict; its tensors are copies. `start` and `rates` are (blocks,); `stepped` are ids of tensors."""
+    index, stepped = compiled.blocks.flat_index, set(stepped)
+    return {
+        "norm": norm_name(norm),
+        "shape": {weight.name: list(weight.param.shape) for weight in compiled.weights},
+        "rows": {weight.name: _digest(weight) for weight in compiled.weights},
+        "sensitivity": {weight.name: start[blocks] for weight, blocks in index.items()},
+        "rates": {weight.name: rates[blocks] for weight, blocks in index.items()},
+        "stepped": {part.name: id(part.param) in stepped for part in compiled.parts},
+    }
 
 
-def read_state(rule: Rule, norm: Norm, state: Any, expected: Saved, adapt: bool) -> Saved:
-    """The contents of a state dict; ValueError if it is of another model or norm, or holds invalid numbers.
-
-    `expected` has the shapes that the state must have.
-    """
-    _validate_same_weights(rule, norm, state)
-    start = _flat(rule, state, "sensitivity")
-    rates = _flat(rule, state, "rates") if "rates" in state else None
-    for weight, index in rule.blocks.flat_index.items():
-        if weight.rated and adapt and not (start[index] > 0).all():
+def read_state(compiled: CompiledPaths, norm: Norm, state: Mapping[str, Any]) -> tuple[Tensor, Tensor, set[int]]:
+    """`start`, `rates` and `stepped` of a state dict; ValueError if it is of another model or norm, or invalid."""
+    if state["rule"] != "Paper":
+        raise ValueError(f"the state is that of rule {state['rule']}, which has no sensitivities at the start")
+    for key in BY_WEIGHT:
+        if not isinstance(state.get(key), Mapping):
+            raise ValueError(f"{NOT_A_STATE}: it has no valid {key!r}")
+    if state.get("norm") != norm_name(norm):
+        raise ValueError(f"the state was made with norm={state.get('norm')}, but this QuacK has norm={norm_name(norm)}")
+    _validate_same_weights(compiled, state)
+    start, rates = (_flat(compiled, state, key) for key in ("sensitivity", "rates"))
+    for weight, index in compiled.blocks.flat_index.items():
+        if weight.rated and not (start[index] > 0).all():
             raise ValueError(f"{weight.name}: the state holds a sensitivity of {float(start[index].min()):g}")
-        if rates is not None and not (rates[index] >= 0).all():
+        if not (rates[index] >= 0).all():
             raise ValueError(f"{weight.name}: the state holds a rate of {float(rates[index].min()):g}")
-    memory: Memory = []
-    for group, known in zip(rule.blocks.groups, expected.memory, strict=True):
-        last = state.get("memory", {}).get(_key(group))
-        if last is not None and known is not None:
-            _validate_values(group.weight.name, last, known.shape)
-        memory.append(None if last is None else last.to(group.weight.param.device))
-    stepped = state.get("stepped", {})
-    return Saved(start, rates, {id(part.param) for part in rule.parts if stepped.get(part.name, False)}, memory)
+    stepped = state["stepped"]
+    return start, rates, {id(part.param) for part in compiled.parts if stepped.get(part.name) is True}
 
 
-def _flat(rule: Rule, state: Mapping[str, Any], key: str) -> Tensor:
+def validate_version(state: Mapping[str, Any]) -> None:
+    """Raise ValueError if another quacklr has written the state."""
+    if state.get("version") != VERSION:
+        raise ValueError(f"the state has version {state.get('version')}, and this quacklr reads version {VERSION} only")
+
+
+def _flat(compiled: CompiledPaths, state: Mapping[str, Any], key: str) -> Tensor:
     """The flat vector of an entry of the state, which has one vector for each weight."""
-    flat = torch.empty(rule.blocks.total, device=rule.blocks.device, dtype=torch.float32)
-    for weight, index in rule.blocks.flat_index.items():
-        of_weight = state[key].get(weight.name)
-        _validate_values(weight.name, of_weight, (weight.blocks,))
-        flat[index] = of_weight.to(flat)
+    flat = torch.empty(compiled.blocks.total, device=compiled.blocks.device, dtype=torch.float32)
+    for weight, index in compiled.blocks.flat_index.items():
+        found = state[key].get(weight.name)
+        if not isinstance(found, Tensor) or not found.is_floating_point() or found.shape != (weight.blocks,):
+            kind = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"{weight.name}: its {key} in the state is a {kind}, not {weight.blocks} floats")
+        if not found.isfinite().all():
+            raise ValueError(f"{weight.name}: the state holds NaN or inf; resume from an earlier checkpoint")
+        flat[index] = found.to(flat)
     return flat
-
-
-def _validate_values(name: str, found: object, shape: Collection[int]) -> None:
-    if not isinstance(found, Tensor):
-        raise ValueError(f"{name}: the state holds a {type(found).__name__} where a tensor should be")
-    if found.shape != tuple(shape):
-        raise ValueError(f"{name}: the state holds a tensor of shape {tuple(found.shape)}, not {tuple(shape)}")
-    if not found.isfinite().all():
-        raise ValueError(f"{name}: the state holds NaN or inf; resume from an earlier checkpoint")
 
 
 def _digest(weight: Weight) -> str:
@@ -107,53 +96,15 @@ def _digest(weight: Weight) -> str:
     return hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
 
 
-def _key(group: BlockGroup) -> str:
-    """The weight's name; with the number of rows if its blocks have different numbers of rows."""
-    name, sizes = group.weight.name, group.weight.rows_of_block
-    return name if len(group.blocks) == len(sizes) else f"{name}[{sizes[group.blocks[0]]} rows]"
-
-
-def validate_version(state: Mapping[str, Any]) -> None:
-    """Raise ValueError if a newer quacklr has written the state."""
-    if state.get("version", 1) not in (1, VERSION):
-        raise ValueError(
-            f"the state has version {state['version']}, so it was written by a newer quacklr; use that one"
-        )
-
-
-def _validate_same_weights(rule: Rule, norm: Norm, state: Any) -> None:
-    if not isinstance(state, Mapping):
-        raise ValueError(f"this is not the state of a QuacK: it is a {type(state).__name__}")
-    validate_version(state)
-    if set(state) == {"version"}:
-        raise ValueError(
-            "the state is that of a QuacK with a budget, which has no sensitivities at the start; pass the same "
-            "budget= to resume that run"
-        )
-    if missing := {"norm", "shape", "sensitivity"} - set(state):
-        raise ValueError(f"this is not the state of a QuacK: it has no {', '.join(sorted(missing))}")
-    if state["norm"] != norm_name(norm):
-        raise ValueError(f"the state was made with norm={state['norm']}, but this QuacK has norm={norm_name(norm)}")
-    saved = {name: (list(shape), _length(state["sensitivity"].get(name))) for name, shape in state["shape"].items()}
-    own = {weight.name: (list(weight.param.shape), weight.blocks) for weight in rule.weights}
-    rows = {weight.name: _digest(weight) for weight in rule.weights}
+def _validate_same_weights(compiled: CompiledPaths, state: Mapping[str, Any]) -> None:
+    saved = {name: (list(shape), state["rows"].get(name)) for name, shape in state["shape"].items()}
+    own = {weight.name: (list(weight.param.shape), _digest(weight)) for weight in compiled.weights}
     differences = [f"{name} is in the state but not in the model" for name in sorted(saved.keys() - own.keys())]
     differences += [f"{name} is in the model but not in the state" for name in sorted(own.keys() - saved.keys())]
-    differences += [
-        "{} has shape {} and {} blocks in the state, shape {} and {} blocks in the model".format(
-            name, *saved[name], *own[name]
-        )
-        for name in sorted(own.keys() & saved.keys())
-        if saved[name][0] != own[name][0] or saved[name][1] not in (None, own[name][1])
-    ]
-    differences += [
-        f"{name} has other rows in the state than in the model"
-        for name, digest in sorted(state.get("rows", {}).items())
-        if rows.get(name, digest) != digest
-    ]
+    for name in sorted(own.keys() & saved.keys()):
+        if saved[name][0] != own[name][0]:
+            differences.append(f"{name} has shape {saved[name][0]} in the state, {own[name][0]} in the model")
+        elif saved[name][1] != own[name][1]:
+            differences.append(f"{name} has other rows in the state than in the model")
     if differences:
         raise ValueError("the state is of another model: " + "; ".join(differences))
-
-
-def _length(found: object) -> int | None:
-    return len(found) if isinstance(found, Tensor) and found.ndim == 1 else None

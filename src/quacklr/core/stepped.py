@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 Group = dict[str, Any]
@@ -33,6 +34,11 @@ class Stepped:
         return [(group, {i for tensor in group["params"] for i in self.of(tensor)}) for group in optimizer.param_groups]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the param groups have the parameters themselves."""
+        return not self._of_tensor
+
+    @property
     def known(self) -> set[int]:
         """The ids of all parameters that are stepped through flat tensors, whatever is in the param groups now."""
         return {i for ids in self._of_tensor.values() for i in ids}
@@ -43,3 +49,18 @@ class Stepped:
 
 
 PLAIN = Stepped()
+
+
+def is_idle(optimizer: Optimizer) -> bool:
+    """Whether the next step moves nothing because every lr is 0, as in the first step of a warmup.
+
+    A learning rate that is a tensor on an accelerator is not read, because that would wait for the device.
+    """
+    lrs = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    return all((not isinstance(lr, Tensor) or lr.device.type == "cpu") and lr == 0 for lr in lrs)
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether its state says that it has taken a step; False if it keeps neither a number of steps nor a momentum."""
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    return any(float(state.get("step", "momentum_buffer" in state)) > 0 for state in states)

@@ -10,45 +10,50 @@ from torch.optim import Optimizer
 
 from quacklr.core.flat_tensor import original
 from quacklr.core.local import is_sharded, local_tensor
-from quacklr.core.norms import frobenius
-from quacklr.core.sensitivity import Rule
+from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.stepped import PLAIN, Stepped
 from quacklr.core.weight import Weight
 
 FLOAT32 = torch.finfo(torch.float32)
 
 
-def validate_settings(tau: object, norm: object, floor: object) -> None:
-    """tau and floor must be numbers in the range of float32, and the norm a function."""
+def validate_tau(tau: object) -> None:
+    """tau must be a positive number in the range of float32."""
     if isinstance(tau, Optimizer):
         raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
     if not isinstance(tau, int | float) or isinstance(tau, bool):
-        raise ValueError(
-            f"tau is a {type(tau).__name__}: the rate relative to lr must be a positive number; a batch is given to "
-            "logit_paths: QuacK(logit_paths(model, batch), optimizer)"
-        )
+        raise ValueError(f"tau is a {type(tau).__name__}: the rate relative to lr must be a positive number")
     if not 0 < tau < float("inf"):
         raise ValueError(f"tau={tau!r}: the rate relative to lr must be a positive number; 1.0 is where to start")
+    _validate_float32(tau=tau)
+
+
+def validate_floor(floor: object) -> None:
+    """The least norm of a block must be 0 or a positive number in the range of float32."""
     if not isinstance(floor, int | float) or isinstance(floor, bool) or not 0 <= floor < float("inf"):
         raise ValueError(f"floor={floor!r}: the least norm of a block must be a number from 0 up")
-    for name, value in (("tau", tau), ("floor", floor)):
-        if value and not FLOAT32.tiny <= value <= FLOAT32.max:
-            raise ValueError(f"{name}={value!r}: rates and norms are float32, which cannot hold it")
+    _validate_float32(floor=floor)
+
+
+def validate_nats(nats: object, finite: bool) -> None:
+    """A change of logits must be a positive number; with a rule that only scales down it may be inf."""
+    number = isinstance(nats, int | float) and not isinstance(nats, bool)
+    if not number or not nats > 0 or (finite and nats == float("inf")):
+        raise ValueError(f"nats={nats!r}: the change of logits must be a positive number; start with 0.02")
+    if nats < float("inf"):
+        _validate_float32(nats=nats)
+
+
+def validate_norm(norm: object) -> None:
+    """A norm must be a function."""
     if not callable(norm):
         raise ValueError(f"norm={norm!r}: a norm is a function, quacklr.frobenius or quacklr.spectral")
 
 
-def validate_budget(
-    budget: object, tau: float = 1.0, norm: object = frobenius, adapt: bool = True, floor: float = 0.0
-) -> None:
-    """The budget must be a positive number, and the options that have no meaning with it must not be given."""
-    if not isinstance(budget, int | float) or isinstance(budget, bool) or not 0 < budget < float("inf"):
-        raise ValueError(f"budget={budget!r}: the change of logits in nats must be a positive number; start with 0.02")
-    if not FLOAT32.tiny <= budget <= FLOAT32.max:
-        raise ValueError(f"budget={budget!r}: rates are float32, which cannot hold it")
-    given = {"tau": tau != 1, "norm": norm is not frobenius, "adapt": not adapt, "floor": floor != 0}
-    if names := [name for name, is_given in given.items() if is_given]:
-        raise ValueError(f"with a budget, {' and '.join(names)} must be left out: the budget decides the rates alone")
+def _validate_float32(**values: float) -> None:
+    for name, value in values.items():
+        if value and not FLOAT32.tiny <= value <= FLOAT32.max:
+            raise ValueError(f"{name}={value!r}: rates and norms are float32, which cannot hold it")
 
 
 def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer], in_groups: Stepped = PLAIN) -> None:
@@ -89,17 +94,17 @@ def validate_not_attached_twice(weights: Iterable[Weight], taken: Iterable[Weigh
             )
 
 
-def validate_norms(rule: Rule, norms: Tensor, sensitivity: Tensor, adapt: bool) -> None:
+def validate_norms(compiled: CompiledPaths, norms: Tensor, sensitivity: Tensor) -> None:
     """Norms must be finite and sensitivities positive, since Lemma 1 needs a lower bound on every norm."""
-    weight_of = {int(b): weight for weight, index in rule.blocks.flat_index.items() for b in index}
+    weight_of = {int(b): weight for weight, index in compiled.blocks.flat_index.items() for b in index}
     for block in (~norms.isfinite()).nonzero().flatten().tolist():
         _raise_not_finite(weight_of[block], bool(norms[block].isnan()))
     rated = torch.tensor([weight_of[b].rated for b in range(len(norms))], device=norms.device)
     invalid = (rated & ~((sensitivity > 0) & sensitivity.isfinite())).nonzero().flatten().tolist()
-    if not adapt or not invalid:
+    if not invalid:
         return
     name = weight_of[invalid[0]].name
-    partners = {b for others in rule.partners for b in others[rule.block == invalid[0]].tolist()}
+    partners = {b for others in compiled.partners for b in others[compiled.block == invalid[0]].tolist()}
     zeros = sorted({weight_of[b].name for b in partners if b in weight_of and norms[b] == 0})
     if not zeros:
         where = "below" if sensitivity[invalid[0]] == 0 else "above"

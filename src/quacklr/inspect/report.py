@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from quacklr.core.sensitivity import Rule
+from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.validate import validate_stepped
 from quacklr.find.discover import LogitPaths, found_by_rule, logit_paths
 from quacklr.find.finding import Finding
@@ -158,7 +158,7 @@ def _attach_error(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
             if not paths:
                 logit_paths(model)
             elif any(parameter.is_meta for parameter in model.parameters()):
-                validate_stepped(Rule(paths).weights, [optimizer])
+                validate_stepped(CompiledPaths(paths).weights, [optimizer])
             else:
                 QuacK(paths, optimizer).remove()
     except ValueError as error:

@@ -13,11 +13,14 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin  # type: ignore[import-not-found]
 from pydantic import BaseModel
 
+from quacklr import Budget, ConstantTau, Limit, Paper
 from quacklr.integrations.transformers import QuacKCallback
+
+RULES = {"tau": Paper, "constant_tau": ConstantTau, "limit": Limit, "budget": Budget}
 
 
 class QuacKArgs(BaseModel):
-    """The entry of the config file: `quack`, the options of `quacklr.QuacK`."""
+    """The entry of the config file: `quack`, one of RULES with its number, and `verify`."""
 
     quack: dict[str, Any] | None = None
 
@@ -31,4 +34,8 @@ class QuacKPlugin(BasePlugin):  # type: ignore[misc]
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:  # noqa: ARG002
         """The callback, with the options of the config file."""
-        return [QuacKCallback(**(cfg.quack or {}))]
+        options = dict(cfg.quack or {})
+        rules = [rule(options.pop(name)) for name, rule in RULES.items() if name in options]
+        if len(rules) > 1:
+            raise ValueError(f"quack: choose one of {', '.join(RULES)}")
+        return [QuacKCallback(rule=next(iter(rules), None), **options)]

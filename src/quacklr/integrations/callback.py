@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from quacklr.core.norms import Norm, frobenius
 from quacklr.core.path import LogitPath
-from quacklr.core.validate import validate_budget, validate_settings
-from quacklr.quack import QuacK
-
-NO_STATE = (
-    "the checkpoint holds no state of QuacK, so all rates start again from tau, relative to the weights in it; to "
-    "continue a run exactly, resume from a checkpoint written with this callback, the optimizer's state included"
-)
+from quacklr.core.rule import Rule
+from quacklr.quack import QuacK, chosen_rule
 
 
 class CallbackBase:
@@ -32,34 +26,20 @@ class CallbackBase:
 
     def __init__(
         self,
-        tau: float = 1.0,
+        tau: float | None = None,
         *,
-        norm: Norm = frobenius,
-        adapt: bool = True,
-        floor: float = 0.0,
-        budget: float | None = None,
+        rule: Rule | None = None,
         verify: bool = True,
         paths: Callable[[nn.Module], Iterable[LogitPath]] | None = None,
     ) -> None:
-        validate_settings(tau, norm, floor)
-        if budget is not None:
-            validate_budget(budget, tau, norm, adapt, floor)
-        self._settings: dict[str, Any] = {"tau": tau, "norm": norm, "adapt": adapt, "floor": floor}
-        self._settings |= {"budget": budget, "verify": verify}
-        self._paths = paths
+        self._rule, self._verify, self._paths = chosen_rule(tau, rule), verify, paths
 
     def _attach(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | Iterable[Optimizer],
-        state: Mapping[str, Any] | None,
-        resumed: bool,
+        self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], state: Mapping[str, Any] | None
     ) -> QuacK:
         self._detach()  # if an earlier training raised an exception, its QuacK is still attached
-        if resumed and state is None and self._settings["budget"] is None:
-            warnings.warn(NO_STATE, stacklevel=3)
-        quack = QuacK(self._paths(model) if self._paths else model, optimizer, **self._settings)
-        quack._not_loaded = ""  # NO_STATE is the warning of the callbacks
+        given = self._paths(model) if self._paths else model
+        quack = QuacK(given, optimizer, rule=copy(self._rule), verify=self._verify)
         if state is not None:
             try:
                 quack.load_state_dict(state)

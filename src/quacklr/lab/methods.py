@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import quacklr
 from quacklr import LogitPath, QKClip, QuacK, frobenius, logit_paths, spectral
 from quacklr.lab.errors import UserError, validate_non_negative, validate_positive
 from quacklr.lab.model import Attention, Decoder, FeedForward
@@ -230,11 +231,11 @@ def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) ->
         match method:
             case Quack(tau, norm, floor, products=products):
                 paths = [*logit_paths(model), *mlp_paths(model)] if products == "all" else model
-                return QuacK(paths, optimizers, tau, norm=NORMS[norm], floor=floor)
+                return QuacK(paths, optimizers, rule=quacklr.Paper(tau, norm=NORMS[norm], floor=floor))
             case ConstantTau(tau):
-                return QuacK(model, optimizers, tau, adapt=False)
+                return QuacK(model, optimizers, rule=quacklr.ConstantTau(tau))
             case Budget(budget, threshold):
-                quack = QuacK(model, optimizers, budget=budget)
+                quack = QuacK(model, optimizers, rule=quacklr.Budget(budget))
                 return QuacKAndClip(quack, QKClip(model, optimizers, threshold)) if threshold else quack
             case QKClipping(threshold):
                 return QKClip(model, optimizers, threshold)

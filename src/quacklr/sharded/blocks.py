@@ -24,7 +24,7 @@ from quacklr.core.flat_tensor import FlatTensor
 from quacklr.core.local import Box, is_partial, is_sharded, local_boxes, shard_specs
 from quacklr.core.norms import Norm, frobenius, spectral
 from quacklr.core.path import LogitPath
-from quacklr.core.sensitivity import Rule
+from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 from quacklr.sharded.collectives import Groups, all_reduce_sums, merged_group, union
 from quacklr.sharded.sharded_spectral import Placement, Placements, spectral_norms
@@ -39,10 +39,10 @@ def blocks_of(weights: Sequence[Weight]) -> Blocks:
 
 def sensitivity(paths: Iterable[LogitPath], norm: Norm = frobenius) -> dict[Weight, Tensor]:
     """How far a unit change of each block can move a logit through one path: (blocks,) for each weight on the paths."""
-    rule = Rule(paths, blocks_of)
-    _, norms, _ = rule.blocks.measure(norm, rule.blocks.empty_memory())
-    flat = rule.sensitivity(norms)
-    return {weight: flat[rule.blocks.flat_index[first]] for weight, first in rule.canonical.items()}
+    compiled = CompiledPaths(paths, blocks_of)
+    _, norms, _ = compiled.blocks.measure(norm, compiled.blocks.empty_memory())
+    flat = compiled.sensitivity(norms)
+    return {weight: flat[compiled.blocks.flat_index[first]] for weight, first in compiled.canonical.items()}
 
 
 class GroupShard(NamedTuple):

@@ -1,4 +1,4 @@
-"""Functions that compute in full precision, even where the caller is under autocast."""
+"""Optimizer hooks that compute in full precision, even where the caller is under autocast."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 
-def without_autocast(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
-    """The function with autocast disabled: in float16, products of a small or large step would be 0 or inf."""
+def without_autocast(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook with autocast disabled: in float16, products of a small or large step would be 0 or inf."""
 
-    @wraps(function)
-    def call(*args: Any) -> None:
-        if not torch.is_autocast_enabled(device.type):
-            return function(*args)
-        with torch.autocast(device.type, enabled=False):
-            return function(*args)
+    @wraps(hook)
+    def call(optimizer: Optimizer, *args: Any) -> None:
+        device = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
+        if not torch.is_autocast_enabled(device):
+            return hook(optimizer, *args)
+        with torch.autocast(device, enabled=False):
+            return hook(optimizer, *args)
 
     return call

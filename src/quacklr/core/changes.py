@@ -1,8 +1,7 @@
-"""A budget for the change of logits: each head's step is scaled so that its logits change by a given amount, in nats.
+"""How much a step changes the logits of each head, in nats, from weights alone.
 
     asked(h) = scale * sum over the paths of head h, over the weights w of a path, of
                    sigma(dw[h]) sqrt(rows of w) * prod of ||v[h]|| for the other v / sqrt(prod of the inner sizes)
-    rate     = budget * (lr now / initial lr) / asked(h);   a block takes the smallest rate of the heads that read it
 
 dw is the optimizer's step, sigma its largest singular value, and ||v|| the Frobenius norm of v before the step. The
 inner sizes of a path are the numbers of features between its weights. `asked` is the change that the optimizer's own
@@ -21,49 +20,45 @@ import torch
 from torch import Tensor
 
 from quacklr.core.path import LogitPath
-from quacklr.core.sensitivity import Rule
+from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 
-MAX_RATE = 100.0  # a head with almost no gradient has a step of rounding errors, which must not become a large step
 
-
-class ScaledStep(NamedTuple):
-    """The rates of one step.
+class HeadChange(NamedTuple):
+    """How much the last step changes the logits of an attention module, in nats. docs/theory.md has the formulas.
 
     Attributes:
-        rates: (blocks,)
-        asked: (heads,) `asked` as defined at the top of this file, for the optimizer's own step.
-        given: (heads,) the same for the scaled step, to all orders: an upper bound where `asked` is a bound.
+        asked: (heads,) the change by the optimizer's own step, to first order.
+        given: (heads,) an upper bound of the change by the step as QuacK scaled it.
     """
 
-    rates: Tensor
     asked: Tensor
     given: Tensor
 
 
-class BudgetRule:
-    """The budget for some paths, compiled to index vectors: a few tensor operations for any number of layers and heads.
+class LogitChanges:
+    """The formula for some paths, compiled to index vectors: a few tensor operations for any number of layers.
 
     A term of (4) in docs/theory.md belongs to a head, a block that the head reads through a path, and the partners of
     this block: the other blocks of the path. `heads` has, by the name of each attention module, the range of its heads
     in a vector of all heads.
     """
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, compiled: CompiledPaths) -> None:
         self.heads: dict[str, slice] = {}
-        self.total_blocks, self.total_heads = rule.blocks.total, 0
+        self.total_blocks, self.total_heads = compiled.blocks.total, 0
         rows = torch.ones(self.total_blocks, device="cpu", dtype=torch.float32)
-        for weight, index in rule.blocks.flat_index.items():
+        for weight, index in compiled.blocks.flat_index.items():
             rows[index] = weight.rows_of_block.to(rows)
         terms: list[Tensor] = []
         factors: list[Tensor] = []
-        most_weights = max(len(path.weights) for path in rule.paths)
-        for name, paths in attentions_of(rule.paths).items():
+        most_weights = max(len(path.weights) for path in compiled.paths)
+        for name, paths in attentions_of(compiled.paths).items():
             first, self.total_heads = self.total_heads, self.total_heads + paths[0].heads
             self.heads[name] = slice(first, self.total_heads)
-            reads = [rule.flat_reads(path) for path in paths]
+            reads = [compiled.flat_reads(path) for path in paths]
             sizes = [rows[read[path.meeting]] for path, read in zip(paths, reads, strict=True)]
-            parts = first_of_features([[rule.canonical[weight] for weight in _meeting(path)] for path in paths])
+            parts = first_of_features([[compiled.canonical[weight] for weight in _meeting(path)] for path in paths])
             usual_scale = torch.stack([sizes[i] for i in parts]).sum(0).rsqrt()
             for path, read, size in zip(paths, reads, sizes, strict=True):
                 scale = usual_scale if path.scale is None else torch.full_like(size, abs(path.scale))
@@ -74,32 +69,36 @@ class BudgetRule:
                 for i, block in enumerate(read):
                     terms.append(torch.stack([heads, block, *read[:i], *read[i + 1 :], *padding]))
                     factors.append(scale * inner_sizes.rsqrt())
-        device = rule.blocks.device
+        device = compiled.blocks.device
         self.head, self.block, *self.partners = torch.cat(terms, 1).to(device)
         self.factor, self.one = torch.cat(factors).to(device), torch.ones(1, device=device, dtype=torch.float32)
         self.sqrt_rows = rows.sqrt().to(device)
 
-    def scale_step(self, norms: Tensor, steps: Tensor, allowed: Tensor, share: Tensor) -> ScaledStep:
-        """The rates of one step.
+    def asked(self, norms: Tensor, steps: Tensor) -> Tensor:
+        """(heads,): the change by the step as it is, to first order.
 
         Args:
-            norms: Frobenius norms of all blocks before the step.
+            norms: Frobenius norms of all blocks before the step; or larger numbers, for a bound to all orders.
             steps: largest singular values of their steps; 0 for blocks that did not step.
-            allowed: by block, the budget in nats, times lr / initial lr.
-            share: by head, the part of the budget that this step may use, from 0 to 1.
-
-        The first rates assume that the partners of a block do not change. They give an upper bound on all norms after
-        the step. The second rates use these larger norms, so they are not larger than the first. All rates are finite.
-        A block has rate 1, so its step is not scaled, if it changes no logit, or if the change of every head that reads
-        it is NaN or inf.
         """
+        return self._of_heads(self._terms(norms, steps * self.sqrt_rows))
+
+    def given(self, norms: Tensor, steps: Tensor, rates: Tensor) -> Tensor:
+        """(heads,): the change by the scaled step, to all orders: an upper bound where `asked` is a bound."""
         sizes = steps * self.sqrt_rows
-        terms = self._terms(norms, sizes)
-        asked = self._of_heads(terms)
-        first = self._rates(asked, share, allowed)
-        terms = self._terms(norms + first * sizes, sizes)
-        rates = torch.minimum(first, self._rates(self._of_heads(terms), share, allowed))
-        return ScaledStep(rates, asked, self._of_heads(terms * rates[self.block]))
+        return self._of_heads(self._terms(norms + rates * sizes, sizes) * rates[self.block])
+
+    def smallest_of_heads(self, of_head: Tensor) -> Tensor:
+        """(blocks,): for each block, the smallest number of the heads that read it."""
+        smallest = of_head.new_full((self.total_blocks,), torch.inf)
+        return smallest.scatter_reduce_(0, self.block, of_head[self.head], "amin")
+
+    def by_module(self, measured: Iterable[tuple[Tensor, Tensor, Tensor]]) -> dict[str, HeadChange]:
+        """The changes by some steps together, each given by (norms, steps, rates); by the name of the attention."""
+        asked = given = self.factor.new_zeros(self.total_heads)
+        for norms, steps, rates in measured:
+            asked, given = asked + self.asked(norms, steps), given + self.given(norms, steps, rates)
+        return {name: HeadChange(asked[heads], given[heads]) for name, heads in self.heads.items()}
 
     def _terms(self, norms: Tensor, sizes: Tensor) -> Tensor:
         """For each term, the change of its head's logits by the step of its block."""
@@ -108,13 +107,6 @@ class BudgetRule:
 
     def _of_heads(self, terms: Tensor) -> Tensor:
         return terms.new_zeros(self.total_heads).index_add_(0, self.head, terms)
-
-    def _rates(self, changes: Tensor, share: Tensor, allowed: Tensor) -> Tensor:
-        """The rates of all blocks from the changes of heads; a block takes the smallest rate of its heads."""
-        limits = (share / changes).where((changes > 0) & changes.isfinite(), torch.inf)
-        smallest = limits.new_full((self.total_blocks,), torch.inf)
-        smallest.scatter_reduce_(0, self.block, limits[self.head], "amin")
-        return (allowed * smallest).clamp(max=MAX_RATE).where(smallest.isfinite(), 1)
 
 
 def _meeting(path: LogitPath) -> Sequence[Weight]:

@@ -1,0 +1,164 @@
+"""Rates that follow from a budget: each head's step is scaled so that its logits change by a given amount, in nats.
+
+    rate = nats * (lr now / initial lr) / asked(h);   a block takes the smallest rate of the heads that read it
+
+`asked(h)` is what the optimizer's own step would change the logits of head h by (core/changes.py). It is measured after
+each step of the optimizer, so the rule needs no state, and no optimizer that is linear in lr.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from quacklr.core.changes import LogitChanges
+from quacklr.core.rule import Rule, Step
+from quacklr.core.sensitivity import CompiledPaths
+from quacklr.core.stepped import Stepped
+from quacklr.core.validate import validate_nats
+from quacklr.core.weight import Weight
+from quacklr.rules.relative_lr import RelativeLr
+from quacklr.util.caller import warn
+
+MOSTLY_ROUNDING = (
+    "{} is {}, and the first step was scaled by up to {:.3g}. Such a step of the optimizer is mostly rounding in 16 "
+    "bits, and scaling it makes the rounding larger. Keep the weights in float32 and train with autocast, or raise lr"
+)
+LARGE_FOR_16_BITS = 10.0
+
+
+class Budget(Rule):
+    """The step of each head is scaled to the change that is allowed, down or up.
+
+    Args:
+        nats: how much one step changes the logits of a head (root mean square). It can be set during training. It is
+            multiplied by lr / initial lr, so it follows the schedule. Begin with 0.02.
+
+    `rates` are those of the last step, NaN for blocks that have not stepped.
+    """
+
+    measures = True
+    rates_all = True
+    largest_rate = 100.0  # a head with almost no gradient has a step of rounding errors, which must not become large
+
+    def __init__(self, nats: float = 0.02) -> None:
+        self.nats = nats
+
+    @property
+    def nats(self) -> float:
+        """How much one step may change the logits of a head."""
+        return self._nats
+
+    @nats.setter
+    def nats(self, nats: float) -> None:
+        validate_nats(nats, finite=self.largest_rate > 1)
+        self._nats = nats
+
+    def start(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
+        """Keep the initial lrs."""
+        super().start(paths, optimizers, in_groups)
+        self.rates.fill_(torch.nan)
+        self._changes = LogitChanges(paths)
+        self._on_paths = {id(part.param) for part in paths.parts}
+        self._lr = RelativeLr(self._on_paths, in_groups)
+        for optimizer in optimizers:
+            self._lr.remember(optimizer)
+        self._ever_stepped: set[int] = set()
+        self._masks: dict[frozenset[int], Tensor] = {}
+        self._shares: dict[tuple[frozenset[int], frozenset[int]], Tensor] = {}
+
+    def optimizer_loaded(self, optimizer: Optimizer) -> None:
+        """Keep the initial lrs, unless the loaded state has them."""
+        self._lr.remember(optimizer)
+
+    def after(self, step: Step) -> Tensor:
+        """The rates of all blocks, from the step that was taken. Collective for sharded weights.
+
+        The first rates assume that the partners of a block do not change. They give an upper bound on all norms after
+        the step. The second rates use these larger norms, so they are not larger than the first. All rates are finite.
+        A block has rate 1, so its step is not scaled, if it changes no logit, or if the change of every head that reads
+        it is NaN or inf.
+        """
+        norms, steps = step.measure()
+        allowed, share = self._allowed(step.optimizer, step.tensors), self._share(step.tensors)
+        first = self._limited(self._changes.asked(norms, steps), share, allowed)
+        larger = norms + first * steps * self._changes.sqrt_rows
+        rates = torch.minimum(first, self._limited(self._changes.asked(larger, steps), share, allowed))
+        self.rates = rates.where(self._blocks_in(step.tensors), self.rates)
+        if not self._ever_stepped.issuperset(step.tensors):
+            self._warn_of_rounding(step.tensors)
+        self._ever_stepped |= step.tensors
+        return rates
+
+    def _limited(self, changes: Tensor, share: Tensor, allowed: Tensor) -> Tensor:
+        """The rates of all blocks from the changes of heads; a block takes the smallest rate of its heads."""
+        limits = (share / changes).where((changes > 0) & changes.isfinite(), torch.inf)
+        smallest = self._changes.smallest_of_heads(limits)
+        return (allowed * smallest).clamp(max=self.largest_rate).where(smallest.isfinite(), 1)
+
+    def has_rates(self, weight: Weight) -> bool:
+        """Whether a weight has rates, which are those of its last step."""
+        return weight.trains and any(id(part.param) in self._ever_stepped for part in weight.parts)
+
+    def _allowed(self, optimizer: Optimizer, tensors: Collection[int]) -> Tensor:
+        """By block, the budget in nats, times lr / initial lr of its param group."""
+        allowed = self.rates.new_zeros(self.paths.blocks.total)
+        groups = [(group, ids) for group, ids in self.in_groups.groups(optimizer) if not ids.isdisjoint(tensors)]
+        factors = [self._lr.now(optimizer, group, self.nats) for group, _ in groups]
+        if all(not isinstance(factor, Tensor) and factor == factors[0] for factor in factors):
+            return allowed.fill_(self.nats * factors[0])
+        for (_, ids), factor in zip(groups, factors, strict=True):
+            in_group = self._blocks_in(ids & self._on_paths)
+            allowed = torch.maximum(allowed, torch.where(in_group, self.nats * factor, 0.0))
+        return allowed
+
+    def _warn_of_rounding(self, tensors: Collection[int]) -> None:
+        """Warn in the first step of these tensors (by id) if 16-bit weights have large rates. Waits for the device."""
+        for weight, index in self.paths.blocks.flat_index.items():
+            if weight.rated and weight.param.element_size() == 2 and id(weight.param) in tensors:
+                rate = float(self.rates[index].max())
+                if rate > LARGE_FOR_16_BITS:
+                    warn(MOSTLY_ROUNDING.format(weight.name, str(weight.param.dtype).removeprefix("torch."), rate))
+                    return
+
+    def _blocks_in(self, tensors: Collection[int]) -> Tensor:
+        """(blocks,): whether a block has rows in these tensors (by id)."""
+        key = frozenset(tensors)
+        if key not in self._masks:
+            mask = torch.zeros(self.paths.blocks.total, dtype=torch.bool, device="cpu")
+            for weight, index in self.paths.blocks.flat_index.items():
+                mask[index] = weight.rated and any(id(part.param) in key for part in weight.parts)
+            self._masks[key] = mask.to(self.rates.device)
+        return self._masks[key]
+
+    def _share(self, tensors: Collection[int]) -> Tensor:
+        """(heads,): the share of the budget for a step of these tensors (by id); 1 if a head trains no others.
+
+        If several optimizers step the weights of a head, shares are in proportion to the square root of the number of
+        columns of each parameter. The first steps of AdamW have norms in this proportion, so the rates are nearly those
+        of a single optimizer.
+        """
+        params = (part.param for part in self.paths.parts)
+        trained = frozenset(id(param) for param in params if param.requires_grad or id(param) in tensors)
+        key = frozenset(tensors), trained
+        if key not in self._shares:
+            self._shares[key] = self._new_share(*key)
+        return self._shares[key]
+
+    def _new_share(self, tensors: Collection[int], trained: Collection[int]) -> Tensor:
+        of_step, of_all = torch.zeros(2, self.paths.blocks.total, device="cpu", dtype=torch.float32)
+        for weight, index in self.paths.blocks.flat_index.items():
+            for part in (part for part in weight.parts if weight.rated and id(part.param) in trained):
+                of_all[index] += math.sqrt(part.columns)
+                of_step[index] += math.sqrt(part.columns) * (id(part.param) in tensors)
+        head, block = torch.unique(torch.stack([self._changes.head, self._changes.block]).cpu(), dim=1)
+        zeros = of_step.new_zeros(self._changes.total_heads)
+        step, total = (zeros.index_add(0, head, each[block]) for each in (of_step, of_all))
+        return (step / total.clamp(min=1)).to(self.rates.device)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.nats:g})"

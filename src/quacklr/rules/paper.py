@@ -1,0 +1,154 @@
+"""The rule of the paper, its Algorithms 1 and 2: rates go with 1 / sensitivity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from quacklr.core.blocks import Copies
+from quacklr.core.norms import Norm, frobenius
+from quacklr.core.rule import Rule, Step
+from quacklr.core.sensitivity import CompiledPaths
+from quacklr.core.state import norm_name, read_state, write_state
+from quacklr.core.stepped import Stepped, has_stepped
+from quacklr.core.validate import FLOAT32, validate_floor, validate_norm, validate_norms, validate_tau
+from quacklr.util.caller import warn
+
+RESUMED_ALONE = (
+    "the optimizer's state was loaded but QuacK's was not, so all rates start again from tau; "
+    "call quack.load_state_dict(...) too when you resume a run"
+)
+ATTACHED_LATE = (
+    "the optimizer had stepped before QuacK was attached, so rates are relative to the weights at that time. This is "
+    "right if QuacK is new in this run; to resume a run with QuacK, call quack.load_state_dict(...) before the next "
+    "step"
+)
+
+
+class Paper(Rule):
+    """rate = tau * (sensitivity at the start) / (sensitivity now), with the sensitivities of the weights before a step.
+
+    Args:
+        tau: the rate at the start, relative to the optimizer's lr. It can be set during training, for a schedule.
+        norm: the norm of a block of weights: `quacklr.frobenius`, `quacklr.spectral`, or a function of the same form.
+        floor: a lower bound on all norms, for weights that are all zeros at the start.
+
+    All steps of an iteration use the rates that were computed before its first step.
+    """
+
+    linear = True
+
+    def __init__(self, tau: float = 1.0, *, norm: Norm = frobenius, floor: float = 0.0) -> None:
+        validate_norm(norm)
+        validate_floor(floor)
+        self._norm, self._floor = norm, floor
+        self._start, self._largest = torch.zeros(0), 0.0
+        self._warning, self._loaded = "", False
+        self.tau = tau
+
+    @property
+    def norm(self) -> Norm:
+        """The norm of a block. It cannot be set later: rates are relative to the sensitivities at the start."""
+        return self._norm
+
+    @property
+    def floor(self) -> float:
+        """The lower bound on all norms. It cannot be set later."""
+        return self._floor
+
+    @property
+    def tau(self) -> float:
+        """The rate at the start, relative to lr."""
+        return self._tau
+
+    @tau.setter
+    def tau(self, tau: float) -> None:
+        validate_tau(tau)
+        if tau * self._largest > FLOAT32.max:
+            raise ValueError(f"tau={tau!r}: with these weights, tau * sensitivity is more than float32 can hold")
+        self._tau, self._target = tau, tau * self._start
+
+    def start(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
+        """Measure the sensitivities that all later rates are relative to."""
+        super().start(paths, optimizers, in_groups)
+        _, norms = self._measure()
+        sensitivity = paths.sensitivity(norms)
+        validate_norms(paths, torch.cat(norms), sensitivity)
+        self._set_start(sensitivity)
+        self.rates.fill_(self.tau)
+        late = any(has_stepped(optimizer) for optimizer in optimizers) and in_groups.is_plain
+        self._warning, self._loaded = ATTACHED_LATE if late else "", False
+
+    def extend(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
+        """Weights that are known already keep their sensitivity at the start."""
+        known, warning, loaded, stepped = self.state_dict()["sensitivity"], self._warning, self._loaded, self.stepped
+        self.start(paths, optimizers, in_groups)
+        start = self._start.clone()
+        for weight, index in paths.blocks.flat_index.items():
+            if weight.name in known:
+                start[index] = known[weight.name]
+        self._set_start(start)
+        self._warning, self._loaded, self.stepped = warning, loaded, stepped
+
+    def _set_start(self, sensitivity: Tensor) -> None:
+        self._start = sensitivity
+        self._largest = float(sensitivity.nan_to_num(0, 0).max())
+        self.tau = self._tau  # sets the target too
+
+    def _measure(self) -> tuple[Copies, list[Tensor]]:
+        copies, norms, _ = self.paths.blocks.measure(self.norm, self.paths.blocks.empty_memory())
+        return copies, [norm.clamp(min=self.floor) for norm in norms] if self.floor else norms
+
+    def _rates(self, norms: list[Tensor], out: Tensor | None = None) -> Tensor:
+        """Never NaN or inf: if a partner is exactly zero, the block moves no logit and its rate is tau."""
+        now = self.paths.sensitivity(norms)
+        return torch.div(self._target, now, out=out).nan_to_num_(nan=self.tau, posinf=self.tau)
+
+    def before(self, step: Step) -> Copies:
+        """Compute the rates, if an iteration begins. Norms are computed from the copies of the rows."""
+        if self._warning:
+            warn(self._warning)
+        self._warning, self._loaded = "", False
+        if not step.begins:
+            return self.paths.blocks.copy(step.tensors)
+        copies, norms = self._measure()
+        self._rates(norms, out=self.rates)
+        return copies
+
+    @override
+    def after(self, step: Step) -> Tensor:
+        """The rates that were computed before the step."""
+        return self.rates
+
+    def next_rates(self) -> Tensor:
+        """The rates of the next step. Collective for sharded weights."""
+        copies, norms = self._measure()
+        self.paths.blocks.recycle(copies)
+        return self._rates(norms)
+
+    def optimizer_loaded(self, optimizer: Optimizer) -> None:
+        """Warn at the next step if the optimizer's state was loaded without QuacK's."""
+        if optimizer.state and not self._loaded:
+            self._warning = RESUMED_ALONE
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sensitivities at the start, the rates, and which parameters have stepped in this iteration."""
+        return super().state_dict() | write_state(self.paths, self.norm, self._start, self.rates, self.stepped)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state; ValueError if it is of another model or norm."""
+        super().load_state_dict(state_dict)
+        start, rates, self.stepped = read_state(self.paths, self.norm, state_dict)
+        self._set_start(start)
+        self.rates.copy_(rates)
+        self._warning, self._loaded = "", True
+
+    def __repr__(self) -> str:
+        norm = "" if self.norm is frobenius else f", norm={norm_name(self.norm)}"
+        floor = f", floor={self.floor:g}" if self.floor else ""
+        return f"Paper(tau={self.tau:g}{norm}{floor})"
