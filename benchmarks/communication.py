@@ -18,7 +18,7 @@ import torch
 
 from quacklr import logit_paths
 from quacklr.core.norms import VECTORS
-from quacklr.core.sensitivity import Rule
+from quacklr.core.sensitivity import CompiledPaths
 from quacklr.lab.model import MLA, Decoder, Shape
 from quacklr.lab.presets import PRESETS
 from quacklr.sharded.blocks import blocks_of
@@ -40,7 +40,7 @@ def counted(name: str) -> dict[str, int]:
     shape, attention = SHAPES[name]
     with torch.device("meta"):
         model = Decoder(replace(shape), attention)
-        rule = Rule(logit_paths(model), blocks_of)
+        rule = CompiledPaths(logit_paths(model), blocks_of)
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     spectral = sum(
         len(group.blocks) * min(VECTORS, int(group.weight.rows_of_block[group.blocks[0]])) * group.weight.columns

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Separate, assert_equal, layers, train
-from quacklr import QuacK, Weight, mha
+from quacklr import ConstantTau, Paper, QuacK, Weight, mha
 
 LR, TAU = 0.1, 0.5
 
@@ -22,10 +22,10 @@ def parameter(value: float = 1.0) -> nn.Parameter:
 
 
 def attached(
-    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer], q: Tensor, k: Tensor, **options: Any
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer], q: Tensor, k: Tensor, adapt: bool = True
 ) -> QuacK:
     weights = Weight("q", q, torch.arange(2)), Weight("k", k, torch.arange(2))
-    return QuacK(mha(*weights), optimizer, tau=TAU, **options)
+    return QuacK(mha(*weights), optimizer, rule=Paper(TAU) if adapt else ConstantTau(TAU))
 
 
 def give_gradients(*params: Tensor) -> None:

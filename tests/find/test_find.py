@@ -124,7 +124,7 @@ def test_the_table_shows_every_attention_with_its_logit_and_rates() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     quack = QuacK(model, optimizer, tau=0.5)
     lines = repr(quack).splitlines()
-    assert lines[0] == "QuacK(tau=0.5, rule=Paper(norm=frobenius), adapt=True, rule=Paper(floor=0)) on AdamW"
+    assert lines[0] == "QuacK(Paper(tau=0.5)) on AdamW"
     assert lines[1].split() == ["attention", "found", "heads", "logit", "rates", "now"]
     assert lines[2].split() == ["a", "declared", "4", "q[4]", "k[2]", "q", "0.5", "k", "0.5"]
     assert " ".join(lines[3].split()).startswith("b declared 4 dq uq[4] uk[4] dkv + dq qr[4] kr dq 0.5 uq 0.5")

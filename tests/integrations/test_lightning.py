@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_model import BATCHES, EPOCHS, LR, Regression, batches
 from models import assert_equal
-from quacklr import Paper, QuacK, spectral
+from quacklr import Budget, Paper, QuacK, Rule, spectral
 from quacklr.integrations.lightning import QuacKCallback
 
 pytestmark = [
@@ -122,14 +122,14 @@ def test_quack_itself_takes_what_lightning_wraps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make_model", [Regression, ByHand])
-@pytest.mark.parametrize("options", [{"tau": 2.0}, {"tau": 2.0, "norm": spectral}, {"budget": 1e-3}])
+@pytest.mark.parametrize("rule", [Paper(2.0), Paper(2.0, norm=spectral), Budget(1e-3)])
 def test_a_resumed_fit_is_bitwise_the_uninterrupted_one(
-    tmp_path: Path, make_model: Callable[[], Regression], options: dict[str, Any]
+    tmp_path: Path, make_model: Callable[[], Regression], rule: Rule
 ) -> None:
     settings = {} if make_model is ByHand else {"accumulate_grad_batches": 2}
 
     def make(*callbacks: Callback) -> Trainer:
-        return make_trainer(tmp_path, QuacKCallback(**options), *callbacks, **settings)
+        return make_trainer(tmp_path, QuacKCallback(rule=rule), *callbacks, **settings)
 
     whole = fit(make(ModelCheckpoint(tmp_path / "saved", "{epoch}", save_top_k=-1)), make_model())
     resumed = make(ModelCheckpoint(tmp_path / "saved"))
@@ -186,7 +186,7 @@ def test_a_budget_has_no_state_to_miss_in_a_checkpoint(tmp_path: Path) -> None:
     first, model = make_trainer(tmp_path), Regression()
     fit(first, model)
     first.save_checkpoint(tmp_path / "without.ckpt")
-    callback = QuacKCallback(budget=1e-3)
+    callback = QuacKCallback(rule=Budget(1e-3))
     fit(make_trainer(tmp_path, callback, max_epochs=EPOCHS + 1), Regression(), tmp_path / "without.ckpt")  # no warning
     assert callback.quack is not None
 
@@ -230,7 +230,7 @@ def test_what_quack_refuses_is_refused_and_nothing_stays_attached(tmp_path: Path
     first = make_trainer(tmp_path, QuacKCallback())
     fit(first, Regression())
     first.save_checkpoint(tmp_path / "frobenius.ckpt")
-    model, callback = Regression(), QuacKCallback(norm=spectral)
+    model, callback = Regression(), QuacKCallback(rule=Paper(norm=spectral))
     other = make_trainer(tmp_path, callback, max_epochs=EPOCHS + 1)
     with pytest.raises(ValueError, match="made with norm=frobenius, but this QuacK has norm=spectral"):
         fit(other, model, tmp_path / "frobenius.ckpt")

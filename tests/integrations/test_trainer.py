@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from models import Separate, assert_equal
-from quacklr import LogitPath, QuacK, spectral
+from quacklr import Budget, ConstantTau, LogitPath, Paper, QuacK, Rule, spectral
 from quacklr.integrations.transformers import QuacKCallback
 
 STEPS, LR = 9, 0.05
@@ -79,15 +79,20 @@ def plain_loop(accumulate: int, attach: Callable[[nn.Module, Optimizer], object]
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "options"),
-    [(1, {"norm": spectral}), (3, {"tau": 0.5}), (2, {"adapt": False}), (1, {"floor": 2.0}), (2, {"budget": 1e-3})],
+    ("accumulate", "rule"),
+    [
+        (1, Paper(2.0, norm=spectral)),
+        (3, Paper(0.5)),
+        (2, ConstantTau(2.0)),
+        (1, Paper(2.0, floor=2.0)),
+        (2, Budget(1e-3)),
+    ],
 )
-def test_it_trains_as_a_loop_by_hand_with_quack_does(tmp_path: Path, accumulate: int, options: dict[str, Any]) -> None:
-    options = options if "budget" in options else {"tau": 2.0} | options
+def test_it_trains_as_a_loop_by_hand_with_quack_does(tmp_path: Path, accumulate: int, rule: Rule) -> None:
     settings: dict[str, Any] = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": accumulate}
-    trainer = make_trainer(tmp_path, QuacKCallback(**options), **settings)
+    trainer = make_trainer(tmp_path, QuacKCallback(rule=rule), **settings)
     trainer.train()
-    assert_equal(weights(trainer), plain_loop(accumulate, lambda model, optimizer: QuacK(model, optimizer, **options)))
+    assert_equal(weights(trainer), plain_loop(accumulate, lambda *each: QuacK(*each, rule=rule)))
     assert (weights(trainer) - plain_loop(accumulate, lambda *_: None)).abs().max() > 1e-3
 
 
@@ -109,22 +114,22 @@ def own_optimizers(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("options", "settings", "own"),
+    ("rule", "settings", "own"),
     [
-        ({"tau": 2.0}, {"gradient_accumulation_steps": 3}, False),
-        ({"tau": 2.0, "norm": spectral}, {"lr_scheduler_type": "cosine"}, False),
-        ({"tau": 2.0, "norm": spectral}, {"gradient_accumulation_steps": 2}, True),
-        ({"budget": 1e-3}, {"lr_scheduler_type": "cosine"}, False),
+        (Paper(2.0), {"gradient_accumulation_steps": 3}, False),
+        (Paper(2.0, norm=spectral), {"lr_scheduler_type": "cosine"}, False),
+        (Paper(2.0, norm=spectral), {"gradient_accumulation_steps": 2}, True),
+        (Budget(1e-3), {"lr_scheduler_type": "cosine"}, False),
     ],
     ids=["accumulating", "spectral", "own-optimizer", "budget"],
 )
 def test_a_resumed_training_is_bitwise_the_uninterrupted_one(
-    tmp_path: Path, options: dict[str, Any], settings: dict[str, Any], own: bool
+    tmp_path: Path, rule: Rule, settings: dict[str, Any], own: bool
 ) -> None:
     def make(folder: str) -> Trainer:
         model = make_model(dropout=0.2)
         more = own_optimizers(model) if own else {}
-        return make_trainer(tmp_path / folder, QuacKCallback(**options), model=model, **settings, **more)
+        return make_trainer(tmp_path / folder, QuacKCallback(rule=rule), model=model, **settings, **more)
 
     whole = make("run")
     whole.train()
@@ -194,7 +199,7 @@ def is_free(trainer: Trainer) -> bool:
 
 def test_a_state_of_another_norm_is_refused_and_nothing_stays_attached(tmp_path: Path) -> None:
     make_trainer(tmp_path, QuacKCallback()).train()
-    callback = QuacKCallback(norm=spectral)
+    callback = QuacKCallback(rule=Paper(norm=spectral))
     trainer = make_trainer(tmp_path, callback)
     with pytest.raises(ValueError, match="made with norm=frobenius, but this QuacK has norm=spectral"):
         trainer.train(resume_from_checkpoint=True)

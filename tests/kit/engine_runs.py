@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quacklr import QKClip, QuacK
+from quacklr import Paper, QKClip, QuacK, Rule
 from quacklr.core.flat_tensor import FlatTensor
 
 STEPS = 3
@@ -69,12 +69,11 @@ def loss_of(model: Any, step: int) -> Tensor:
     return model(batch(step), labels=batch(step)).loss
 
 
-def alone(kind: str, with_quack: bool, dtype: torch.dtype = torch.float32, **options: Any) -> Result:
+def alone(kind: str, with_quack: bool, dtype: torch.dtype = torch.float32, rule: Rule | None = None) -> Result:
     """In one process, without an engine."""
     model = llama(dtype=dtype)
     optimizer = optimizer_of(model, kind)
-    settings: Any = options if "budget" in options else {"tau": TAU, **options}
-    quack = QuacK(model, optimizer, **settings) if with_quack else None
+    quack = QuacK(model, optimizer, rule=rule or Paper(TAU)) if with_quack else None
 
     def step(number: int) -> None:
         loss_of(model, number).backward()

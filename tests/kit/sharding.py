@@ -11,7 +11,7 @@ Gradients are global and given, so that both sides take the same steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from quacklr import LogitPath, QuacK, Weight, mha, mla, packed
+from quacklr import ConstantTau, LogitPath, Paper, QuacK, Weight, mha, mla, packed
 from quacklr.core.norms import Norm
 
 Params = Mapping[str, Tensor]
@@ -31,13 +31,14 @@ TAU = 0.5
 
 @dataclass(frozen=True)
 class Layout:
-    """`shapes` of the global parameters, `paths` over them, `places` as above; `options` are QuacK's."""
+    """`shapes` of the global parameters, `paths` over them, `places` as above; `floor` is the rule's."""
 
     shapes: Mapping[str, tuple[int, ...]]
     paths: Callable[[Params], list[LogitPath]]
     places: Mapping[str, str]
     mesh: tuple[int, ...] = (4,)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    floor: float = 0.0
+    adapts: bool = True
     frozen: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float32
@@ -113,13 +114,15 @@ def steps_on(
     norm: Norm,
     kind: str,
     count: int = 3,
-    options: Mapping[str, Any] | None = None,
+    floor: float = 0.0,
+    adapts: bool = True,
 ) -> Run:
     """Steps with given gradients. What is frozen grows between them, as by another's hand."""
     train = [param for param in params.values() if param.requires_grad]
     optimizer: Any = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[kind](train, lr=0.5, foreach=False)
     rates, history, collectives = [], [], []
-    with QuacK(paths, optimizer, **{"tau": TAU, "norm": norm, **(options or {})}) as quack:
+    rule = Paper(TAU, norm=norm, floor=floor) if adapts else ConstantTau(TAU)
+    with QuacK(paths, optimizer, rule=rule) as quack:
         state = quack.state_dict()
         for step in range(count):
             rates.append(quack.rates())
@@ -141,7 +144,7 @@ def steps_on(
 
 def run(layout: Layout, norm: Norm, kind: str, sharded: bool) -> Run:
     params = parameters(layout, sharded)
-    return steps_on(params, layout.paths(params), norm, kind, options=layout.options)
+    return steps_on(params, layout.paths(params), norm, kind, floor=layout.floor, adapts=layout.adapts)
 
 
 def moved(run: Run) -> float:
@@ -286,7 +289,7 @@ LAYOUTS = {
     "bunched, columns": Layout({"q": (9, 2, 6), "k": (7, 12)}, bunched, {"q": "21", "k": "r1"}, TWO),
     "frozen key": Layout(full(3, 5), attention(3), {"q": "0", "k": "0"}, frozen=("k",)),
     "frozen latents": Layout(MLA, latent, TP_FSDP, TWO, frozen=("dq", "uk", "kr")),
-    "a floor": Layout(full(3, 5), attention(3), {"q": "0", "k": "1"}, options={"floor": 2.0}, zeros=("k",)),
-    "tau for good": Layout(full(3, 5), attention(3), {"q": "0", "k": "0"}, options={"adapt": False}),
+    "a floor": Layout(full(3, 5), attention(3), {"q": "0", "k": "1"}, floor=2.0, zeros=("k",)),
+    "tau for good": Layout(full(3, 5), attention(3), {"q": "0", "k": "0"}, adapts=False),
     "float64": Layout(full(3, 5), attention(3), {"q": "0", "k": "1"}, dtype=torch.float64),
 }

@@ -64,7 +64,7 @@ def test_quack_and_constant_tau_are_the_librarys(corpus: Corpus) -> None:
     for each in (adapting, constant):
         list(islice(each.rows(), 5))
     assert isinstance(adapting.attached, QuacK)
-    assert (adapting.attached.tau, adapting.attached.adapt) == (0.5, True)
+    assert repr(adapting.attached.rule) == "Paper(tau=0.5, norm=spectral)"
     found = torch.cat(list(rates(adapting.attached).values()))
     assert (found != 0.5).all()
     assert torch.cat(list(rates(constant.attached).values())).unique().tolist() == [0.25]

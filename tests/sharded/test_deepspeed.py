@@ -19,7 +19,7 @@ import deepspeed_runs as ds
 import engine_runs as runs
 from crew import Crew
 from engine_runs import TAU, Result
-from quacklr import Paper, QKClip, QuacK, spectral
+from quacklr import Budget, Paper, QKClip, QuacK, spectral
 
 
 @pytest.fixture(scope="module")
@@ -101,17 +101,17 @@ def test_ranges_end_in_a_row_and_a_head_and_a_rank_may_have_none(ranks: Crew) ->
 
 
 def test_the_spectral_norm_of_flat_ranges_is_that_of_one_process(ranks: Crew) -> None:
-    wanted, plain = runs.alone("SGD", True, norm=spectral), runs.alone("SGD", False)
-    for found, control in both(ranks, "SGD", 1, options={"tau": TAU, "norm": spectral}):
+    wanted, plain = runs.alone("SGD", True, rule=Paper(runs.TAU, norm=spectral)), runs.alone("SGD", False)
+    for found, control in both(ranks, "SGD", 1, options={"rule": Paper(TAU, norm=spectral)}):
         runs.assert_as_alone(found, control, wanted, plain)
 
 
 def test_a_budget_is_that_of_one_process(ranks: Crew) -> None:
     """If all weights of a head step together. Param groups and sub-groups share a budget, as several optimizers do."""
-    wanted = runs.alone("one group", True, budget=0.02)
+    wanted = runs.alone("one group", True, rule=Budget(0.02))
     assert runs.moved(wanted.rates[-1], 1.0) > 0.1
     together = {"zero": {"sub_group_size": 10**9}}
-    for found in ranks(trained, "one group", 3, True, "float32", together, {"budget": 0.02}):
+    for found in ranks(trained, "one group", 3, True, "float32", together, {"rule": Budget(0.02)}):
         largest = max(float(rate.max()) for rate in wanted.rates[-1].values())
         assert runs.rates_difference(found, wanted) <= 1e-4 * largest
         assert runs.difference(found.weights, wanted.weights) <= 1e-4

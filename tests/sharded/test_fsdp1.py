@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import engine_runs as runs
 from crew import Crew
 from engine_runs import TAU, Result
-from quacklr import QKClip, QuacK, spectral
+from quacklr import Budget, Paper, QKClip, QuacK, spectral
 from quacklr.core.norms import Norm, frobenius
 
 WRAPPED: dict[str, Any] = {
@@ -79,8 +79,8 @@ def trained(_: int, of: str, strategy: str, kind: str, with_quack: bool, options
     ],
 )
 def test_fsdp1_steps_as_one_process_does(of: str, strategy: str, norm: Norm, kind: str, two: Crew) -> None:
-    options = {"tau": TAU, "norm": norm}
-    wanted, plain = runs.alone(kind, True, norm=norm), runs.alone(kind, False)
+    options = {"rule": Paper(TAU, norm=norm)}
+    wanted, plain = runs.alone(kind, True, rule=Paper(runs.TAU, norm=norm)), runs.alone(kind, False)
     found, control = two(trained, of, strategy, kind, True, options), two(trained, of, strategy, kind, False, {})
     for here, there in zip(found, control, strict=True):
         runs.assert_as_alone(here, there, wanted, plain)
@@ -131,8 +131,8 @@ def test_in_bf16_fsdp1_steps_as_one_process_does(two: Crew) -> None:
 
 
 def test_a_budget_on_fsdp1_is_that_of_one_process(two: Crew) -> None:
-    options = {"budget": 0.02}
-    wanted, plain = runs.alone("AdamW", True, budget=0.02), runs.alone("AdamW", False)
+    options = {"rule": Budget(0.02)}
+    wanted, plain = runs.alone("AdamW", True, rule=Budget(0.02)), runs.alone("AdamW", False)
     for here in two(trained, "linear", "FULL_SHARD", "AdamW", True, options):
         assert runs.moved(wanted.rates[-1], 1.0) > 0.1
         assert runs.difference(wanted.weights, plain.weights) > 1e-3

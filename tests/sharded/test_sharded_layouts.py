@@ -55,7 +55,7 @@ def collectives(layout: Layout, norm: Norm) -> range:
         cut = [(int(letter), dim) for letter, dim in letters if letter.isdigit()]
         columns = any(letter not in (dim if isinstance(dim, tuple) else (dim,)) for letter, dim in cut)
         most += bool(cut) * (2 if norm is spectral and (columns or apart) else 1)
-    return range(1) if not layout.options.get("adapt", True) else range(min(1, most), most + 1)
+    return range(1) if not layout.adapts else range(min(1, most), most + 1)
 
 
 ALIKE = {
@@ -204,7 +204,7 @@ def test_every_rank_raises_the_same_error(four: Crew) -> None:
 def own_norm_of_replicas(_: int) -> dict[str, Tensor]:
     params = parameters(LAYOUTS["whole heads"], sharded=False)
     with QuacK(
-        LAYOUTS["whole heads"].paths(params), torch.optim.SGD(params.values(), lr=1), norm=largest_entry
+        LAYOUTS["whole heads"].paths(params), torch.optim.SGD(params.values(), lr=1), rule=Paper(norm=largest_entry)
     ) as quack:
         return quack.rates()
 

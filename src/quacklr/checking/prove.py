@@ -88,6 +88,8 @@ def _changes(sandbox: Sandbox, steps: int, growth: float, settings: Any) -> list
     torch.manual_seed(0)
     expected = sandbox.expected_rows()
     quack = None if settings is None else QuacK(sandbox.paths, sandbox.optimizers, rule=settings())
+    if quack is not None:
+        quack.rule.start_is_known()
     stepper = Stepper(sandbox, expected, quack)
     with torch.no_grad():
         for rows in expected.rows:

@@ -65,6 +65,7 @@ class Rule(ABC):
     Attributes:
         linear: whether the rule needs optimizers whose step is linear in lr.
         measures: whether `after` measures the step.
+        has_state: whether a resumed run needs `state_dict()`.
         rates_all: whether weights have rates that were declared with `rated=False`, such as LoRA's A.
         paths, optimizers, in_groups: the compiled paths, and what steps them; from `start` on.
         rates: (blocks,), those of the last step.
@@ -73,6 +74,7 @@ class Rule(ABC):
 
     linear = False
     measures = False
+    has_state = False
     rates_all = False
     paths: CompiledPaths
     optimizers: Sequence[Optimizer]
@@ -107,6 +109,9 @@ class Rule(ABC):
 
     def optimizer_loaded(self, optimizer: Optimizer) -> None:  # noqa: B027 (most rules have nothing to do)
         """Called after an optimizer has loaded a state."""
+
+    def start_is_known(self) -> None:  # noqa: B027
+        """Do not warn that the run may have begun earlier: the caller knows that it begins with these weights."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs, by weight name; only a version for a rule without state."""

@@ -12,6 +12,12 @@ from torch.optim import Optimizer
 from quacklr.core.path import LogitPath
 from quacklr.core.rule import Rule
 from quacklr.quack import QuacK, chosen_rule
+from quacklr.util.caller import warn
+
+NO_STATE = (
+    "the checkpoint holds no state of QuacK, so all rates start again from tau, relative to the weights in it; to "
+    "continue a run exactly, resume from a checkpoint written with this callback, the optimizer's state included"
+)
 
 
 class CallbackBase:
@@ -35,11 +41,18 @@ class CallbackBase:
         self._rule, self._verify, self._paths = chosen_rule(tau, rule), verify, paths
 
     def _attach(
-        self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], state: Mapping[str, Any] | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Iterable[Optimizer],
+        state: Mapping[str, Any] | None,
+        resumed: bool,
     ) -> QuacK:
         self._detach()  # if an earlier training raised an exception, its QuacK is still attached
+        if resumed and state is None and self._rule.has_state:
+            warn(NO_STATE)
         given = self._paths(model) if self._paths else model
         quack = QuacK(given, optimizer, rule=copy(self._rule), verify=self._verify)
+        quack.rule.start_is_known()
         if state is not None:
             try:
                 quack.load_state_dict(state)

@@ -42,7 +42,8 @@ class QuacKCallback(CallbackBase, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach. Weights and optimizers are loaded and on their device, and no step was taken yet."""
         saved, self._saved = self._saved, None
-        self._attach(pl_module, trainer.optimizers, saved)
+        resumed = trainer.ckpt_path is not None and trainer.global_step > 0
+        self._attach(pl_module, trainer.optimizers, saved, resumed)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

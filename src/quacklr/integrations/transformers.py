@@ -52,7 +52,7 @@ class QuacKCallback(CallbackBase, TrainerCallback):
         """Attach. Weights and optimizer are loaded and on their device, and no step was taken yet."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._state, self._sharded = state, any(is_sharded(param) for param in model.parameters())
-        quack = self._attach(model, optimizer, self._saved_state(optimizer))
+        quack = self._attach(model, optimizer, self._saved_state(optimizer), state.global_step > 0)
         self._saving = quack.optimizers[0].register_state_dict_post_hook(self._add_state)
 
     def _saved_state(self, optimizer: Optimizer) -> Mapping[str, Any] | None:

@@ -42,6 +42,7 @@ class Paper(Rule):
     """
 
     linear = True
+    has_state = True
 
     def __init__(self, tau: float = 1.0, *, norm: Norm = frobenius, floor: float = 0.0) -> None:
         validate_norm(norm)
@@ -135,6 +136,10 @@ class Paper(Rule):
         """Warn at the next step if the optimizer's state was loaded without QuacK's."""
         if optimizer.state and not self._loaded:
             self._warning = RESUMED_ALONE
+
+    def start_is_known(self) -> None:
+        """Do not warn that the optimizer has stepped before."""
+        self._warning = ""
 
     def state_dict(self) -> dict[str, Any]:
         """The sensitivities at the start, the rates, and which parameters have stepped in this iteration."""
