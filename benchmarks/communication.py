@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from quacklr import logit_paths
-from quacklr.core.norms import VECTORS
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.lab.model import MLA, Decoder, Shape
 from quacklr.lab.presets import PRESETS
@@ -36,23 +35,20 @@ FP32, BF16 = 4, 2
 
 @cache
 def counted(name: str) -> dict[str, int]:
-    """Of a model: its parameters, those of matrices, the blocks that have norms, and what spectral sends of them."""
+    """Of a model: its parameters, those of matrices, the blocks that have norms, and the entries of their weights."""
     shape, attention = SHAPES[name]
     with torch.device("meta"):
         model = Decoder(replace(shape), attention)
-        rule = CompiledPaths(logit_paths(model), blocks_of)
+        compiled = CompiledPaths(logit_paths(model), blocks_of)
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    spectral = sum(
-        len(group.blocks) * min(VECTORS, int(group.weight.rows_of_block[group.blocks[0]])) * group.weight.columns
-        for group in rule.blocks.groups
-    )
-    heads = sum({path.weights[0].name.rpartition(".")[0]: path.heads for path in rule.paths}.values())
+    entries = sum(len(weight.block_of_row) * weight.columns for weight in compiled.weights)
+    heads = sum({path.weights[0].name.rpartition(".")[0]: path.heads for path in compiled.paths}.values())
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "matrices": sum(p.numel() for p in matrices),
         "shapes": len({p.shape for p in matrices}),
-        "blocks": rule.blocks.total,
-        "spectral": spectral,
+        "blocks": compiled.blocks.total,
+        "entries": entries,
         "heads": heads,
         "layers": shape.layers,
     }
@@ -65,7 +61,7 @@ def rows(name: str, ranks: int) -> list[tuple[str, int, float]]:
         ("FSDP2: weights in bf16 twice, gradients in fp32 once", 3 * (of["layers"] + 1), _fsdp(of) * part),
         ("Muon: every matrix to its owner and back, bf16", 2 * of["shapes"], 2 * BF16 * of["matrices"] / ranks * part),
         ("QuacK, frobenius: a number a block", 1, 2 * FP32 * of["blocks"] * part),
-        ("QuacK, spectral: 8 C numbers a block", 1, 2 * FP32 * of["spectral"] * part),
+        ("QuacK, spectral: every cut block to its owner", 2, FP32 * (of["entries"] / ranks + 2 * of["blocks"]) * part),
         ("QK clip: a number a head", 1, 2 * FP32 * of["heads"] * part),
     ]
 

@@ -84,7 +84,7 @@ def test_any_assignment_of_rows_is_measured_and_moved_as_if_by_hand(
     matrix = param.detach().clone().movedim(dim, 0).flatten(1)
     matrix = torch.cat([matrix, b.detach().unsqueeze(1)], 1) if bias else matrix
     by_hand = torch.stack([matrix[block_of_row == block].norm() for block in range(weight.blocks)])
-    copies, norms, _ = blocks.measure(frobenius, [None] * len(blocks.local))
+    copies, norms = blocks.measure(frobenius)
     torch.testing.assert_close(torch.cat(norms)[blocks.flat_index[weight]], by_hand)
 
     rate = torch.rand(weight.blocks)
@@ -170,7 +170,6 @@ def test_a_three_dimensional_weight_has_a_head_a_row() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_spectral_norm_of_a_trained_weight_is_within_one_percent_of_an_svd(dim: int, bias: bool) -> None:
-    """A jump, then a few steps of the size that training takes; one power iteration each."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn((4 * 16, 80) if dim == 0 else (80, 4 * 16)))
     b = nn.Parameter(torch.randn(64)) if bias else None
@@ -182,26 +181,11 @@ def test_spectral_norm_of_a_trained_weight_is_within_one_percent_of_an_svd(dim: 
         matrix = matrix if b is None else torch.cat([matrix, b.detach().unsqueeze(1)], 1)
         return torch.linalg.matrix_norm(matrix.view(4, 16, -1), 2)
 
-    _, norms, memory = blocks.measure(spectral, [None])
-    torch.testing.assert_close(norms[0], exact(), rtol=0.005, atol=0)
-    drift = torch.randn_like(param)
-    for step in range(30):
-        with torch.no_grad():
-            param.add_(0.05 * (drift + torch.randn_like(param)))
-        _, norms, memory = blocks.measure(spectral, memory)
-        if step > 3:
-            torch.testing.assert_close(norms[0], exact(), rtol=0.01, atol=0)
-
-
-def test_spectral_finds_a_block_that_was_zero() -> None:
-    zero = torch.zeros(1, 3, 4)
-    norm, memory = spectral(zero)
-    assert norm.item() == 0
-    grown = torch.zeros(1, 3, 4)
-    grown[0, 1, 2] = 5.0
     for _ in range(3):
-        norm, memory = spectral(grown, memory)
-    assert norm.item() == pytest.approx(5)
+        _, norms = blocks.measure(spectral)
+        torch.testing.assert_close(norms[0], exact(), rtol=0.01, atol=0)
+        with torch.no_grad():
+            param.add_(torch.randn_like(param))
 
 
 def test_matrices_stacked_in_one_parameter_step_as_if_they_were_apart() -> None:

@@ -22,7 +22,7 @@ from quacklr.checking.expected_rows import ExpectedRows
 from quacklr.checking.frozen_inputs import FrozenInputs, LayerLogits
 from quacklr.checking.inputs import Inputs
 from quacklr.checking.sandbox import Sandbox, restored
-from quacklr.core.step_norms import gram
+from quacklr.core.norms import gram
 from quacklr.core.step_scaler import first_after_step
 from quacklr.quack import QuacK
 

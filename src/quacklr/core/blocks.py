@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from quacklr.core.local import Box, is_sharded, local_boxes
-from quacklr.core.norms import Norm, frobenius
-from quacklr.core.step_norms import gram, largest_singular_values
+from quacklr.core.norms import Norm, frobenius, gram, largest_singular_values
 from quacklr.core.weight import Weight
 
 Copies = list[Tensor | None]
-Memory = list[Tensor | None]
 
 
 class BlockRows:
@@ -192,10 +190,6 @@ class Blocks:
     def _local_blocks(self) -> list[LocalBlocks]:
         return [LocalBlocks(weight, blocks) for weight, blocks in self.groups]
 
-    def empty_memory(self) -> Memory:
-        """The memory of a norm before its first call."""
-        return [None] * len(self.groups)
-
     def split(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat vector as (B, 1, 1) views, one for each of `local`."""
         if self._split is None or self._split[0] is not flat:
@@ -216,23 +210,21 @@ class Blocks:
         """Whether any row differs from its copy. Waits for the device."""
         return any(each.have_moved(old) for each, old in zip(self.local, copies, strict=True) if old is not None)
 
-    def measure(self, norm: Norm, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
-        """Copies of all rows, the norms of all blocks, and the norm's memory of each group.
+    def measure(self, norm: Norm) -> tuple[Copies, list[Tensor]]:
+        """Copies of all rows, and the norms of all blocks.
 
         The norm of each copy is computed as soon as the copy is made, while it is in the CPU's cache.
         """
         copies: Copies = []
         norms: list[Tensor] = []
-        new_memory: Memory = []
-        for each, last in zip(self.local, memory, strict=True):
+        for each in self.local:
             copy_BRC = each.copy()
-            norms_B, now = norm(copy_BRC, last)
+            norms_B = norm(copy_BRC)
             if norms_B.dtype != torch.float32 or not self.one_device:
                 norms_B = norms_B.to(self.device, torch.float32)
             copies.append(copy_BRC)
             norms.append(norms_B)
-            new_memory.append(now)
-        return copies, norms, new_memory
+        return copies, norms
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
         """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
@@ -242,7 +234,7 @@ class Blocks:
         norms, grams = [], []
         for each, old_BRC in zip(self.local, copies, strict=True):
             now_BRC = each.read()
-            norms.append(frobenius(now_BRC if old_BRC is None else old_BRC)[0])
+            norms.append(frobenius(now_BRC if old_BRC is None else old_BRC))
             if old_BRC is not None:
                 grams.append(gram(self._difference(now_BRC, old_BRC)))
         largest = iter(largest_singular_values(grams))

@@ -102,7 +102,7 @@ class Paper(Rule):
         self.tau = self._tau  # sets the target too
 
     def _measure(self) -> tuple[Copies, list[Tensor]]:
-        copies, norms, _ = self.paths.blocks.measure(self.norm, self.paths.blocks.empty_memory())
+        copies, norms = self.paths.blocks.measure(self.norm)
         return copies, [norm.clamp(min=self.floor) for norm in norms] if self.floor else norms
 
     def _rates(self, norms: list[Tensor], out: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Norms of sharded blocks: each process computes a sum over its local shard, and an all-reduce adds the sums.
 
-    frobenius   sum of squares: one number for each block is sent
-    spectral    W'W V of the local rows: 8 C numbers for each block are sent (sharded_spectral.py)
+    frobenius     sum of squares: one number for each block is sent
+    other norms   need whole blocks, so the parts of cut blocks are sent too (block_exchange.py)
 
 There is one all-reduce for each dimension of the mesh over which a weight is sharded, whatever the number of layers.
 The norms, and so the rates, are the same in all processes, and each process scales the step of its local rows.
@@ -19,16 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quacklr.core.blocks import BlockGroup, Blocks, Copies, LocalBlocks, Memory, by_size
+from quacklr.core.blocks import BlockGroup, Blocks, Copies, LocalBlocks, by_size
 from quacklr.core.flat_tensor import FlatTensor
 from quacklr.core.local import Box, is_partial, is_sharded, local_boxes, shard_specs
-from quacklr.core.norms import Norm, frobenius, spectral
+from quacklr.core.norms import Norm, frobenius, gram, largest_singular_values
 from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
+from quacklr.sharded.block_exchange import BlockExchange, BlockPart, ranges
 from quacklr.sharded.collectives import Groups, all_reduce_sums, merged_group, union
-from quacklr.sharded.sharded_spectral import Placement, Placements, spectral_norms
-from quacklr.sharded.step_exchange import BlockPart, StepExchange, ranges
 
 
 def blocks_of(weights: Sequence[Weight]) -> Blocks:
@@ -40,9 +39,21 @@ def blocks_of(weights: Sequence[Weight]) -> Blocks:
 def sensitivity(paths: Iterable[LogitPath], norm: Norm = frobenius) -> dict[Weight, Tensor]:
     """How far a unit change of each block can move a logit through one path: (blocks,) for each weight on the paths."""
     compiled = CompiledPaths(paths, blocks_of)
-    _, norms, _ = compiled.blocks.measure(norm, compiled.blocks.empty_memory())
+    _, norms = compiled.blocks.measure(norm)
     flat = compiled.sensitivity(norms)
     return {weight: flat[compiled.blocks.flat_index[first]] for weight, first in compiled.canonical.items()}
+
+
+class Placement(NamedTuple):
+    """The indices of local rows and columns in their blocks, and in which sums over ranks they are counted.
+
+    Of several replicas only one is counted: among the ranks that the weight is sharded over, and among all ranks.
+    """
+
+    rows_BR: Tensor
+    columns_C: Tensor
+    counted: bool
+    counted_in_all: bool
 
 
 class GroupShard(NamedTuple):
@@ -62,92 +73,82 @@ class ShardedBlocks(Blocks):
         _validate_not_partial(weights)
         super().__init__(weights)
         self._flat_indices = indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
-        counted = [at.is_counted for at in self._placements for _ in at.blocks_B]
+        counted = [at.counted for at in self._placements for _ in at.rows_BR]
         self._flat_of_local = torch.cat([torch.empty(0, dtype=torch.long, device="cpu"), *indices]).to(self.device)
         self._not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
 
     def _local_blocks(self) -> list[LocalBlocks]:
         """LocalBlocks for each shard of a block group and number of local rows. Also sets their placements."""
         shards = [shard for number, group in enumerate(self.groups) for shard in shards_of(number, group)]
-        process_groups = [union(map(process_groups_of, group.weight.parts)) for group in self.groups]
-        self._placements = Placements(self.groups, process_groups, [column_groups(g.weight) for g in self.groups])
-        self._counted_in_all: list[bool] = []  # for each placement, whether it is part of sums over all ranks
+        self._process_groups = [union(map(process_groups_of, group.weight.parts)) for group in self.groups]
+        self._placements: list[Placement] = []
         local = []
         for group, parts, own_groups, columns in shards:
             weight, blocks = self.groups[group]
-            counted = all(dist.get_rank(other) == 0 for other in process_groups[group] if other not in own_groups)
-            block_of_row, device = parts[0][0].blocks_in(parts[0][1]), weight.param.device
+            block_of_row = parts[0][0].blocks_in(parts[0][1])
             sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
+            counted = _is_counted(self._process_groups[group], own_groups)
+            in_all = _is_counted(union(self._process_groups), own_groups)
             for same_size in by_size(blocks, sizes) if len(columns) else ():
                 local.append(LocalBlocks(weight, same_size, parts))
-                position, rows = torch.searchsorted(blocks, same_size), rows_in_blocks(local[-1])
-                at = Placement(group, position.to(device), rows.to(device), columns.to(device), counted)
-                self._placements.append(at)
-                others = [each for each in union(process_groups) if each not in own_groups]
-                self._counted_in_all.append(all(dist.get_rank(other) == 0 for other in others))
+                self._placements.append(Placement(rows_in_blocks(local[-1]), columns, counted, in_all))
         return local
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat vector as (B, 1, 1) tensors, one for each of `local`."""
         return flat[self._flat_of_local].view(-1, 1, 1).split([len(each.blocks) for each in self.local])
 
-    def measure(self, norm: Norm, memory: Memory) -> tuple[Copies, list[Tensor], Memory]:
-        """Copies of the local rows, the norms of all blocks, and the norm's memory. A collective call."""
+    def measure(self, norm: Norm) -> tuple[Copies, list[Tensor]]:
+        """Copies of the local rows, and the norms of all blocks. A collective call."""
         copies = [each.copy() for each in self.local]
         if norm is frobenius:
-            return list(copies), [self._frobenius(copies)], memory
-        if norm is spectral:
-            known = [last for last in memory if last is not None]
-            norms, bases = spectral_norms(self._placements, copies, known if len(known) == len(memory) else [])
-            return list(copies), [norms_B.to(self.device, torch.float32) for norms_B in norms], list(bases)
-        name = getattr(norm, "__name__", norm)
-        raise ValueError(
-            f"{self.groups[0].weight.name}: its parameter is sharded, and the norm {name} needs whole blocks; use "
-            "quacklr.frobenius or quacklr.spectral"
-        )
+            return list(copies), [self._frobenius(copies)]
+        all_ranks, exchange, _ = self._exchange
+        norms = exchange.flat((blocks, norm(rows_BRC)) for blocks, rows_BRC in exchange.whole_blocks(copies))
+        dist.all_reduce(norms, group=all_ranks)
+        return list(copies), [norms]
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
         """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
 
-        Takes two collectives: an all-to-all (step_exchange.py) and an all-reduce.
+        Takes two collectives: an all-to-all (block_exchange.py) and an all-reduce.
         """
         all_ranks, exchange, not_counted = self._exchange
         rows = [each.read() for each in self.local]
         steps = [None if old is None else now - old for now, old in zip(rows, copies, strict=True)]
         before = [now if old is None else old for now, old in zip(rows, copies, strict=True)]
-        sums = torch.cat([self._squares(before, not_counted), exchange.largest_singular_values(steps)])
+        whole = exchange.whole_blocks(steps)
+        largest = largest_singular_values([gram(step_BRC) for _, step_BRC in whole])
+        values = exchange.flat(zip([blocks for blocks, _ in whole], largest, strict=True))
+        sums = torch.cat([self._squares(before, not_counted), values])
         dist.all_reduce(sums, group=all_ranks)
         return sums[: self.total].sqrt(), sums[self.total :]
 
     @cached_property
-    def _exchange(self) -> tuple[Any, StepExchange, Tensor]:
+    def _exchange(self) -> tuple[Any, BlockExchange, Tensor]:
         """The process group of all ranks, the exchange among them, and a mask of blocks that another rank counts."""
-        all_ranks = merged_group(union(self._placements.process_groups))
+        all_ranks = merged_group(union(self._process_groups))
         parts = [
-            [
-                BlockPart(int(b), ranges(r), ranges(at.columns_C))
-                for b, r in zip(flat, at.rows_BR, strict=True)
-                if counted
-            ]
-            for at, flat, counted in zip(self._placements, self._flat_indices, self._counted_in_all, strict=True)
+            [BlockPart(int(b), ranges(rows), ranges(at.columns_C)) for b, rows in zip(flat, at.rows_BR, strict=True)]
+            if at.counted_in_all
+            else []
+            for at, flat in zip(self._placements, self._flat_indices, strict=True)
         ]
         shapes = [shape for weight, blocks in self.groups for shape in [_shape(weight, blocks)] * len(blocks)]
-        counted = [
-            counted for flat, counted in zip(self._flat_indices, self._counted_in_all, strict=True) for _ in flat
-        ]
+        counted = [at.counted_in_all for at in self._placements for _ in at.rows_BR]
         not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
-        return all_ranks, StepExchange(parts, shapes, all_ranks, self.device), not_counted
+        return all_ranks, BlockExchange(parts, shapes, all_ranks, self.device), not_counted
 
     def _squares(self, rows: list[Tensor], not_counted: Tensor) -> Tensor:
         """(total,): for each block, the sum of squares of its local rows, without those that another rank counts."""
         zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
-        norms = torch.cat([zeros[:0], *(frobenius(rows_BRC)[0].to(zeros) for rows_BRC in rows)])
+        norms = torch.cat([zeros[:0], *(frobenius(rows_BRC).to(zeros) for rows_BRC in rows)])
         return zeros.index_add(0, self._flat_of_local, norms.square_().masked_fill_(not_counted, 0))
 
     def _frobenius(self, copies: list[Tensor]) -> Tensor:
         squares = self._squares(copies, self._not_counted)
         by_group = squares.split([len(group.blocks) for group in self.groups])
-        return torch.cat(all_reduce_sums(by_group, self._placements.process_groups)).sqrt_()
+        return torch.cat(all_reduce_sums(by_group, self._process_groups)).sqrt_()
 
 
 def shards_of(number: int, group: BlockGroup) -> Iterator[GroupShard]:
@@ -182,11 +183,9 @@ def are_sharded_alike(parts: Sequence[Weight]) -> bool:
     return same_rows and all(each == first for each in others) and all(by_row for _, by_row, _ in first)
 
 
-def column_groups(weight: Weight) -> Groups:
-    """The process groups over which single rows are sharded, or separated from their biases."""
-    alike = are_sharded_alike(weight.parts)
-    specs = [(part, spec) for part in weight.parts for spec in shard_specs(part.param)]
-    return union([spec.group] for part, spec in specs if not alike or spec.dim not in part.dims)
+def _is_counted(process_groups: Groups, own: Groups) -> bool:
+    """Whether this rank's replica is the one that is counted among the ranks of these process groups."""
+    return all(dist.get_rank(group) == 0 for group in process_groups if group not in own)
 
 
 def _shape(weight: Weight, blocks: Tensor) -> tuple[int, int]:

@@ -4,8 +4,8 @@
 
 so that no step changes the largest singular value of a weight by more than about `ratio` of it (Weyl's inequality).
 D has everything that the optimizer does in a step, also weight decay. Its authors compute s by power iteration. Here it
-is the bound of `step_norms`, which is at most 16 % too large if the shorter side of a matrix is 128; so a step can be
-that much larger than `ratio`.
+is the bound of `largest_singular_values`, which is at most 16 % too large if the shorter side of a matrix is 128; so a
+step can be that much larger than `ratio`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quacklr.core.step_norms import gram, largest_singular_values
+from quacklr.core.norms import gram, largest_singular_values
 
 
 class StepBound:

@@ -1,10 +1,10 @@
-"""The largest singular values of the steps of sharded blocks.
+"""Whole blocks of sharded weights, for what needs all rows and columns of a block in one process: singular values.
 
-A singular value needs all rows and columns of a block in one process. A block is cut if no rank holds all of it. Every
-cut block has an owner, the rank that holds most of it, and one all-to-all sends the parts of its step to the owner. A
-rank sends at most its own shard. If no block is cut, nothing is sent.
+A block is cut if no rank holds all of it. Every cut block has an owner, the rank that holds most of it, and one
+all-to-all sends the parts of the block, or of its step, to the owner.
+A rank sends at most its own shard. If no block is cut, nothing is sent.
 
-    rank 0   head 0, half of head 1        sends the step of this half
+    rank 0   head 0, half of head 1        sends this half
     rank 1   half of head 1, head 2        owner of head 1
 
 Shapes: B blocks, R rows, C columns.
@@ -13,15 +13,13 @@ Shapes: B blocks, R rows, C columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from quacklr.core.step_norms import gram, largest_singular_values
 
 Ranges = list[tuple[int, int]]
 
@@ -51,7 +49,7 @@ class BlockPart(NamedTuple):
         return (rows[:, None] * width + columns).flatten()
 
 
-class StepExchange:
+class BlockExchange:
     """The plan of the exchange. Its constructor is a collective call.
 
     Args:
@@ -97,27 +95,28 @@ class StepExchange:
             for shape, blocks in groupby(owned, key=lambda block: shapes[block])
         ]
 
-    def largest_singular_values(self, steps: Sequence[Tensor | None]) -> Tensor:
-        """(total,): upper bounds for the blocks that this rank owns, and 0 for the others. A collective call.
+    def whole_blocks(self, rows: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        """Flat indices and rows, (B, R, C), of the blocks that this rank owns. A collective call.
 
-        `steps` are those of the local blocks, (B, R, C); None for blocks that did not step. The sum of the results of
-        all ranks has the values of all blocks.
+        `rows` are those of the local blocks, (B, R, C), or their steps; None for blocks that are not wanted.
         """
-        pairs = zip(self._whole, steps, strict=True)
-        found = [(blocks, gram(step)) for blocks, step in pairs if blocks is not None and step is not None]
-        if self._anything_cut:
-            found += [(blocks, gram(step_BRC)) for blocks, step_BRC in self._assembled(steps)]
-        values = torch.zeros(self._total, device=self._device, dtype=torch.float32)
-        for (blocks, _), largest_B in zip(found, largest_singular_values([each for _, each in found]), strict=True):
-            values[blocks] = largest_B.to(values)
-        return values
+        pairs = zip(self._whole, rows, strict=True)
+        found = [(blocks, each) for blocks, each in pairs if blocks is not None and each is not None]
+        return [*found, *self._assembled(rows)] if self._anything_cut else found
 
-    def _assembled(self, steps: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """The flat indices and the steps, (B, R, C), of the cut blocks that this rank owns."""
+    def flat(self, values: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """(total,): a flat vector from flat indices and values; 0 for blocks of other ranks, so that ranks can add."""
+        flat = torch.zeros(self._total, device=self._device, dtype=torch.float32)
+        for blocks, of_blocks in values:
+            flat[blocks] = of_blocks.to(flat)
+        return flat
+
+    def _assembled(self, rows: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        """The flat indices and the rows, (B, R, C), of the cut blocks that this rank owns."""
         none = torch.zeros(0, device=self._device, dtype=torch.float32)
         local = [
-            none.new_zeros(size) if step is None else step.flatten().to(none)
-            for step, size, is_cut in zip(steps, self._sizes, self._cut, strict=True)
+            none.new_zeros(size) if each is None else each.flatten().to(none)
+            for each, size, is_cut in zip(rows, self._sizes, self._cut, strict=True)
             if is_cut
         ]
         sent = torch.cat([none, *local]).index_select(0, self._send_order)

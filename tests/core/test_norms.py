@@ -1,4 +1,4 @@
-"""The largest singular value of a step: an upper bound, tight as it says, judged by an SVD."""
+"""The largest singular value of a block, or of its step: an upper bound, tight as it says, judged by an SVD."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quacklr.core.step_norms import gram, largest_singular_values
+from quacklr import spectral
+from quacklr.core.norms import gram, largest_singular_values
+from quacklr.lab.optim import Muon
 
 SHAPES = [(1, 1), (5, 3), (32, 128), (64, 16), (128, 128), (3, 1)]
 
 
-def spectral(blocks_BRC: Tensor) -> Tensor:
+def exact(blocks_BRC: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(blocks_BRC.double(), 2)
 
 
@@ -27,7 +29,7 @@ def test_it_is_an_upper_bound_and_at_most_a_root_of_the_rows_too_large(
     inner = rank or min(rows, columns)
     steps_BRC = size * torch.randn(7, rows, inner) @ torch.randn(7, inner, columns)
     (found,) = largest_singular_values([gram(steps_BRC)])
-    ratio = found.double() / spectral(steps_BRC)
+    ratio = found.double() / exact(steps_BRC)
     assert ratio.min() >= 1 - 1e-5
     assert ratio.max() <= min(rows, columns, inner) ** (1 / 32) + 1e-5
 
@@ -55,10 +57,48 @@ def test_sizes_are_kept_apart_and_zeros_and_what_is_not_finite_stay() -> None:
     assert found[3].dtype == torch.float64
     for each, blocks in zip(found, steps, strict=True):
         finite = each.isfinite() & (each > 0)
-        torch.testing.assert_close(each[finite].double(), spectral(blocks[finite]), rtol=0.05, atol=0)
+        torch.testing.assert_close(each[finite].double(), exact(blocks[finite]), rtol=0.05, atol=0)
 
 
 def test_steps_of_bf16_are_measured_in_fp32() -> None:
     step = torch.full((1, 2, 1000), 1.0, dtype=torch.bfloat16)
     (found,) = largest_singular_values([gram(step)])
     torch.testing.assert_close(found, torch.tensor([2000**0.5]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (128, 512)])
+@pytest.mark.parametrize("rank", [1, 2, None])
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e9])
+def test_the_norm_of_weights_is_at_most_one_percent_too_large(
+    rows: int, columns: int, rank: int | None, size: float
+) -> None:
+    torch.manual_seed(0)
+    inner = rank or min(rows, columns)
+    blocks_BRC = size * torch.randn(7, rows, inner) @ torch.randn(7, inner, columns)
+    ratio = spectral(blocks_BRC).double() / exact(blocks_BRC)
+    assert ratio.min() >= 1 - 1e-5
+    assert ratio.max() <= 1.01
+
+
+def test_weights_that_are_zero_or_all_equal_or_orthogonal() -> None:
+    orthogonal = torch.linalg.qr(torch.randn(1, 128, 128)).Q
+    assert spectral(torch.zeros(2, 3, 4)).tolist() == [0, 0]
+    assert spectral(torch.full((1, 3, 12), 0.5)).item() == pytest.approx(3.0, rel=1e-5)
+    assert 1 <= spectral(orthogonal).item() <= 1.01
+    assert spectral(torch.randn(1, 4, 5).double()).dtype == torch.float64
+    assert spectral(torch.full((1, 2, 2), math.nan)).isnan().all()
+
+
+@pytest.mark.parametrize(("optimizer", "lr"), [(Muon, 0.1), (Muon, 0.3), (torch.optim.AdamW, 0.03)])
+def test_it_stays_exact_while_a_model_trains_at_high_rates(optimizer: type[torch.optim.Optimizer], lr: float) -> None:
+    torch.manual_seed(0)
+    q, k = (torch.nn.Parameter(0.02 * torch.randn(64, 64)) for _ in range(2))
+    stepper = optimizer([q, k], lr=lr)
+    for _ in range(5):
+        x = torch.randn(32, 64)
+        torch.nn.functional.cross_entropy((x @ q.T) @ (x @ k.T).T, torch.zeros(32).long()).backward()
+        stepper.step()
+        stepper.zero_grad()
+        for param in (q, k):
+            blocks_BRC = param.detach().view(4, 16, 64)
+            torch.testing.assert_close(spectral(blocks_BRC).double(), exact(blocks_BRC), rtol=0.01, atol=0)
