@@ -9,7 +9,7 @@ from torch import Tensor
 from quacklr.core.sensitivity import Rule
 from quacklr.core.weight import Weight
 from quacklr.find.discover import by_module
-from quacklr.find.finding import GIVEN, VERIFIED
+from quacklr.find.finding import GIVEN, Finding
 from quacklr.util.text_table import columns, grouped, value_range
 
 FROZEN = "frozen: no rate, counts in its partners' norms"
@@ -21,8 +21,7 @@ def describe(
     when: str,
     rates: Mapping[str, Tensor],
     left_alone: Mapping[str, str],
-    origin: Mapping[str, str],
-    notes: Mapping[str, str],
+    found: Mapping[str, Finding],
 ) -> str:
     """A table with one line for each attention module: how it was found, its heads, its logit, and its rates.
 
@@ -31,8 +30,7 @@ def describe(
         when: heading of the rates.
         rates: by weight name.
         left_alone: by module name, why its attention is on no path.
-        origin: by module name, how its attention was found.
-        notes: by module name, for attention that was found by rule: whether it is verified, or why not.
+        found: by module name, how its attention was found.
     """
     attentions = by_module(rule.paths)
     rows = [("attention", "found", "heads", "logit", when)]
@@ -41,12 +39,12 @@ def describe(
         weights = dict.fromkeys(rule.canonical[weight] for path in paths for weight in path.weights)
         ranges = [f"{_short(w, module)} {value_range(rates[w.name])}" for w in weights if w.name in rates]
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
-        found = VERIFIED if notes.get(module) == VERIFIED else origin.get(module, GIVEN)
-        rows.append((module or "(model)", found, heads, logit, "  ".join(ranges)))
+        origin = found[module].origin if module in found else GIVEN
+        rows.append((module or "(model)", origin, heads, logit, "  ".join(ranges)))
     frozen = {w.name: FROZEN if w.rated else UNRATED for w in rule.weights if not w.trains}
     alone = grouped({**frozen, **left_alone}.items())
-    open_notes = grouped((name, note) for name, note in notes.items() if note != VERIFIED and name in attentions)
-    sections = [*columns(rows), *(["found by rule:", *open_notes] if open_notes else [])]
+    notes = grouped((name, finding.note) for name, finding in found.items() if finding.note and name in attentions)
+    sections = [*columns(rows), *(["found by table:", *notes] if notes else [])]
     return "\n".join([*sections, *(["left alone:", *alone] if alone else [])])
 
 

@@ -35,7 +35,7 @@ from quacklr.core.validate import (
 from quacklr.describe import describe
 from quacklr.find import logit_paths
 from quacklr.find.finding import Finding
-from quacklr.find.verify import Verification
+from quacklr.find.first_batch import FirstBatch
 from quacklr.sharded.blocks import ShardedBlocks, blocks_of
 from quacklr.sharded.collectives import reshard
 from quacklr.sharded.engines.read import as_module, engine_of
@@ -126,8 +126,8 @@ class QuacK:
         late = budget is None and adapt and not engine.shards and any(map(has_stepped, self.optimizers))
         self._running, self._loaded, self._not_loaded = RunningSteps(), False, ATTACHED_LATE if late else ""
         self._step_check = StepCheck(module, weights, self.optimizers, budget is None, self._in_groups)
-        self._origin = {name: finding.origin for name, finding in found.items()}
-        self._verification = None if module is None else Verification(module, found, verify, engine.gathers)
+        self._found = dict(found)
+        self._first_batch = None if module is None else FirstBatch(module, found, engine.gathers, verify)
         self._hooks = [hook for each in self.optimizers for hook in self._register_hooks(each)]
         _attached.add(self)
 
@@ -188,8 +188,8 @@ class QuacK:
         self._step_check.before_step(tensors, stepped if new_iteration else ())
         if not tensors:
             return
-        if self._verification is not None:
-            self._verification.before_step()
+        if self._first_batch is not None and self._first_batch.has_batch:
+            self._first_batch.measure()
         copies = self._method.before_step(tensors, new_iteration)
         self._running[optimizer] = RunningStep(copies, tensors)
 
@@ -197,8 +197,8 @@ class QuacK:
         running = self._running.finish(optimizer)
         if running is None:
             return
-        if self._verification is not None:
-            self._verification.finish()
+        if self._first_batch is not None:
+            self._first_batch.measure()
         blocks = self._rule.blocks
         self._step_check.after_step(optimizer, running.tensors, lambda: blocks.have_moved(running.copies))
         rates = self._method.after_step(optimizer, running.copies, running.tensors)
@@ -273,8 +273,8 @@ class QuacK:
         for hook in self._hooks:
             hook.remove()
         self._running.clear()
-        if self._verification is not None:
-            self._verification.remove()
+        if self._first_batch is not None:
+            self._first_batch.remove()
         _attached.discard(self)
 
     def __reduce__(self) -> NoReturn:
@@ -294,6 +294,6 @@ class QuacK:
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         sharded = isinstance(self._rule.blocks, ShardedBlocks)  # if so, print the last rates: `rates()` is collective
         when = "last rates" if sharded or self.budget is not None else "rates now"
-        notes = self._verification.notes if self._verification is not None else {}
-        table = describe(self._rule, when, self.rates(last=sharded), self.left_alone, self._origin, notes)
+        found = self._found if self._first_batch is None else self._first_batch.found
+        table = describe(self._rule, when, self.rates(last=sharded), self.left_alone, found)
         return f"QuacK({self._method!r}) on {names}\n{table}"
