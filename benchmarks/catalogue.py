@@ -26,7 +26,7 @@ from torch.optim import SGD
 from perturbation import judged, rated
 from quacklr import QuacK
 from quacklr.find.compare import differences
-from quacklr.find.discover import found_by_rule, logit_paths
+from quacklr.find.discover import found_by_table, logit_paths
 from quacklr.find.finding import NO_SOFTMAX, Finding
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.inspect.layout import layout, query_and_key
@@ -80,7 +80,7 @@ class Row(NamedTuple):
 def examined(name: str, section: str) -> Row:
     """One model: read, measured, judged."""
     model, sample = build(name, section)
-    ruled = found_by_rule(model)
+    ruled = found_by_table(model)
     without = _by_rule(ruled.values())
     try:
         seen = measured_paths(model, sample)

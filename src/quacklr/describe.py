@@ -10,7 +10,7 @@ from quacklr.attach.attachment import Attachment
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 from quacklr.find.discover import by_module
-from quacklr.find.finding import GIVEN, VERIFIED
+from quacklr.find.finding import GIVEN
 from quacklr.util.text_table import columns, grouped, value_range
 
 FROZEN = "frozen: no rate, counts in its partners' norms"
@@ -23,8 +23,7 @@ def describe(compiled: CompiledPaths, when: str, rates: Mapping[str, Tensor], at
     `rates` are by weight name, `when` is their heading.
     Behind the table: attention that is not verified, and what was left alone, with reasons.
     """
-    origin = {name: finding.origin for name, finding in attachment.found.items()}
-    notes = attachment.verification.notes if attachment.verification is not None else {}
+    findings = attachment.found
     attentions = by_module(compiled.paths)
     rows = [("attention", "found", "heads", "logit", when)]
     for module, paths in attentions.items():
@@ -32,12 +31,12 @@ def describe(compiled: CompiledPaths, when: str, rates: Mapping[str, Tensor], at
         weights = dict.fromkeys(compiled.canonical[weight] for path in paths for weight in path.weights)
         ranges = [f"{_short(w, module)} {value_range(rates[w.name])}" for w in weights if w.name in rates]
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
-        found = VERIFIED if notes.get(module) == VERIFIED else origin.get(module, GIVEN)
+        found = findings[module].origin if module in findings else GIVEN
         rows.append((module or "(model)", found, heads, logit, "  ".join(ranges)))
     frozen = {w.name: FROZEN if w.rated else UNRATED for w in compiled.weights if not w.trains}
     alone = grouped({**frozen, **attachment.left_alone}.items())
-    open_notes = grouped((name, note) for name, note in notes.items() if note != VERIFIED and name in attentions)
-    sections = [*columns(rows), *(["found by rule:", *open_notes] if open_notes else [])]
+    notes = grouped((name, each.note) for name, each in findings.items() if each.note and name in attentions)
+    sections = [*columns(rows), *(["found by table:", *notes] if notes else [])]
     return "\n".join([*sections, *(["left alone:", *alone] if alone else [])])
 
 

@@ -23,11 +23,15 @@ from quacklr.core.flat_tensor import original
 from quacklr.core.path import LogitPath, all_rated
 from quacklr.core.rule import Rule
 from quacklr.core.sensitivity import CompiledPaths
+from quacklr.core.state import not_started, validate_state
 from quacklr.core.step_scaler import StepScaler
 from quacklr.core.validate import validate_not_attached_twice, validate_not_meta, validate_stepped
 from quacklr.describe import describe
+from quacklr.find.finding import Finding
 from quacklr.rules.paper import Paper
 from quacklr.sharded.blocks import ShardedBlocks, blocks_of
+
+PENDING = "attention will be measured on the first batch"
 
 _attached: WeakSet[StepScaler] = WeakSet()  # their hooks keep them alive
 
@@ -47,14 +51,15 @@ class QuacK:
     with the optimizer's.
 
     Args:
-        model: the model, whose attention is found by `logit_paths(model)`; or an iterable of LogitPath.
+        model: the model; or an iterable of LogitPath, such as `logit_paths(model, batch)` returns. Attention of the
+            classes of some packages is found in tables. All other attention is measured on a few tokens of the first
+            batch that the model runs, before the first step.
         optimizer: the optimizer that trains the model, or several; or DeepSpeed's engine. For the rules Paper and
             ConstantTau their steps must be linear in lr, as those of SGD, AdamW, Muon and most others are.
         tau: short for `rule=Paper(tau)`: the rate at the start, relative to the optimizer's lr. The default is 1.
         rule: what the rates are: `Paper`, `ConstantTau`, `Limit`, `Budget`, or a rule of your own.
-        verify: measure attention that was found by rule, on a few tokens of the first batch. If the rule was wrong, the
-            first step raises ValueError. A model that is sharded, or compiled in place, cannot be measured; it triggers
-            a warning if the class of its attention is not one that quacklr has tested.
+        verify: measure also attention that was found in a table. If the table was wrong, the first step raises
+            ValueError. With False nothing is measured, and attention of other classes is an error.
 
     Sharded parameters are supported (FSDP1 and 2, tensor parallelism, DeepSpeed, Megatron): attach after sharding, in
     every process (docs/scaling.md). A step then takes one small all-reduce; with Limit or Budget also an all-to-all.
@@ -76,14 +81,14 @@ class QuacK:
         if any(other.rule is self.rule for other in _attached):
             raise ValueError(f"{self.rule} belongs to another QuacK; make a rule for each")
         self._attachment = attachment = Attachment(model, optimizer, linear=self.rule.linear, verify=verify)
-        self.optimizers, self.left_alone = attachment.optimizers, attachment.left_alone
+        self.optimizers = attachment.optimizers
         self._scaler = StepScaler(self.rule, self.optimizers, attachment.in_groups)
         self._changes: LogitChanges | None = None
-        self._start()
+        self._state: Mapping[str, Any] | None = None  # loaded before the paths were known
+        self._scaler.first_step = self._first_step = FirstStep(attachment, self._scaler, self._start)
+        if attachment.paths:
+            self._start()
         self._scaler.register()
-        weights = self._paths.weights
-        check = StepCheck(attachment.module, weights, self.optimizers, self.rule.linear, attachment.in_groups)
-        self._scaler.first_step = FirstStep(attachment, self._scaler, check)
         _attached.add(self._scaler)
 
     def _start(self) -> None:
@@ -99,11 +104,17 @@ class QuacK:
             if self.rule.linear:
                 validate_linear(self.optimizers, (part.param for part in compiled.parts), in_groups)
             self._scaler.set_paths(compiled)
+        weights, module = compiled.weights, self._attachment.module
+        self._first_step.check = StepCheck(module, weights, self.optimizers, self.rule.linear, in_groups)
+        self._changes = None
+        if self._state is not None:
+            state, self._state = self._state, None
+            self.load_state_dict(state)
 
     @property
-    def _paths(self) -> CompiledPaths:
-        assert self._scaler.paths is not None
-        return self._scaler.paths
+    def left_alone(self) -> Mapping[str, str]:
+        """By module name, why its attention is on no path."""
+        return self._attachment.left_alone
 
     def rates(self, last: bool = False) -> dict[str, Tensor]:
         """The multipliers of lr that the next step will use: (blocks,) for each weight, by name.
@@ -112,8 +123,10 @@ class QuacK:
         that have stepped. For sharded weights this is a collective call, except with Limit and Budget. With `last`,
         returns the rates of the last step, without communication, so that one process can log them.
         """
+        if self._scaler.paths is None:
+            return {}
         flat = self.rule.rates if last else self.rule.next_rates()
-        index = self._paths.blocks.flat_index
+        index = self._scaler.paths.blocks.flat_index
         return {weight.name: flat[blocks] for weight, blocks in index.items() if self.rule.has_rates(weight)}
 
     def changes(self) -> dict[str, HeadChange]:
@@ -123,11 +136,10 @@ class QuacK:
         and 0 after a step with lr 0. docs/theory.md says what they bound. Limit and Budget measure every step. Other
         rules begin with the first call of this method, in all processes, and it is empty until the next step.
         """
-        if self._changes is None:
-            self._changes = LogitChanges(self._paths)
-        if not self._scaler.measures:
-            self._scaler.measures = True
+        measures, self._scaler.measures = self._scaler.measures, True
+        if self._scaler.paths is None or not measures:
             return {}
+        self._changes = self._changes or LogitChanges(self._scaler.paths)
         return self._changes.by_module(self._scaler.measured)
 
     def rate_of(self, param: Tensor) -> Tensor | None:
@@ -136,7 +148,8 @@ class QuacK:
         None if the parameter is frozen, or if none of its rows is on a path. For a sharded parameter this is a
         collective call, except with Limit and Budget, and the result is a plain tensor for the whole parameter.
         """
-        rated = [weight for weight in self._paths.weights if weight.rated]
+        known = self._scaler.paths.weights if self._scaler.paths is not None else []
+        rated = [weight for weight in known if weight.rated]
         parts = [(weight, part) for weight in rated for part in weight.parts if original(part.param) is param]
         if not parts or not param.requires_grad:
             return None
@@ -155,11 +168,20 @@ class QuacK:
         It holds plain tensors, numbers and strings, and can be loaded with `weights_only`. The options of the rule are
         not part of it. The other rules have no state, and this is only a version.
         """
+        if self._scaler.paths is None:
+            return dict(self._state) if self._state is not None else not_started(self.rule)
         return self.rule.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict()`. If the state is of another model or norm, a ValueError lists the differences."""
-        self.rule.load_state_dict(state_dict)
+        """Load a `state_dict()`. If the state is of another model or norm, a ValueError lists the differences.
+
+        If the attention will be measured on the first batch, the state is kept until then.
+        """
+        validate_state(state_dict)
+        if self._scaler.paths is None:
+            self._state = state_dict
+        elif not state_dict.get("not_started"):
+            self.rule.load_state_dict(state_dict, partial=self._attachment.waits)
 
     def remove(self) -> None:
         """Remove the hooks: later steps of the optimizers are not scaled."""
@@ -182,10 +204,19 @@ class QuacK:
 
     def __repr__(self) -> str:
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        sharded = isinstance(self._paths.blocks, ShardedBlocks)  # if so, print the last rates: `rates()` is collective
+        paths = self._scaler.paths
+        if paths is None:
+            return f"QuacK({self.rule!r}) on {names}\n  {PENDING}{pending_modules(self._attachment.found)}"
+        sharded = isinstance(paths.blocks, ShardedBlocks)  # if so, print the last rates: `rates()` is collective
         when = "last rates" if sharded or self.rule.measures else "rates now"
-        table = describe(self._paths, when, self.rates(last=sharded), self._attachment)
+        table = describe(paths, when, self.rates(last=sharded), self._attachment)
         return f"QuacK({self.rule!r}) on {names}\n{table}"
+
+
+def pending_modules(found: Mapping[str, Finding]) -> str:
+    """The first modules that may be attention."""
+    names = [name or "the model" for name, finding in found.items() if finding.pending]
+    return f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
 
 
 def chosen_rule(tau: float | None, rule: Rule | None) -> Rule:

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from quacklr import Budget, LogitPath, QuacK, Weight, logit_paths
-from quacklr.find.discover import found_by_rule
+from quacklr.find.discover import found_by_table
 from stand_ins_kit import HF, Model, Plain
 
 TOKENS = torch.randint(90, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -104,10 +104,10 @@ def test_lora_of_a_fused_transposed_weight_is_what_is_measured() -> None:
 def test_merged_or_switched_off_adapters_are_not_counted_and_other_variants_are_not_guessed() -> None:
     model = llama(target_modules=["q_proj"])
     model.merge_adapter()
-    assert len(found_by_rule(model)[LLAMA].paths) == 1
+    assert len(found_by_table(model)[LLAMA].paths) == 1
     model.unmerge_adapter()
-    assert len(found_by_rule(model)[LLAMA].paths) == 2
-    assert found_by_rule(llama(target_modules=["q_proj"], use_dora=True))[LLAMA].unknown
+    assert len(found_by_table(model)[LLAMA].paths) == 2
+    assert found_by_table(llama(target_modules=["q_proj"], use_dora=True))[LLAMA].unknown
 
 
 def test_a_weight_that_is_not_rated_has_no_rate_and_needs_no_optimizer() -> None:

@@ -14,7 +14,7 @@ from models import Latent, Separate, layers, train
 from quacklr import LogitPath, QuacK, logit_paths
 from quacklr.attention.capture import capture_logits
 from quacklr.attention.head_order import HeadOrders
-from quacklr.find.discover import found_by_rule
+from quacklr.find.discover import found_by_table
 from quacklr.inspect.resolve import resolve
 from quacklr.util.modules import run
 
@@ -149,7 +149,7 @@ def test_the_scale_of_the_logit_is_the_one_that_the_model_uses(kind: str) -> Non
         batch: Any = {"input_ids": torch.randint(4, 24, (2, 9))}
     else:
         model, batch = resolve(kind).runnable()
-    found = {name: finding for name, finding in found_by_rule(model).items() if finding.paths}
+    found = {name: finding for name, finding in found_by_table(model).items() if finding.paths}
     seen: dict[str, float] = {}
     heads = {name: finding.paths[0].heads for name, finding in found.items()}
     scales_its_queries = kind in ("whisper", "esm")  # before the product, by 1 / sqrt(head size)
@@ -173,5 +173,5 @@ def test_a_scale_that_is_a_whole_number_is_read() -> None:
     attention = DiaSelfAttention(
         DiaDecoderConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32), layer_idx=0
     )
-    (finding,) = found_by_rule(attention).values()
+    (finding,) = found_by_table(attention).values()
     assert [path.scale for path in finding.paths] == [1]

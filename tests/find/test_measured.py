@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quacklr import LogitPath, QuacK, Weight, logit_paths
 from quacklr.find.compare import chains, differences
-from quacklr.find.discover import found_by_rule
+from quacklr.find.discover import found_by_table
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.util.modules import named_parameters
@@ -44,7 +44,7 @@ def test_multihead_attention_of_torch_is_measured_as_its_rule_says(need_weights:
 
     model, sample = Attends(), (torch.randn(3, 2, 16), torch.randn(5, 2, options.get("kdim", 16)))
     measured = measured_paths(model, sample)["attention"]
-    ruled = found_by_rule(model)["attention"]
+    ruled = found_by_table(model)["attention"]
     assert rows(model, list(measured.paths)) == rows(model, list(ruled.paths)) != set()
 
 
@@ -187,7 +187,7 @@ def test_wrapped_and_compiled_models_are_found_under_their_own_names() -> None:
 )
 def test_what_the_lab_declares_is_what_is_measured(spec: MHA | MLA) -> None:
     model = build(Shape(d_model=32, layers=1, d_ff=48, context=12, vocab=61), spec, seed=0)
-    declared = found_by_rule(model)["blocks.0.attention"]
+    declared = found_by_table(model)["blocks.0.attention"]
     measured = measured_paths(model, SAMPLE)["blocks.0.attention"]
     assert rows(model, list(measured.paths)) == rows(model, list(declared.paths))
 
@@ -251,7 +251,7 @@ def test_neither_modes_nor_buffers_are_touched() -> None:
     assert not cache.requires_grad
 
 
-def test_a_compiled_attention_is_found_by_rule_when_it_is_the_whole_model() -> None:
+def test_a_compiled_attention_is_found_by_table_when_it_is_the_whole_model() -> None:
     compiled: Any = torch.compile(Plain(), backend="eager")
     assert [str(path) for path in logit_paths(compiled)] == ["q . k"]
 

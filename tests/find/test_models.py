@@ -18,7 +18,7 @@ import torch
 
 from perturbation import judged, rated
 from quacklr.core.path import LogitPath
-from quacklr.find.discover import found_by_rule
+from quacklr.find.discover import found_by_table
 from quacklr.quack import QuacK
 from tiny_models import CAUSAL, OTHERS, TORCH, VARIANTS, build, sections
 
@@ -91,20 +91,20 @@ WAYS = ["rows shifted by one", "heads crossed", "a path without its key", "a pat
 @pytest.mark.parametrize("change", WRONG, ids=WAYS)
 def test_the_judge_sees_what_is_wrong(name: str, change: Callable[[Sequence[LogitPath]], list[LogitPath]]) -> None:
     model, sample = build(name)
-    claims = {module: change(finding.paths) for module, finding in found_by_rule(model).items()}
+    claims = {module: change(finding.paths) for module, finding in found_by_table(model).items()}
     assert judged(model, sample, claims).problems
 
 
 def test_the_judge_sees_an_attention_that_nothing_is_said_of() -> None:
     model, sample = build("llama")
-    first, *_ = found_by_rule(model).items()
+    first, *_ = found_by_table(model).items()
     assert judged(model, sample, {first[0]: first[1].paths}).problems
 
 
 def test_the_judge_sees_a_wrong_rate() -> None:
     """Without the bias of its weights, all rates of a model are wrong."""
     model, sample = build("qwen2")
-    found = {name: finding.paths for name, finding in found_by_rule(model).items()}
+    found = {name: finding.paths for name, finding in found_by_table(model).items()}
     verdict = judged(model, sample, found)
     bare = [
         replace(path, weights=tuple(replace(w, bias=None, name=f"{name}.{w.name}") for w in path.weights))

@@ -6,7 +6,7 @@ import pytest
 
 from quacklr import logit_paths
 from quacklr.find.compare import chains
-from quacklr.find.discover import found_by_rule
+from quacklr.find.discover import found_by_table
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.util.modules import named_parameters
 from stand_ins import CASES, Case
@@ -26,7 +26,7 @@ def test_what_a_rule_says_is_the_truth_or_nothing(case: Case) -> None:
     model, _ = case.build()
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     truth = {name: set().union(*heads) for name, heads in case.chains().items()}
-    for name, finding in found_by_rule(model).items():
+    for name, finding in found_by_table(model).items():
         if not finding.unknown:
             assert chains(finding.paths, names) == truth.get(name, set()), name
 

@@ -14,7 +14,7 @@ SCRIPT = """
 import json, sys, timm, torch
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.compare import differences
-from quacklr.find.discover import found_by_rule
+from quacklr.find.discover import found_by_table
 
 def outcome_of(ruled, seen, model):
     if ruled is None:
@@ -28,7 +28,7 @@ outcome = {}
 for case in sys.argv[1:]:
     name, *options = case.split()
     model = timm.create_model(name, pretrained=False, **dict.fromkeys(options, True))
-    ruled, seen = found_by_rule(model), measured_paths(model, torch.randn(1, *model.default_cfg["input_size"]))
+    ruled, seen = found_by_table(model), measured_paths(model, torch.randn(1, *model.default_cfg["input_size"]))
     outcome[case] = sorted({outcome_of(ruled.get(module), finding, model) for module, finding in seen.items()})
 print(json.dumps(outcome))
 """

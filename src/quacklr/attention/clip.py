@@ -33,7 +33,7 @@ from quacklr.core.weight import Weight, distinct
 from quacklr.find import logit_paths
 from quacklr.find.discover import by_module
 from quacklr.find.finding import Finding
-from quacklr.find.verify import Verification
+from quacklr.find.first_batch import FirstBatch
 from quacklr.sharded.collectives import all_reduce_max, groups_of, is_distributed, reshard
 from quacklr.sharded.engines.read import as_module, engine_of
 from quacklr.sharded.validate import validate_no_tensor_parallel
@@ -125,7 +125,7 @@ class QKClip:
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
         known: Mapping[str, Finding] = getattr(found, "found", {}) if paths is None else {}
-        self._verification = Verification(model, known, verify, engine.gathers)
+        self._first_batch = FirstBatch(model, known, engine.gathers, verify) if known else None
         heads = {name: each[0].heads for name, each in self._paths.items()}
         self._recorder = MaxLogitRecorder(model, heads, self._record)
         eager: Any = torch.compiler.disable
@@ -143,8 +143,8 @@ class QKClip:
             maxima[name] = torch.fmax(maxima[name], max_H) if name in maxima else max_H
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if not is_idle(optimizer):
-            self._verification.before_step()
+        if self._first_batch is not None and self._first_batch.has_batch and not is_idle(optimizer):
+            self._first_batch.measure()
         self._stepping.add(optimizer)
 
     @torch.no_grad()
@@ -152,8 +152,8 @@ class QKClip:
         if optimizer not in self._stepping:  # a step that calls the step of its parent class runs the hooks twice
             return
         self._stepping.remove(optimizer)
-        if not is_idle(optimizer):
-            self._verification.finish()
+        if self._first_batch is not None and not is_idle(optimizer):
+            self._first_batch.measure()
         params = self._in_groups.by(optimizer)
         if not self._stepped.get(optimizer, set()).isdisjoint(params):  # the maxima were used by an earlier step
             if not is_idle(optimizer):
@@ -220,7 +220,8 @@ class QKClip:
     def remove(self) -> None:
         """Remove the hooks, and unwrap the forwards."""
         _attached.discard(self)
-        self._verification.remove()
+        if self._first_batch is not None:
+            self._first_batch.remove()
         self._recorder.remove()
         for hook in self._hooks:
             hook.remove()

@@ -18,7 +18,7 @@ from quacklr.attention.capture import capture_logits
 from quacklr.attention.head_order import HeadOrders
 from quacklr.attention.interceptor import SUPPORTED
 from quacklr.attention.logits import Logits
-from quacklr.find.discover import found_by_rule
+from quacklr.find.discover import found_by_table
 from quacklr.sharded.collectives import (
     Groups,
     all_ranks_agree,
@@ -115,7 +115,7 @@ def heads_of(model: nn.Module) -> dict[str, int]:
         for value in (getattr(module, attribute, None) for attribute in HEAD_COUNTS)
         if isinstance(value, int)
     }
-    return attributes | {name: found.paths[0].heads for name, found in found_by_rule(model).items() if found.paths}
+    return attributes | {name: found.paths[0].heads for name, found in found_by_table(model).items() if found.paths}
 
 
 def reduced(found: list[StatsAccumulator], groups: Groups) -> list[LogitStats]:

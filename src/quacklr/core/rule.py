@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from quacklr.core.blocks import Blocks, Copies
 from quacklr.core.sensitivity import CompiledPaths
-from quacklr.core.state import NOT_A_STATE, VERSION, validate_version
+from quacklr.core.state import VERSION
 from quacklr.core.stepped import Stepped
 from quacklr.core.weight import Weight
 
@@ -117,8 +117,8 @@ class Rule(ABC):
         """The state that a resumed run needs, by weight name; only a version for a rule without state."""
         return {"version": VERSION, "rule": type(self).__name__}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state. A rule without state only checks that it is one; it may be that of another rule."""
-        if not isinstance(state_dict, Mapping) or "rule" not in state_dict:
-            raise ValueError(NOT_A_STATE)
-        validate_version(state_dict)
+    def load_state_dict(self, state_dict: Mapping[str, Any], partial: bool = False) -> None:  # noqa: B027
+        """Load a state. A rule without state loads nothing, so the state may be that of another rule.
+
+        `partial`: the state may have weights that are on no path yet, because their part of the model has not run.
+        """

@@ -49,8 +49,13 @@ def write_state(
     }
 
 
-def read_state(compiled: CompiledPaths, norm: Norm, state: Mapping[str, Any]) -> tuple[Tensor, Tensor, set[int]]:
-    """`start`, `rates` and `stepped` of a state dict; ValueError if it is of another model or norm, or invalid."""
+def read_state(
+    compiled: CompiledPaths, norm: Norm, state: Mapping[str, Any], partial: bool = False
+) -> tuple[Tensor, Tensor, set[int]]:
+    """`start`, `rates` and `stepped` of a state dict; ValueError if it is of another model or norm, or invalid.
+
+    If `partial`, the state may have more weights than the paths.
+    """
     if state["rule"] != "Paper":
         raise ValueError(f"the state is that of rule {state['rule']}, which has no sensitivities at the start")
     for key in BY_WEIGHT:
@@ -58,7 +63,7 @@ def read_state(compiled: CompiledPaths, norm: Norm, state: Mapping[str, Any]) ->
             raise ValueError(f"{NOT_A_STATE}: it has no valid {key!r}")
     if state.get("norm") != norm_name(norm):
         raise ValueError(f"the state was made with norm={state.get('norm')}, but this QuacK has norm={norm_name(norm)}")
-    _validate_same_weights(compiled, state)
+    _validate_same_weights(compiled, state, partial)
     start, rates = (_flat(compiled, state, key) for key in ("sensitivity", "rates"))
     for weight, index in compiled.blocks.flat_index.items():
         if weight.rated and not (start[index] > 0).all():
@@ -69,8 +74,15 @@ def read_state(compiled: CompiledPaths, norm: Norm, state: Mapping[str, Any]) ->
     return start, rates, {id(part.param) for part in compiled.parts if stepped.get(part.name) is True}
 
 
-def validate_version(state: Mapping[str, Any]) -> None:
-    """Raise ValueError if another quacklr has written the state."""
+def not_started(rule: object) -> dict[str, Any]:
+    """The state of a rule whose paths are not known yet."""
+    return {"version": VERSION, "rule": type(rule).__name__, "not_started": True}
+
+
+def validate_state(state: Any) -> None:
+    """Raise ValueError if this is not a state, or if another quacklr has written it."""
+    if not isinstance(state, Mapping) or "rule" not in state:
+        raise ValueError(NOT_A_STATE)
     if state.get("version") != VERSION:
         raise ValueError(f"the state has version {state.get('version')}, and this quacklr reads version {VERSION} only")
 
@@ -96,10 +108,11 @@ def _digest(weight: Weight) -> str:
     return hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
 
 
-def _validate_same_weights(compiled: CompiledPaths, state: Mapping[str, Any]) -> None:
+def _validate_same_weights(compiled: CompiledPaths, state: Mapping[str, Any], partial: bool) -> None:
     saved = {name: (list(shape), state["rows"].get(name)) for name, shape in state["shape"].items()}
     own = {weight.name: (list(weight.param.shape), _digest(weight)) for weight in compiled.weights}
-    differences = [f"{name} is in the state but not in the model" for name in sorted(saved.keys() - own.keys())]
+    more = [] if partial else sorted(saved.keys() - own.keys())
+    differences = [f"{name} is in the state but not in the model" for name in more]
     differences += [f"{name} is in the model but not in the state" for name in sorted(own.keys() - saved.keys())]
     for name in sorted(own.keys() & saved.keys()):
         if saved[name][0] != own[name][0]:

@@ -27,11 +27,14 @@ from quacklr.util.autocast import without_autocast
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # every class's step is wrapped by this function
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 class FirstStepChecks(Protocol):
     """What is called before and after the first step of each optimizer (attach/first_step.py)."""
 
-    def before(self, optimizer: Optimizer) -> None:
-        """Called before a step."""
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Called before a step. Returns other arguments for the step, if `StepScaler.before` is called later."""
 
     def after(self, optimizer: Optimizer) -> None:
         """Called after a step, before it is scaled."""
@@ -73,23 +76,31 @@ class StepScaler:
         of_callers = [running.tensors for running in self.running.values()]
         return (self.in_groups.by(optimizer) & self.on_paths).difference(*of_callers)
 
-    def before(self, optimizer: Optimizer, *_: Any) -> None:
+    def before(
+        self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Arguments | None:
         """Copy the rows that the optimizer is about to move."""
         self._drop_failed(optimizer)
         if optimizer in self.running:  # a nested step
-            return
-        if self.first_step is not None and not is_idle(optimizer):
-            self.first_step.before(optimizer)
-        if self.paths is None:
-            return
+            return None
+        idle = is_idle(optimizer)  # every lr is 0
+        if self.first_step is not None and not idle:
+            later = self.first_step.before(optimizer, args, kwargs or {})
+            if later is not None:
+                return later
+        if self.paths is not None:
+            self._begin(optimizer, self.paths, idle)
+        return None
+
+    def _begin(self, optimizer: Optimizer, paths: CompiledPaths, idle: bool) -> None:
         tensors, stepped = self.tensors_of(optimizer), self.rule.stepped
         begins = not stepped or not stepped.isdisjoint(tensors)
         if begins:
             self.measured = []
-        if not tensors or is_idle(optimizer):  # every lr is 0
+        if not tensors or idle:
             return
         self.rule.stepped = tensors if begins else stepped | tensors
-        step = Step(optimizer, tensors, begins, self.paths.blocks, [])
+        step = Step(optimizer, tensors, begins, paths.blocks, [])
         step.copies = self.rule.before(step)
         self.running[optimizer] = step
 

@@ -1,32 +1,46 @@
-"""Compares two descriptions of one attention, for example by a rule and by a measurement."""
+"""Compares the paths of one attention, as a table has them and as they were measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
+from quacklr.find.finding import VERIFIED, Finding
 from quacklr.util.modules import named_parameters
 
 NamedRows = tuple[str, object, tuple[int, ...]]  # parameter, dimension, rows
+TAKE_MEASURED = (
+    "to use what was measured, pass the paths that logit_paths(model, batch, rules=False) returns; or give the module "
+    "a method logit_paths(), whose paths are used as they are"
+)
 
 
-def differences(ruled: Sequence[LogitPath], measured: Sequence[LogitPath], model: nn.Module) -> str:
-    """Text with the paths of a rule and of a measurement, if they differ; otherwise empty."""
+def verified(by_table: Finding, measured: Finding, name: str, module: nn.Module, model: nn.Module) -> Finding:
+    """The finding of a table, verified by a measurement. ValueError if the measurement contradicts it."""
+    if measured.undecided:
+        return replace(by_table, note=f"not verified: {measured.reason}")
+    if measured.unknown:
+        said = "that it is on a path" if by_table.paths else by_table.reason
+        wrong = f"it says {said}, but the measurement says: {measured.reason}"
+    else:
+        wrong = differences(by_table.paths, measured.paths, model)
+    if wrong:
+        where = f"{name or 'the model'}: the table for {type(module).__name__}"
+        raise ValueError(f"{where} is wrong here; {wrong}; {TAKE_MEASURED}")
+    return replace(by_table, origin=VERIFIED, note="")
+
+
+def differences(by_table: Sequence[LogitPath], measured: Sequence[LogitPath], model: nn.Module) -> str:
+    """Text with the paths of a table and of a measurement, if they differ; otherwise empty."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
-    one, other = (chains(paths, names) for paths in (ruled, measured))
+    one, other = (chains(paths, names) for paths in (by_table, measured))
     if one == other:
         return ""
     return f"it says {_described(one - other or one)}, but the measurement says {_described(other - one or other)}"
-
-
-def wrong_rule(name: str, attention: nn.Module, wrong: str, way_out: str) -> ValueError:
-    """The error for a rule that a measurement contradicts."""
-    return ValueError(
-        f"{name or 'the model'}: the rule for {type(attention).__name__} is wrong here; {wrong}; {way_out}"
-    )
 
 
 def chains(paths: Iterable[LogitPath], names: dict[int, str]) -> set[frozenset[NamedRows]]:

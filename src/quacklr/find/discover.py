@@ -1,7 +1,7 @@
 """Collects the paths of every attention of a model, with weights named after its module.
 
-Paths come from the module's own declaration, or else from a rule. With a batch, rules are compared with a measurement,
-and attention that no rule applies to is measured.
+Paths come from the module's own declaration, from a table of reviewed classes, or from a measurement on a batch. With a
+batch, tables are compared with the measurement.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 from torch import nn
 
 from quacklr.core.path import LogitPath, as_paths
-from quacklr.find.compare import differences, wrong_rule
-from quacklr.find.finding import DECLARED, MEASURED, VERIFIED, Finding, is_inside
+from quacklr.find.compare import verified
+from quacklr.find.finding import BY_TABLE, DECLARED, MEASURED, VERIFIED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.find.tables import by_rule
-from quacklr.util.modules import evaluating, named_modules
+from quacklr.find.tables import by_table
+from quacklr.util.modules import evaluating, named_modules, named_parameters
 
 UNSEEN = (
     "no attention was seen in a forward of the sample. If the model has no softmax attention (Mamba, RWKV, linear "
@@ -35,11 +36,11 @@ SCALES: dict[str, Callable[[Any], float | None]] = {  # classes whose attribute 
     ),  # applied to the query and to the key
     "MptAttention": lambda module: getattr(module, "softmax_scale", None),
 }
-NOT_SEEN = "not recognised, and not seen to attend in a forward of the sample"
+NOT_SEEN = "not recognised, and not seen to attend in a forward of the batch"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
-TAKE_MEASURED = (
-    "to use what was measured, call logit_paths(model, batch, rules=False); or give the module a method logit_paths(), "
-    "whose paths are used as they are"
+WAYS_OUT = (
+    "give the module a method logit_paths(), or measure the model on a batch, before it is sharded or compiled, and "
+    "pass the paths: QuacK(logit_paths(model, batch), optimizer)"
 )
 
 
@@ -47,13 +48,16 @@ class LogitPaths(list[LogitPath]):
     """The paths of a model.
 
     `by_module` has the paths of each attention, `found` the finding for each attention, and `left_alone` the reason for
-    each attention or weight that has no path; all by module name.
+    each attention or weight that has no path; all by module name. `parameters` has the name and the shape of each
+    parameter of the model, by its id. `model` is a weak reference.
     """
 
-    def __init__(self, found: Mapping[str, Finding]) -> None:
+    def __init__(self, found: Mapping[str, Finding], model: nn.Module) -> None:
         self.by_module = {name: _renamed(finding.paths, name) for name, finding in found.items() if finding.paths}
         super().__init__(path for paths in self.by_module.values() for path in paths)
         self.left_alone, self.found = _left_alone(found), dict(found)
+        self.model = ref(model)
+        self.parameters = {id(each): (name, each.shape) for name, each in named_parameters(model)}
 
 
 def by_module(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
@@ -69,59 +73,111 @@ def by_module(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
 def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> LogitPaths:
     """The paths of every attention of the model, with weights named `<module>.<role>`.
 
-    If a module has a method `logit_paths()`, its result is used, and the module is not searched further. Rules are
-    applied to the other modules. With a `sample`, a batch that the model takes (a tensor, a tuple, or a dict),
-    attention is also measured, in a forward pass that does not change the model. This finds attention that no rule
-    applies to. Raises ValueError if the measurement contradicts a rule, or if the model has no path. With
-    `rules=False`, rules are not applied: paths are declared or measured.
+    If a module has a method `logit_paths()`, its result is used, and the module is not searched further. Attention of
+    the classes of some packages, such as transformers, is found in tables. With a `sample`, a batch that the model
+    takes (a tensor, a tuple, or a dict), attention is also measured, in a forward pass that does not change the model.
+    Attention of any other class has to be measured: without a sample it is an error. Raises ValueError also if the
+    measurement contradicts a table, or if the model has no path. With `rules=False`, tables are not used: paths are
+    declared or measured.
     """
     if not rules and sample is None:
         raise ValueError(
             "rules=False takes what is measured, so it needs a batch: logit_paths(model, batch, rules=False)"
         )
-    found = found_by_rule(model)
+    found = found_by_table(model)
     if not rules:
-        found = {name: finding for name, finding in found.items() if finding.declared}
+        found = {name: finding for name, finding in found.items() if finding.declared or finding.pending}
     if sample is not None:
-        found = _measured(model, sample, found)
-    paths = LogitPaths(found)
-    if not paths:
-        raise ValueError(f"{type(model).__name__} has {_no_paths(found, sample is None)}")
-    if unknown := [name for name, finding in found.items() if finding.unknown]:
-        warnings.warn(
-            f"attention is left alone in {len(unknown)} of {len(found)} modules, first {unknown[0] or 'the model'}: "
-            f"{found[unknown[0]].reason}",
-            stacklevel=3,
-        )
-    return paths
+        measured = measured_paths(model, sample)
+        if not measured:
+            raise ValueError(f"{type(model).__name__}: {UNSEEN}")
+        found = without_pending(completed(found, measured, model), measured)
+    if not_measured := [name for name, finding in found.items() if finding.pending]:
+        raise ValueError(not_known(not_measured, found))
+    validate_controls(found, model)
+    warn_unknown(found)
+    return LogitPaths(found, model)
 
 
-def _no_paths(found: Mapping[str, Finding], rules_only: bool) -> str:
-    """The message for a model without paths: the reasons, and what to do."""
-    reasons = _reasons(_left_alone(found))
-    if found and not any(finding.unknown or finding.declared for finding in found.values()):
-        return f"nothing for QuacK to control in its {len(found)} attention layers{reasons}; train it without QuacK"
-    measure = "pass a batch to measure it, logit_paths(model, batch), " if rules_only else ""
-    declare = "give its attention a method logit_paths(), or pass paths: QuacK([LogitPath(...), ...], optimizer)"
-    if not found:
-        return (
-            "no attention that QuacK can control: no module looks like softmax attention. If it has none (Mamba, RWKV, "
-            f"linear attention), train it without QuacK. If it has: {measure}{declare}"
-        )
-    measure = "or " if "pass a batch" in reasons else measure
-    return f"no attention that QuacK can control{reasons}; {measure}{declare}"
+def found_by_table(model: nn.Module) -> dict[str, Finding]:
+    """The finding by declaration or by table for each attention, by module name, in the model's order.
 
-
-def found_by_rule(model: nn.Module) -> dict[str, Finding]:
-    """The finding by declaration or rule for each attention, by module name, in the model's order."""
+    A finding is pending if the module may be an attention that no table knows.
+    """
     found: dict[str, Finding] = {}
     with evaluating(model):  # reading a parametrised weight in training mode may change it
         for name, module in named_modules(model):
-            if not any(is_inside(name, outer) for outer in found):
-                finding = _declared(module, name) or by_rule(module)
+            if not any(is_inside(name, outer) for outer, finding in found.items() if not finding.pending):
+                finding = _declared(module, name) or by_table(module)
                 if finding is not None:
                     found[name] = finding if finding.declared else _with_scale(finding, module)
     return found
+
+
+def completed(found: Mapping[str, Finding], measured: Mapping[str, Finding], model: nn.Module) -> dict[str, Finding]:
+    """Findings by table, completed by a measurement. ValueError if it contradicts a table."""
+    modules = dict(named_modules(model))
+    complete = dict(found)
+    declared = [name for name, finding in found.items() if finding.declared]
+    for name, finding in measured.items():
+        known = found.get(name)
+        if any(is_inside(name, outer) for outer in declared):
+            continue
+        if known is None or known.unknown:
+            complete[name] = replace(_with_scale(finding, modules[name]), origin=MEASURED)
+        elif known.origin in (BY_TABLE, VERIFIED):
+            complete[name] = verified(known, finding, name, modules[name], model)
+    return {name: complete[name] for name in modules if name in complete}
+
+
+def without_pending(
+    found: Mapping[str, Finding], measured: Iterable[str], did_run: Callable[[str], bool] = lambda _: True
+) -> dict[str, Finding]:
+    """The findings after a measurement: attention that ran, and was not seen to attend, is not pending any more.
+
+    A pending module that only contains an attention that was measured is dropped.
+    """
+    left: dict[str, Finding] = {}
+    for name, finding in found.items():
+        if not finding.pending or not did_run(name):
+            left[name] = finding
+        elif not any(is_inside(other, name) for other in measured):
+            left[name] = Finding(reason=NOT_SEEN, unknown=True, origin=MEASURED)
+    return left
+
+
+def not_known(names: Sequence[str], found: Mapping[str, Finding], why: str = "") -> str:
+    """The message for attention that has to be measured, and was not: the first module, why, and the ways out."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    but = f", but {why}" if why else ""
+    return f"{names[0] or 'the model'}{more}: {found[names[0]].note}, so it has to be measured{but}; {WAYS_OUT}"
+
+
+def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:
+    """ValueError if no attention has a path: the reasons, and what to do."""
+    if any(finding.paths for finding in found.values()):
+        return
+    kind, reasons = type(model).__name__, _reasons(_left_alone(found))
+    if found and not any(finding.unknown or finding.declared for finding in found.values()):
+        raise ValueError(
+            f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}; "
+            "train it without QuacK"
+        )
+    none = "" if found else ": no module looks like softmax attention"
+    raise ValueError(
+        f"{kind} has no attention that QuacK can control{reasons}{none}. If it has none (Mamba, RWKV, linear "
+        f"attention), train it without QuacK. If it has: {WAYS_OUT}"
+    )
+
+
+def warn_unknown(found: Mapping[str, Finding]) -> None:
+    """A warning for attention that ran, and whose paths could not be determined."""
+    if unknown := [name for name, finding in found.items() if finding.unknown and not finding.pending]:
+        warnings.warn(
+            f"attention is left alone in {len(unknown)} of {len(found)} modules, first {unknown[0] or 'the model'}: "
+            f"{found[unknown[0]].reason}",
+            stacklevel=4,
+        )
 
 
 def _with_scale(finding: Finding, module: Any) -> Finding:
@@ -138,29 +194,6 @@ def _declared(module: Any, name: str) -> Finding | None:
         return None
     paths = as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'} must return")
     return Finding(paths, "" if paths else DECLARED_NONE, origin=DECLARED)
-
-
-def _measured(model: nn.Module, sample: Any, found: dict[str, Finding]) -> dict[str, Finding]:
-    """Findings, completed by a measurement. ValueError if it contradicts a rule."""
-    measured = measured_paths(model, sample)
-    if not measured:
-        raise ValueError(f"{type(model).__name__}: {UNSEEN}")
-    modules = dict(named_modules(model))
-    declared = [name for name, finding in found.items() if finding.declared]
-    for name, finding in measured.items():
-        ruled = found.get(name)
-        if any(is_inside(name, outer) for outer in declared):
-            continue
-        if ruled is None or ruled.unknown or (finding.unknown and not finding.undecided):
-            found[name] = replace(_with_scale(finding, modules[name]), origin=MEASURED)
-        elif not finding.undecided:
-            if wrong := differences(ruled.paths, finding.paths, model):
-                raise wrong_rule(name, modules[name], wrong, TAKE_MEASURED)
-            found[name] = replace(ruled, origin=VERIFIED)
-    for name, finding in found.items():
-        if finding.unknown and name not in measured:
-            found[name] = Finding(reason=NOT_SEEN, unknown=True)
-    return {name: found[name] for name in modules if name in found}
 
 
 def _left_alone(found: Mapping[str, Finding]) -> dict[str, str]:

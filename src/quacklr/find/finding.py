@@ -11,13 +11,14 @@ from quacklr.core.path import LogitPath
 QK_NORM = "QK norm: its logit does not depend on the scale of its queries and keys"
 SCALE_FREE = "parametrised so that its logit does not depend on the scale of its weights"
 NO_SOFTMAX = "no softmax attention"
-UNKNOWN = "not recognised{}; pass a batch to measure it: QuacK(logit_paths(model, batch), optimizer)"
 NOT_LINEAR = "comes before a norm or another nonlinear function, or is a gate"
 NO_WEIGHTS = "its queries and keys are not made of weights of its own"
 LATENT_NORM = "cut off by the norm on the latent: the logit does not depend on its scale"
+WILL_BE_MEASURED = "will be measured on the first batch"
 
 # how an attention was found
-DECLARED, BY_RULE, VERIFIED, MEASURED, GIVEN = "declared", "by rule", "verified", "measured", "given"
+DECLARED, BY_TABLE, VERIFIED, MEASURED, GIVEN = "declared", "by table", "verified", "measured", "given"
+PENDING = "pending"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class Finding:
 
     `cut` maps roles of weights that are on no path to the reason. `unknown`: the module may have paths, but they could
     not be determined. `undecided`: unknown because of the sample, so it does not contradict another finding.
-    `origin` is how the attention was found.
+    `origin` is how the attention was found. `note` is the reason why a finding by table is not verified, or why no
+    table applies.
     """
 
     paths: Sequence[LogitPath] = ()
@@ -34,12 +36,18 @@ class Finding:
     cut: Mapping[str, str] = field(default_factory=dict)
     unknown: bool = False
     undecided: bool = False
-    origin: str = BY_RULE
+    origin: str = BY_TABLE
+    note: str = ""
 
     @property
     def declared(self) -> bool:
         """Whether the paths come from the module's own method `logit_paths`."""
         return self.origin == DECLARED
+
+    @property
+    def pending(self) -> bool:
+        """Whether the module may be an attention that no table knows: it has to be measured."""
+        return self.origin == PENDING
 
 
 def is_inside(name: str, outer: str) -> bool:
@@ -48,9 +56,9 @@ def is_inside(name: str, outer: str) -> bool:
 
 
 class UnreadableError(ValueError):
-    """A rule recognises the module, but cannot determine its paths. The message is the reason."""
+    """A table has the module's class, but not this form of it. The message is the reason."""
 
 
-def unknown(why: str = "") -> Finding:
-    """The finding for an attention that no rule can read, with the reason if there is one."""
-    return Finding(reason=UNKNOWN.format(f" ({why})" if why else ""), unknown=True)
+def pending(why: str) -> Finding:
+    """The finding for a module that looks like an attention, and the reason why no table applies to it."""
+    return Finding(reason=WILL_BE_MEASURED, unknown=True, origin=PENDING, note=why)

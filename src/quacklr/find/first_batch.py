@@ -1,51 +1,249 @@
-"""Keeps a small slice of the first batch that a model runs. It is used to verify rules.
+"""Measures attention on a small slice of the first batch that a model runs, before the first step.
 
-A forward pre-hook keeps the first examples of the model's inputs. A trainer may call only a submodule of the model (a
-LightningModule's `self.model`), so all modules that contain an attention have the hook. The inputs of the outermost
-module that is called are kept, and the hooks of all modules inside it are removed.
+Forward pre-hooks keep the first examples of the inputs of the outermost module that is called: the model, or a
+submodule if a trainer calls only that (a LightningModule's `self.model`). Every module that may contain an attention
+has a hook, which is removed when the module runs. A module that does not run in the first batch keeps its hook: when it
+runs in a later batch, a slice of that batch is measured too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from quacklr.find.finding import is_inside
-from quacklr.util.modules import Arguments, compiled_modules, named_modules
+from quacklr.core.local import is_sharded
+from quacklr.find.discover import WAYS_OUT, completed, not_known, validate_controls, warn_unknown, without_pending
+from quacklr.find.finding import BY_TABLE, Finding, is_inside
+from quacklr.find.measure.assemble import measured_paths
+from quacklr.util.modules import Arguments, compiled_modules, named_modules, wrappers
 
 EXAMPLES, TOKENS = 2, 8
 LONGEST = 512  # tokens of the longest example that is run whole, if the model fails on its first tokens
+WAITS = "not verified yet: the first batch will be measured before the first step"
+NO_BATCH = "no batch was seen before the first step (the model ran none, or was compiled after attaching)"
+NOT_RUN = "it did not attend in the first batch"
+NOT_RUN_HERE = "it steps, and no batch ran it in this process"
+IN_COMPILED = "it did not run in the first batch, and whether it runs later cannot be seen in compiled code"
+SWITCHED_OFF = "verify=False"
+COMPILED = "the model was compiled in place, by model.compile()"
+SHARDED = "the model is sharded"
+TOO_LONG = "its inputs are too long to be measured"
+NOTHING = "no attention was found by table or declaration"
+
+
+class Call(NamedTuple):
+    """The first examples of a call of a module."""
+
+    name: str
+    module: ref[nn.Module]
+    arguments: Arguments
 
 
 class FirstBatch:
-    """The inputs of the first call of modules that contain some attentions, kept by hooks."""
+    """Keeps a slice of the first batch; `measure` verifies the findings of tables on it, and measures all others.
 
-    def __init__(self, model: nn.Module, attentions: Iterable[str]) -> None:
-        attentions = list(attentions)
-        self.calls: dict[str, tuple[Callable[[], nn.Module | None], Arguments]] = {}
+    Costs about three forward passes of 2 x 8 tokens, once. The measurement does not change the model, its gradients or
+    the random state. `found` has the findings, completed by `measure`. A model that cannot be measured is left with the
+    findings of tables; then RuntimeError, if an attention is pending.
+
+    Args:
+        model: the model.
+        found: the findings by table (`found_by_table`).
+        gathers: whether the model has whole parameters only while it runs.
+        verify: if False, nothing is measured.
+    """
+
+    def __init__(
+        self, model: nn.Module, found: Mapping[str, Finding], gathers: bool = False, verify: bool = True
+    ) -> None:
+        self.found = dict(found)
+        self._model = ref(model)
         self._hooks: dict[str, list[RemovableHandle]] = {}
+        self._latest: dict[str, Call] = {}  # of each outermost module
+        self._calls: dict[int, Call] = {}  # not measured yet, by id
+        self._did_run: set[str] = set()
+        self._measuring = False
+        self._is_done = bool(found) and all(finding.declared for finding in found.values())
+        if why := SWITCHED_OFF if not verify else _not_measurable(model, gathers):
+            self._is_done = True
+            self._leave_unverified(why)
+        if not self._is_done:
+            self._note(WAITS)
+            self._register(model)
+
+    def _register(self, model: nn.Module) -> None:
+        declared = [name for name, finding in self.found.items() if finding.declared]
         for name, module in [*compiled_modules(model), *named_modules(model)]:
-            is_around = any(is_inside(attention, name) for attention in attentions)
-            if is_around and not isinstance(module, torch.jit.ScriptModule):
+            if _may_attend(module) and not any(is_inside(name, outer) for outer in declared):
                 hook = module.register_forward_pre_hook(Hook(self, name), with_kwargs=True)
                 self._hooks.setdefault(name, []).append(hook)
 
-    def keep(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep the first examples of a call, and remove the hooks of the modules inside."""
-        if name in self._hooks:
-            self.calls[name] = ref(module), _examples(Arguments(args, dict(kwargs)))
-            self.remove(name)
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to measure."""
+        return self._is_done and not self._calls
 
-    def remove(self, outer: str = "") -> None:
-        """Remove the hooks of a module and of all modules inside it."""
-        for name in [name for name in self._hooks if is_inside(name, outer)]:
-            for hook in self._hooks.pop(name):
-                hook.remove()
+    @property
+    def has_batch(self) -> bool:
+        """Whether a batch was kept that was not measured yet. In a step with a closure the model runs in the step."""
+        return bool(self._calls)
+
+    def keep(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep the first examples of a call of an outermost module, if a module in it runs for the first time."""
+        outer = next((each for each in self._latest if is_inside(name, each)), None)
+        if not self._measuring and (outer is None or outer == name):
+            outer, call = name, Call(name, ref(module), _examples(Arguments(args, dict(kwargs))))
+            self._latest[name] = call
+        if name not in self._did_run:
+            self._did_run.add(name)
+            if not self._measuring and outer is not None:
+                self._calls[id(self._latest[outer])] = self._latest[outer]
+        if name != outer:
+            self._unhook(name)
+
+    def measure(self) -> dict[str, Finding] | None:
+        """The findings, completed by a measurement of the batches since the last call; None if there is nothing new.
+
+        ValueError if the measurement contradicts a table, or if the model has no attention to control. RuntimeError if
+        a pending attention cannot be measured. After an error the batch is kept, so the next call raises again.
+        """
+        model = self._model()
+        if model is None or (self._is_done and not self._calls):
+            return None
+        if not self._calls:
+            if self._latest:
+                self._validate_steps(model)
+                return None
+            self._leave_unverified(NO_BATCH)
+            self.remove()
+            return self.found
+        found, measured = dict(self.found), dict[str, Finding]()
+        for call in self._calls.values():
+            found = self._completed(found, measured, call, model)
+        found = without_pending(found, measured, self._ran)
+        self._validate(found, model)
+        warn_unknown({name: finding for name, finding in found.items() if finding != self.found.get(name)})
+        self.found = found
+        self._calls.clear()
+        self._unhook_used()
+        return dict(found)
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        self._is_done = True
+        self._calls.clear()
+        self._latest.clear()
+        for name in list(self._hooks):
+            self._unhook(name)
+
+    def _unhook(self, name: str) -> None:
+        for hook in self._hooks.pop(name, ()):
+            hook.remove()
+
+    def _unhook_used(self) -> None:
+        """Remove the hooks of modules that ran or are called in parts; all hooks, if no others are left."""
+        for name in list(self._hooks):
+            if name not in self._latest and self._ran(name):
+                self._unhook(name)
+        if all(name in self._latest for name in self._hooks):
+            self.remove()
+
+    def _ran(self, name: str) -> bool:
+        """Whether a module ran, or a part of it: a trainer may call only the parts."""
+        return any(is_inside(part, name) for part in self._did_run)
+
+    def _completed(
+        self, found: dict[str, Finding], measured: dict[str, Finding], call: Call, model: nn.Module
+    ) -> dict[str, Finding]:
+        """The findings, completed by a measurement on a call, which is added to `measured`."""
+        seen, why = self._measured(call, found)
+        inside = {name: finding for name, finding in found.items() if is_inside(name, call.name)}
+        if why:
+            _raise_if_pending(inside, why)
+        measured |= seen
+        found = completed(found, seen, model)
+        for name in inside.keys() - seen.keys():
+            if found[name].origin == BY_TABLE:
+                found[name] = replace(found[name], note=f"not verified: {why or NOT_RUN}")
+        return found
+
+    def _measured(self, call: Call, found: Mapping[str, Finding]) -> tuple[dict[str, Finding], str]:
+        """The findings by measurement, and the reason if there is none. A slice that shows too little is enlarged."""
+        module, measured, why = call.module(), dict[str, Finding](), TOO_LONG
+        for part in slices(call.arguments) if module is not None else ():
+            try:
+                self._measuring = True
+                seen = measured_paths(module, part)
+            except ValueError as error:  # the model does not run on this slice
+                why = why if measured else str(error)
+                continue
+            finally:
+                self._measuring = False
+            measured = {".".join(filter(None, (call.name, name))): finding for name, finding in seen.items()}
+            why = ""
+            missed = [name for name, finding in found.items() if finding.pending and self._ran(name)]
+            if measured.keys() >= set(missed) and not any(finding.undecided for finding in measured.values()):
+                break
+        return measured, why
+
+    def _validate(self, found: Mapping[str, Finding], model: nn.Module) -> None:
+        for name, finding in found.items():
+            if finding.undecided:
+                raise RuntimeError(f"{name or 'the model'}: {finding.reason}; {WAYS_OUT}")
+        if not any(finding.pending for finding in found.values()):
+            validate_controls(found, model)
+        elif next(compiled_modules(model), None) is not None:
+            _raise_if_pending(found, IN_COMPILED)
+        self._validate_steps(model, found)
+
+    def _validate_steps(self, model: nn.Module, found: Mapping[str, Finding] | None = None) -> None:
+        """RuntimeError if a pending attention has gradients. Replicas of a model (DDP) may run different modules."""
+        found = self.found if found is None else found
+        waiting = {name: finding for name, finding in found.items() if finding.pending}
+        modules = dict(named_modules(model)) if waiting else {}
+        stepping = [name for name in waiting if any(p.grad is not None for p in modules[name].parameters())]
+        if stepping:
+            raise RuntimeError(not_known(stepping, found, NOT_RUN_HERE))
+
+    def _leave_unverified(self, why: str) -> None:
+        """Note why the findings of tables are not verified. RuntimeError if some attention is not known."""
+        if not self.found:
+            raise RuntimeError(
+                f"{type(self._model()).__name__}: {NOTHING}, and it cannot be measured: {why}; {WAYS_OUT}"
+            )
+        _raise_if_pending(self.found, why)
+        self._note(f"not verified: {why}")
+
+    def _note(self, note: str) -> None:
+        by_table = {name: finding for name, finding in self.found.items() if finding.origin == BY_TABLE}
+        self.found |= {name: replace(finding, note=note) for name, finding in by_table.items()}
+
+
+def _raise_if_pending(found: Mapping[str, Finding], why: str) -> None:
+    if names := [name for name, finding in found.items() if finding.pending]:
+        raise RuntimeError(not_known(names, found, why))
+
+
+def _not_measurable(model: nn.Module, gathers: bool) -> str:
+    """The reason why a model cannot be measured while it trains; empty if it can."""
+    if any(each._compiled_call_impl is not None for each in wrappers(model)):
+        return COMPILED
+    return SHARDED if gathers or any(is_sharded(param) for param in model.parameters()) else ""
+
+
+def _may_attend(module: nn.Module) -> bool:
+    """Whether a module has parameters, a forward, and either parts or a class that is not torch's (nn.Linear)."""
+    forward = getattr(type(module).forward, "__name__", "")
+    if isinstance(module, torch.jit.ScriptModule) or forward == "_forward_unimplemented":
+        return False
+    is_leaf_of_torch = type(module).__module__.startswith("torch.") and next(module.children(), None) is None
+    return not is_leaf_of_torch and next(module.parameters(), None) is not None
 
 
 class Hook:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from quacklr.find.compare import differences
-from quacklr.find.discover import UNSEEN, found_by_rule
+from quacklr.find.discover import UNSEEN, found_by_table
 from quacklr.find.finding import Finding
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.inspect.target import NoMeasurementError, one_line
@@ -36,7 +36,7 @@ NOT_COMPARED = Comparison(None, "not compared")  # declared with tensors that ar
 
 def compared(model: nn.Module, sample: Any) -> tuple[dict[str, Finding], dict[str, Comparison]]:
     """By module name: the finding of the rules, or else of the measurement; and the comparison of both."""
-    by_rule = found_by_rule(model)
+    by_rule = found_by_table(model)
     measured = _grouped_by_declaration(by_rule, _measured(model, sample))
     comparisons = {name: _comparison(model, finding, measured.get(name)) for name, finding in by_rule.items()}
     found = dict(by_rule)

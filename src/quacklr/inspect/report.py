@@ -11,7 +11,7 @@ from torch import nn
 
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.validate import validate_stepped
-from quacklr.find.discover import LogitPaths, found_by_rule, logit_paths
+from quacklr.find.discover import LogitPaths, found_by_table, logit_paths
 from quacklr.find.finding import Finding
 from quacklr.inspect.comparison import NOT_SEEN, ONLY_MEASURED, UNMEASURED, compared
 from quacklr.inspect.layers import AttentionLayer, layers_of, rated_entries
@@ -109,7 +109,7 @@ class ModelReport:
 
 def report(target: Target, measure: bool) -> ModelReport:
     """Read a model's attention by rule; with `measure` also measure the model, or a small one of the same kind."""
-    found = _found_by_rule(target.model)
+    found = _found_by_table(target.model)
     comparisons = dict.fromkeys(found, UNMEASURED)
     running, small, failure = target.model, list[AttentionLayer](), ""
     if measure:
@@ -127,9 +127,9 @@ def report(target: Target, measure: bool) -> ModelReport:
     return ModelReport(target.model, layers, running, small, measured_on, failure, _attach_error(target.model, layers))
 
 
-def _found_by_rule(model: nn.Module) -> dict[str, Finding]:
+def _found_by_table(model: nn.Module) -> dict[str, Finding]:
     try:
-        return found_by_rule(model)
+        return found_by_table(model)
     except Exception as error:  # from a module's own logit_paths()
         raise BadTargetError(f"{type(model).__name__}: its attention cannot be read: {one_line(error)}") from error
 
@@ -150,7 +150,7 @@ def _same_to_rules(layer: AttentionLayer, other: AttentionLayer) -> bool:
 
 def _attach_error(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
     """The error that attaching QuacK would raise, or ""."""
-    paths = LogitPaths({layer.module: layer.finding for layer in layers})
+    paths = LogitPaths({layer.module: layer.finding for layer in layers}, model)
     optimizer = torch.optim.SGD(list(model.parameters()) or [torch.zeros(1)], lr=1.0)
     try:
         with warnings.catch_warnings():

@@ -50,6 +50,7 @@ class Paper(Rule):
         self._norm, self._floor = norm, floor
         self._start, self._largest = torch.zeros(0), 0.0
         self._warning, self._loaded = "", False
+        self._saved: dict[str, Tensor] = {}  # sensitivities of a loaded state
         self.tau = tau
 
     @property
@@ -87,7 +88,8 @@ class Paper(Rule):
 
     def extend(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
         """Weights that are known already keep their sensitivity at the start."""
-        known, warning, loaded, stepped = self.state_dict()["sensitivity"], self._warning, self._loaded, self.stepped
+        known = {**self._saved, **self.state_dict()["sensitivity"]}
+        warning, loaded, stepped = self._warning, self._loaded, self.stepped
         self.start(paths, optimizers, in_groups)
         start = self._start.clone()
         for weight, index in paths.blocks.flat_index.items():
@@ -145,10 +147,10 @@ class Paper(Rule):
         """The sensitivities at the start, the rates, and which parameters have stepped in this iteration."""
         return super().state_dict() | write_state(self.paths, self.norm, self._start, self.rates, self.stepped)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; ValueError if it is of another model or norm."""
-        super().load_state_dict(state_dict)
-        start, rates, self.stepped = read_state(self.paths, self.norm, state_dict)
+    def load_state_dict(self, state_dict: Mapping[str, Any], partial: bool = False) -> None:
+        """Load a state; ValueError if it is of another model or norm. Sensitivities of unknown weights are kept."""
+        start, rates, self.stepped = read_state(self.paths, self.norm, state_dict, partial)
+        self._saved = dict(state_dict["sensitivity"])
         self._set_start(start)
         self.rates.copy_(rates)
         self._warning, self._loaded = "", True

@@ -10,11 +10,11 @@ import torch
 from torch.optim import Optimizer
 
 
-def without_autocast(hook: Callable[..., None]) -> Callable[..., None]:
+def without_autocast(hook: Callable[..., Any]) -> Callable[..., Any]:
     """The hook with autocast disabled: in float16, products of a small or large step would be 0 or inf."""
 
     @wraps(hook)
-    def call(optimizer: Optimizer, *args: Any) -> None:
+    def call(optimizer: Optimizer, *args: Any) -> Any:
         device = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
         if not torch.is_autocast_enabled(device):
             return hook(optimizer, *args)

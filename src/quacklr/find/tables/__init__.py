@@ -1,51 +1,47 @@
-"""Rules that derive the paths of an attention from its module, without running it, one for each kind of module."""
+"""Tables of the attention classes of reviewed packages: which rows of which parameter make a head's query and key.
+
+A table applies only to a class of such a package, with its own forward. Every other attention has to be measured: here
+it is only recognised, by the names of its parts and of the functions that its forward calls.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from torch import nn
 
-from quacklr.find.finding import Finding, UnreadableError, unknown
+from quacklr.find.finding import Finding, UnreadableError, pending
 from quacklr.find.parameter_rows import NotRowsError
+from quacklr.find.tables.facts import calls_attention, is_trusted, names_used
 from quacklr.find.tables.fused import fused, multihead
 from quacklr.find.tables.latent import latent
-from quacklr.find.tables.module_source import calls_attention, names_used
 from quacklr.find.tables.separate import separate
 
-RULES = (multihead, fused, latent, separate)
+TABLES = (fused, latent, separate)
 QUERY_OR_KEY = re.compile(r"(\w+_)?[wc]?_?(q|k|qk|qkv|kv|query|key|query_key_value|attn)(_\w+)?|in_proj", re.I)
-FUSED = re.compile(r"(\w+_)?w?(qkv|query_key_value)(_\w+)?|c_attn|in_proj", re.I)
 KERNEL = re.compile(r"scaled_dot_product_attention|multi_head_attention_forward|flash_attn|attention_interface")
 
 
-def by_rule(module: Any) -> Finding | None:
-    """The finding of the first rule that applies to the module.
+def by_table(module: nn.Module) -> Finding | None:
+    """The finding of the first table that has the module; pending if the module only looks like an attention.
 
-    The finding is unknown if the module only looks like an attention. None if it does not look like one.
+    None if it does not look like one.
     """
     try:
-        for rule in RULES:
-            if (found := rule(module)) is not None:
-                return found
+        if (found := _in_tables(module)) is not None:
+            return found
     except UnreadableError as reason:
-        return unknown(str(reason))
+        return pending(str(reason))
     except NotRowsError as reason:
         return Finding(reason=f"parametrised: {reason}")
-    return unknown(_why_unknown(module)) if _looks_like_attention(module) else None
+    return pending(f"no table has the class {type(module).__name__}") if _looks_like_attention(module) else None
 
 
-def _why_unknown(module: nn.Module) -> str:
-    """The reason why no rule applies to an attention, if its projections have names that tell."""
-    name = next(filter(FUSED.fullmatch, _own_projections(module)), None)
-    return f"the order of the query and key rows in {name} depends on the code of the class" if name else ""
-
-
-def _own_projections(module: nn.Module) -> list[str]:
-    """The names of a module's projections and matrices."""
-    own = [name for name, child in module.named_children() if _is_projection(child)]
-    return own + [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim > 1]
+def _in_tables(module: nn.Module) -> Finding | None:
+    if is_trusted(module, {"torch"}):
+        return multihead(module)
+    found = (table(module) for table in TABLES) if is_trusted(module) else ()
+    return next((finding for finding in found if finding is not None), None)
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
@@ -54,6 +50,12 @@ def _looks_like_attention(module: nn.Module) -> bool:
     if len(own) > 1 and any(KERNEL.search(name) for name in names_used(module)):
         return True
     return any(QUERY_OR_KEY.fullmatch(name) for name in own) and calls_attention(module)
+
+
+def _own_projections(module: nn.Module) -> list[str]:
+    """The names of a module's projections and matrices."""
+    own = [name for name, child in module.named_children() if _is_projection(child)]
+    return own + [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim > 1]
 
 
 def _is_projection(child: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The rule for attention whose queries and keys are rows of one parameter. The class determines the layout of the rows.
+"""The table of attention whose queries and keys are rows of one parameter. The class determines the layout of the rows.
 
 concat     [q | k | v]              the queries of all heads, then all keys, then all values
 per head   [h, 3, d]                each head's query, key and value together
@@ -16,8 +16,7 @@ from torch import nn
 from quacklr.core.path import LogitPath, mha
 from quacklr.core.weight import Segment, Weight, packed
 from quacklr.find.finding import QK_NORM, Finding, UnreadableError
-from quacklr.find.tables.evidence import is_trusted, validate_consecutive_rows
-from quacklr.find.tables.module_source import head_sizes, int_attributes, int_setting, names_used, validate_parts
+from quacklr.find.tables.facts import head_sizes, int_attributes, int_setting, is_trusted, names_used, validate_parts
 from quacklr.find.tables.naming import GROUPS, HEAD_SIZE, HEADS, K_NORM, Q_NORM
 from quacklr.find.tables.projections import ProjectionWeight, chains, finding_from, projection_weights
 from quacklr.find.tables.separate import has_qk_norm
@@ -59,8 +58,7 @@ def falcon(module: Any) -> Layout:
 class FusedClass:
     """A fused attention class: the name of its projection, and its layout, which may depend on the module's settings.
 
-    The class must be defined in the package. Code without a package (nanoGPT is copied, not imported) must use the
-    names in `uses`, and its source must show how rows are split into heads.
+    The class must be defined in the package, and its forward must use the names in `uses`.
     """
 
     child: str
@@ -72,7 +70,7 @@ class FusedClass:
 
     def projection(self, module: nn.Module) -> list[ProjectionWeight]:
         """The terms of the fused projection; empty if the module is of another class with the same name."""
-        if (self.package and not is_trusted(module, {self.package})) or not self.uses <= names_used(module):
+        if not is_trusted(module, {self.package}) or not self.uses <= names_used(module):
             return []
         return projection_weights(dict(module.named_modules()).get(self.child))
 
@@ -83,10 +81,7 @@ CLASSES: dict[str, tuple[FusedClass, ...]] = {
         FusedClass("qkv", concat, package="timm.layers.attention"),
         FusedClass("qkv_linear.wqkv", grouped, package="torchtitan"),
     ),
-    "CausalSelfAttention": (
-        FusedClass("c_attn", concat, package="", uses=frozenset({"split", "n_embd"})),  # nanoGPT
-        FusedClass("qkv", concat, package="litgpt"),
-    ),
+    "CausalSelfAttention": (FusedClass("qkv", concat, package="litgpt"),),
     "OLMoSequentialBlock": (FusedClass("att_proj", concat, package="olmo"),),
     "FusedAttentionV2": (FusedClass("w_qkv", concat, package="olmo_core"),),
     "GroupedQueryAttention": (FusedClass("Wqkv", concat, package="llmfoundry.models.layers.attention"),),
@@ -144,8 +139,6 @@ def _paths(module: nn.Module, known: FusedClass, terms: list[ProjectionWeight]) 
     d = rows // (heads + 2 * groups)
     if (sizes := int_attributes(module, HEAD_SIZE)) and d not in sizes:
         raise UnreadableError(f"{rows} rows make heads of {d}, but it says {sizes[0]}")
-    if not known.package:
-        validate_consecutive_rows(module, {heads, groups}, {d})
     segments, repeat = layout(heads, groups, d)
     found = chains(terms, *segments, repeat=repeat)
     if known.q_bias:

@@ -1,4 +1,4 @@
-"""The rule for multi-head latent attention: dq uq[h] . uk[h] dkv + dq qr[h] . kr.
+"""The table of multi-head latent attention: dq uq[h] . uk[h] dkv + dq qr[h] . kr.
 
 Rows of a head are [nope, rope] in the query's last projection and [nope, value] in the key's. Rows of the first
 projection of keys and values are [latent, rope]. A norm on a latent ends the path: weights before it are on none.
@@ -13,8 +13,14 @@ from torch import nn
 
 from quacklr.core.weight import Segment
 from quacklr.find.finding import LATENT_NORM, Finding, UnreadableError
-from quacklr.find.tables.evidence import is_trusted, validate_consecutive_rows, validate_product, validate_rope_last
-from quacklr.find.tables.module_source import active_child, calls_attention, int_setting, norm_calls, validate_parts
+from quacklr.find.tables.facts import (
+    active_child,
+    calls_attention,
+    int_setting,
+    is_trusted,
+    norm_calls,
+    validate_parts,
+)
 from quacklr.find.tables.naming import HEADS, NOPE_SIZE, Q_NORM, ROPE_SIZE, VALUE_SIZE
 from quacklr.find.tables.projections import Chain, ProjectionWeight, chains, finding_from, projection_weights
 
@@ -79,11 +85,6 @@ def _read(module: nn.Module, names: PartNames, parts: list[nn.Module | None]) ->
     if not (q and kv_down and kv_up) or (down is not None and not q_down):
         raise UnreadableError("one of its projections is not one that we can read")
     sizes = _sizes(module, q[0].rows, kv_down[0].rows, kv_up[0].rows, names.gated)
-    if not is_trusted(module):
-        validate_product(module)
-        head_rows = {sizes.nope + sizes.rope + sizes.rest, sizes.nope + sizes.value}
-        validate_consecutive_rows(module, {sizes.heads}, head_rows)
-        validate_rope_last(module, sizes.rope)
     trusted = is_trusted(module, {"megatron"})  # its code splits the norms of Transformer Engine from projections
     if calls := [call for call in norm_calls(module) if call != "norm" and not trusted]:
         raise UnreadableError(f"its code calls {' and '.join(calls)}")

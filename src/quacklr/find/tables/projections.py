@@ -15,7 +15,7 @@ from quacklr.core.path import LogitPath
 from quacklr.core.weight import Segment, Weight, packed
 from quacklr.find.finding import SCALE_FREE, Finding
 from quacklr.find.parameter_rows import weight_of
-from quacklr.find.tables.evidence import is_trusted
+from quacklr.find.tables.facts import is_trusted
 
 PACKAGES = {"transformers", "megatron", "transformer_engine"}
 LINEAR = {

@@ -1,4 +1,4 @@
-"""The rule for attention with separate query and key projections: q[h] . k[h]."""
+"""The table of attention with separate query and key projections: q[h] . k[h]."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 from quacklr.core.weight import Segment
 from quacklr.find.finding import NO_SOFTMAX, QK_NORM, Finding, UnreadableError
-from quacklr.find.tables.evidence import is_trusted, validate_consecutive_rows, validate_product
-from quacklr.find.tables.module_source import (
+from quacklr.find.tables.facts import (
     active_child,
     calls_attention,
     head_sizes,
+    is_trusted,
     names_used,
     norm_calls,
     validate_parts,
@@ -53,12 +53,8 @@ def _read(module: nn.Module, names: tuple[str, str], projections: Sequence[Any])
     if not calls_attention(module):
         if LINEAR_ATTENTION.search(type(module).__name__):
             return Finding(reason=NO_SOFTMAX)
-        raise UnreadableError("its source shows no softmax")
+        raise UnreadableError("its forward calls no softmax")
     both = " and ".join(names)
-    if not is_trusted(module):
-        validate_product(module)
-        if any(isinstance(each, nn.Parameter) for each in projections):
-            raise UnreadableError(f"{both} are parameters, and it is not known which of their dimensions has the rows")
     if has_qk_norm(module):
         return Finding(reason=QK_NORM)
     validate_parts(module, (*names, *_input_norms(module), CONTAINER), both)
@@ -69,13 +65,11 @@ def _read(module: nn.Module, names: tuple[str, str], projections: Sequence[Any])
 
 
 def _paths(module: nn.Module, q: list[ProjectionWeight], k: list[ProjectionWeight]) -> Finding:
-    gated = any(GATED.fullmatch(cls.__name__) for cls in type(module).__mro__) and is_trusted(module)
+    gated = any(GATED.fullmatch(cls.__name__) for cls in type(module).__mro__)
     heads, groups, d = head_sizes(module, q[0].rows // 2 if gated else q[0].rows, k[0].rows)
     tiled = "repeat" in names_used(module) and "repeat_kv" not in names_used(module)  # the latter is transformers'
     if 1 < groups < heads and (hasattr(module, "to_q") or tiled):
         raise UnreadableError("it may repeat each key for consecutive heads, or all keys one after another")
-    if not is_trusted(module):
-        validate_consecutive_rows(module, {heads, groups}, {d})
     q_rows: list[Segment] = [("q", 1, d), (None, 1, d)] if gated else [("q", heads, d)]
     return finding_from(chains(q, *q_rows, repeat=heads if gated else 1)["q"], chains(k, ("k", groups, d))["k"])
 
@@ -88,8 +82,7 @@ def has_qk_norm(module: nn.Module) -> bool:
         raise UnreadableError("only queries or only keys have a norm")
     calls = norm_calls(module) if not is_trusted(module, {"megatron"}) else []  # Megatron's self-test calls torch.norm
     cosine = calls == ["normalize"] and hasattr(module, "logit_scale")
-    nanochat = calls and type(module).__name__ == "CausalSelfAttention" and hasattr(module, "c_q")
-    if q is not None or cosine or nanochat:
+    if q is not None or cosine:
         return True
     if calls:
         raise UnreadableError(f"its code calls {' and '.join(calls)}")

@@ -1,9 +1,10 @@
-"""Facts about an attention module, read without running it: its parts, its sizes, the names its forward uses."""
+"""Facts about a module, read without running it: its package, its parts, its sizes, the names its forward uses."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from inspect import unwrap
 from types import CodeType, FunctionType, NoneType
 from typing import Any
@@ -13,12 +14,45 @@ from torch import nn
 from quacklr.find.finding import UnreadableError
 from quacklr.find.tables.naming import GROUPS, HARMLESS, HARMLESS_IN_PACKAGE, HEAD_SIZE, HEADS, K_NORM, Q_NORM
 
+TRUSTED = {
+    *("torch", "transformers", "timm", "torchtitan", "megatron", "litgpt", "olmo", "olmo_core", "diffusers", "peft"),
+    "llmfoundry.models.layers.attention",
+}
 ATTENTION_CALL = re.compile(
     r"softmax|logsumexp|scaled_dot_product|multi_head_attention|attention_interface|eager_attention|flash|sdpa"
     r"|(core|inner|dot_product|fused|memory_efficient)_attention|attn_(fn|func|op)$|attend$",
     re.IGNORECASE,
 )
 NORM_CALL = re.compile(r".*norm.*|rsqrt|std|var|cosine_similarity", re.IGNORECASE)
+
+
+def is_trusted(module: nn.Module, packages: Collection[str] = TRUSTED) -> bool:
+    """Whether the module's class and its forward are of one of these packages, whose classes were tested row by row.
+
+    A subclass of such a class is trusted too, if it defines no method but `__init__` and other special ones. The
+    forward may be wrapped (by accelerate, by QKClip), but not replaced by a function of another package.
+    """
+    for cls in type(module).__mro__:
+        if _is_of(cls.__module__, packages):
+            processor = vars(module).get("processor", cls)  # in diffusers, this object attends
+            code = (_own_forward(module), processor)
+            return all(_is_of(getattr(each, "__module__", None) or "", packages) for each in code)
+        own = [name for name, value in vars(cls).items() if isinstance(value, FunctionType)]
+        if any(not name.startswith("__") or name == "__call__" for name in own):
+            return False
+    return False
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The forward of the instance or of its class, without wrappers."""
+    forward = unwrap(vars(module).get("forward", type(module).forward))
+    while isinstance(forward, partial):
+        forward = unwrap(forward.func)
+    return forward
+
+
+def _is_of(name: str, packages: Collection[str]) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
 def int_attributes(owner: Any, names: tuple[str, ...]) -> list[int]:
@@ -65,16 +99,16 @@ def _head_counts(config: Any) -> set[int]:
 
 def names_used(module: nn.Module) -> set[str]:
     """All names in the code that a module's forward can reach."""
-    return {name for _, function in reachable_functions(module) for name in _names_in(function.__code__)}
+    return {name for code in _reachable_code(module) for name in _names_in(code)}
 
 
-def reachable_functions(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """The module's forward and all functions that it may call, each with the module that it belongs to.
+def _reachable_code(module: nn.Module) -> Iterator[CodeType]:
+    """The code of the module's forward and of all functions that it may call.
 
     Calls are followed into the module's own methods, into functions that are not torch's, and into submodules without
     parameters.
     """
-    waiting: list[Any] = [(module, type(module).forward, type(module))]
+    waiting: list[Any] = [(module, _own_forward(module), type(module))]
     seen: set[CodeType] = set()
     while waiting:
         owner, function, cls = waiting.pop()
@@ -83,7 +117,7 @@ def reachable_functions(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
         if code is None or code in seen:
             continue
         seen.add(code)
-        yield owner, function
+        yield code
         for name in _names_in(code):
             waiting += _callees(owner, function, cls, name)
 
