@@ -121,7 +121,7 @@ class FirstBatch:
         found, measured = dict(self.found), dict[str, Finding]()
         for call in self._calls.values():
             found = self._completed(found, measured, call, model)
-        found = without_pending(found, measured, self._ran)
+        found = without_pending(found, measured, model, self._ran)
         self._validate(found, model)
         warn_unknown({name: finding for name, finding in found.items() if finding != self.found.get(name)})
         self.found = found
