@@ -233,9 +233,8 @@ def _not_measurable(model: nn.Module, gathers: bool) -> str:
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """Whether a module has parameters, a forward, and either parts or a class that is not torch's (nn.Linear)."""
-    forward = getattr(type(module).forward, "__name__", "")
-    if isinstance(module, torch.jit.ScriptModule) or forward == "_forward_unimplemented":
+    """Whether a module has parameters, is called, and has either parts or a class that is not torch's (nn.Linear)."""
+    if isinstance(module, torch.jit.ScriptModule | nn.ModuleList | nn.ModuleDict):
         return False
     is_leaf_of_torch = type(module).__module__.startswith("torch.") and next(module.children(), None) is None
     return not is_leaf_of_torch and next(module.parameters(), None) is not None
