@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from quacklr import Budget, LogitPath, QuacK, Weight, logit_paths
 from quacklr.find.discover import found_by_table
-from stand_ins_kit import HF, Model, Plain
+from stand_ins_kit import HF, Known, Model
 
 TOKENS = torch.randint(90, (2, 6), generator=torch.Generator().manual_seed(0))
 LLAMA = "base_model.model.model.layers.0.self_attn"
@@ -129,7 +129,7 @@ def attentions(model: nn.Module) -> list[Any]:
 
 
 def test_weight_norm_attaches_to_its_gains_and_spectral_norm_to_nothing() -> None:
-    model = Model(HF, Plain(), Plain())
+    model = Model(HF, Known(), Known())
     first, second = attentions(model)
     first.q_proj = parametrizations.weight_norm(first.q_proj)
     second.q_proj, second.k_proj = (parametrizations.spectral_norm(p) for p in (second.q_proj, second.k_proj))
@@ -154,7 +154,7 @@ def test_a_weight_made_of_two_parameters_is_left_alone_by_name() -> None:
         def forward(self, weight: Tensor) -> Tensor:
             return weight + self.shift
 
-    model = Model(HF, Plain(), Plain())
+    model = Model(HF, Known(), Known())
     attention, _ = attentions(model)
     nn.utils.parametrize.register_parametrization(attention.q_proj, "weight", Shifted())
     left_alone = logit_paths(model).left_alone

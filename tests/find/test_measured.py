@@ -21,7 +21,7 @@ from quacklr.find.discover import found_by_table
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.util.modules import named_parameters
-from stand_ins_kit import HF, Model, Plain
+from stand_ins_kit import HF, Known, Model, Plain, called
 
 SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
 
@@ -57,6 +57,7 @@ def test_a_transformer_of_torch_is_measured_self_and_cross() -> None:
     ]
 
 
+@called("LlamaAttention", "transformers.models.llama")
 class Odd(Plain):
     """Heads in the opposite order, which neither names nor shapes show."""
 
@@ -66,8 +67,8 @@ class Odd(Plain):
 
 def test_a_rule_that_is_wrong_is_an_error_that_shows_both() -> None:
     model = Model(HF, Odd())
-    assert len(logit_paths(model)) == 1  # by rule, wrongly
-    wrong = r"^model\.layers\.0\.self_attn: the rule for Odd is wrong here; it says that a head reads .*k_proj\.weight"
+    assert len(logit_paths(model)) == 1  # by table, wrongly
+    wrong = r"^model\.layers\.0\.self_attn: the table for \w+ is wrong here; it says that a head reads .*k_proj\.weight"
     with pytest.raises(
         ValueError, match=wrong + r"\[0:8\] and .*q_proj.*, but the measurement says that a head reads .*\[0:8\]"
     ):
@@ -87,11 +88,11 @@ class Mixer(nn.Module):
 
 
 def test_what_no_rule_knows_is_found_by_measuring() -> None:
-    model = Model(HF, Mixer(), Plain())
-    with pytest.warns(
-        UserWarning, match=r"^attention is left alone in 1 of 2 modules, first model\.layers\.0\.self_attn: not"
+    model = Model(HF, Mixer(), Known())
+    with pytest.raises(
+        ValueError, match=r"^model\.layers\.0\.self_attn: no table has the class Mixer, so it has to be"
     ):
-        assert len(logit_paths(model)) == 1
+        logit_paths(model)
     paths = logit_paths(model, SAMPLE)
     left_alone = paths.left_alone
     assert [str(path) for path in paths] == [
@@ -102,7 +103,7 @@ def test_what_no_rule_knows_is_found_by_measuring() -> None:
 
 
 def test_quack_takes_measured_paths_and_rates_are_those_of_the_rules() -> None:
-    model = Model(HF, Plain(), Plain())
+    model = Model(HF, Known(), Known())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rates = []
     for paths in (logit_paths(model, SAMPLE), model):
@@ -164,7 +165,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_process")
 def test_wrapped_and_compiled_models_are_found_under_their_own_names() -> None:
-    model = Model(HF, Plain(), Plain())
+    model = Model(HF, Known(), Known())
     expected = [str(path) for path in logit_paths(model)]
     layer = model.get_submodule("model.layers")
     compiled: Any = torch.compile(model, backend="eager")
@@ -252,7 +253,7 @@ def test_neither_modes_nor_buffers_are_touched() -> None:
 
 
 def test_a_compiled_attention_is_found_by_table_when_it_is_the_whole_model() -> None:
-    compiled: Any = torch.compile(Plain(), backend="eager")
+    compiled: Any = torch.compile(Known(), backend="eager")
     assert [str(path) for path in logit_paths(compiled)] == ["q . k"]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quacklr import logit_paths
 from quacklr.find.measure.assemble import measured_paths
-from stand_ins_kit import HF, Model, Plain
+from stand_ins_kit import HF, Known, Model, Plain, called
 
 SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
 
@@ -33,8 +33,6 @@ def test_talking_heads_are_left_alone_by_name() -> None:
     model = Model(HF, Talking(), Plain())
     with pytest.warns(UserWarning, match="left alone"):
         assert "mixes the logits of its heads" in logit_paths(model, SAMPLE).left_alone["model.layers.0.self_attn"]
-    with pytest.warns(UserWarning, match="besides q_proj and k_proj it has mix"):
-        assert len(logit_paths(model)) == 1
 
 
 class Written(Plain):
@@ -193,6 +191,7 @@ class Eager(Plain):
         return self.change(query @ key.mT, query, key).softmax(-1) @ value
 
 
+@called("LlamaAttention", "transformers.models.llama")
 class Mixed(Plain):
     """Each head's logits are those of the heads before it, too."""
 
@@ -201,11 +200,14 @@ class Mixed(Plain):
         return logits.softmax(-1) @ value.repeat_interleave(2, 1)
 
 
-def test_what_paths_cannot_describe_is_left_alone_whatever_a_rule_says() -> None:
-    model = Model(HF, Mixed(), Plain())
-    assert len(logit_paths(model)) == 2  # by rule
+def test_what_paths_cannot_describe_contradicts_a_table() -> None:
+    model = Model(HF, Mixed(), Known())
+    assert len(logit_paths(model)) == 2  # by table
+    wrong = r"^model\.layers\.0\.self_attn: the table for .* is wrong here; .* says: cannot be written as paths"
+    with pytest.raises(ValueError, match=wrong):
+        logit_paths(model, SAMPLE)
     with pytest.warns(UserWarning, match=r"first model\.layers\.0\.self_attn: cannot be written as paths"):
-        assert len(logit_paths(model, SAMPLE)) == 1
+        assert len(logit_paths(model, SAMPLE, rules=False)) == 1
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ class Casted(nn.Linear):
 
 
 def test_weights_cast_to_an_activation_are_weights() -> None:
-    attention = Plain()
+    attention = Known()
     attention.q_proj, attention.k_proj = Casted(32, 32).double(), Casted(32, 16).double()
     (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
     assert [weight.blocks for weight in finding.paths[0].weights] == [4, 2]
@@ -265,7 +267,7 @@ class Batched(nn.Module):
 
 
 def test_a_norm_over_the_batch_cuts_a_chain_though_it_does_not_in_eval_mode() -> None:
-    attention = Plain()
+    attention = Known()
     attention.q_proj, attention.k_proj = Batched(32), Batched(16)
     (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
     assert "QK norm" in finding.reason

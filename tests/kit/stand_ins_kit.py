@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -118,11 +119,15 @@ def layers(place: str, *truths: Truth) -> dict[str, Truth]:
 
 
 def called(name: str, package: str = "") -> Callable[[type[M]], type[M]]:
-    """Give a class the name, and the package, that it has in the original: rules trust the classes of some packages."""
+    """Give a class and its forward the name and package of the original: tables apply to classes of some packages."""
 
     def rename(kind: type[M]) -> type[M]:
         kind.__name__ = kind.__qualname__ = name
         kind.__module__ = package or kind.__module__
+        inherited: Any = kind.forward
+        forward: Any = FunctionType(inherited.__code__, inherited.__globals__, "forward", closure=inherited.__closure__)
+        forward.__defaults__, forward.__module__ = inherited.__defaults__, kind.__module__
+        kind.forward = forward
         return kind
 
     return rename
@@ -202,6 +207,11 @@ class Plain(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         query, key, value = (self.split(proj(hidden_states)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return self.o_proj(self.attend(query, key, value).transpose(1, 2).flatten(2))
+
+
+@called("LlamaAttention", "transformers.models.llama")
+class Known(Plain):
+    """As if it were a class of transformers, which a table has."""
 
 
 PLAIN = qk(Rows("q_proj.weight", at(8, 0, 8, 16, 24)), Rows("k_proj.weight", at(8, 0, 0, 8, 8)))

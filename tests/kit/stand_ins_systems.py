@@ -40,7 +40,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
-@called("Attention")
+@called("Attention", "torchtitan.models.llama3")
 class TorchtitanAttention(nn.Module):
     """torchtitan's llama3 until lately."""
 

@@ -7,7 +7,7 @@ batch, tables are compared with the measurement.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -15,6 +15,7 @@ from weakref import ref
 from torch import nn
 
 from quacklr.core.path import LogitPath, as_paths
+from quacklr.core.weight import Weight
 from quacklr.find.compare import verified
 from quacklr.find.finding import BY_TABLE, DECLARED, MEASURED, VERIFIED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
@@ -91,7 +92,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
         measured = measured_paths(model, sample)
         if not measured:
             raise ValueError(f"{type(model).__name__}: {UNSEEN}")
-        found = without_pending(completed(found, measured, model), measured)
+        found = without_pending(completed(found, measured, model), measured, model)
     if not_measured := [name for name, finding in found.items() if finding.pending]:
         raise ValueError(not_known(not_measured, found))
     validate_controls(found, model)
@@ -131,17 +132,24 @@ def completed(found: Mapping[str, Finding], measured: Mapping[str, Finding], mod
 
 
 def without_pending(
-    found: Mapping[str, Finding], measured: Iterable[str], did_run: Callable[[str], bool] = lambda _: True
+    found: Mapping[str, Finding],
+    measured: Mapping[str, Finding],
+    model: nn.Module,
+    ran: Callable[[str], bool] = lambda _: True,
 ) -> dict[str, Finding]:
-    """The findings after a measurement: attention that ran, and was not seen to attend, is not pending any more.
+    """The findings after a measurement: a module that ran, and was not seen to attend, is not pending any more.
 
-    A pending module that only contains an attention that was measured is dropped.
+    A pending module is dropped if it contains an attention that was measured, or has weights of one.
     """
+    modules = dict(named_modules(model))
+    on_paths = {id(part.param) for each in measured.values() for w in _weights(each.paths) for part in w.parts}
     left: dict[str, Finding] = {}
     for name, finding in found.items():
-        if not finding.pending or not did_run(name):
+        if not finding.pending or not ran(name):
             left[name] = finding
-        elif not any(is_inside(other, name) for other in measured):
+        elif not any(is_inside(other, name) for other in measured) and on_paths.isdisjoint(
+            map(id, modules[name].parameters())
+        ):
             left[name] = Finding(reason=NOT_SEEN, unknown=True, origin=MEASURED)
     return left
 
@@ -163,11 +171,11 @@ def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:
             f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}; "
             "train it without QuacK"
         )
-    none = "" if found else ": no module looks like softmax attention"
-    raise ValueError(
-        f"{kind} has no attention that QuacK can control{reasons}{none}. If it has none (Mamba, RWKV, linear "
-        f"attention), train it without QuacK. If it has: {WAYS_OUT}"
+    none = (
+        ": no module looks like softmax attention. If it has none (Mamba, RWKV, linear attention), train it without "
+        "QuacK. If it has"
     )
+    raise ValueError(f"{kind} has no attention that QuacK can control{reasons if found else none}: {WAYS_OUT}")
 
 
 def warn_unknown(found: Mapping[str, Finding]) -> None:
@@ -194,6 +202,10 @@ def _declared(module: Any, name: str) -> Finding | None:
         return None
     paths = as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'} must return")
     return Finding(paths, "" if paths else DECLARED_NONE, origin=DECLARED)
+
+
+def _weights(paths: Iterable[LogitPath]) -> Iterator[Weight]:
+    return (weight for path in paths for weight in path.weights)
 
 
 def _left_alone(found: Mapping[str, Finding]) -> dict[str, str]:

@@ -126,7 +126,7 @@ class FirstBatch:
         found, measured = dict(self.found), dict[str, Finding]()
         for call in self._calls.values():
             found = self._completed(found, measured, call, model)
-        found = without_pending(found, measured, self._ran)
+        found = without_pending(found, measured, model, self._ran)
         self._validate(found, model)
         warn_unknown({name: finding for name, finding in found.items() if finding != self.found.get(name)})
         self.found = found
@@ -238,9 +238,8 @@ def _not_measurable(model: nn.Module, gathers: bool) -> str:
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """Whether a module has parameters, a forward, and either parts or a class that is not torch's (nn.Linear)."""
-    forward = getattr(type(module).forward, "__name__", "")
-    if isinstance(module, torch.jit.ScriptModule) or forward == "_forward_unimplemented":
+    """Whether a module has parameters, is called, and has either parts or a class that is not torch's (nn.Linear)."""
+    if isinstance(module, torch.jit.ScriptModule | nn.ModuleList | nn.ModuleDict):
         return False
     is_leaf_of_torch = type(module).__module__.startswith("torch.") and next(module.children(), None) is None
     return not is_leaf_of_torch and next(module.parameters(), None) is not None

@@ -1,7 +1,9 @@
-"""Rules read an attention off its module, or decline with a reason: a wrong rate is worse than none."""
+"""Tables know the classes of reviewed packages; every other attention is pending until it is measured."""
 
 from __future__ import annotations
 
+import functools
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -11,13 +13,16 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
-from quacklr import QuacK, logit_paths
+from quacklr import QKClip, QuacK, logit_paths
+from quacklr.find.discover import found_by_table
 from quacklr.find.finding import QK_NORM
-from quacklr.find.tables import by_rule
+from quacklr.find.tables import by_table
+from quacklr.find.tables.facts import is_trusted
 from quacklr.find.tables.naming import QUERY_AND_KEY
-from stand_ins_kit import HF, Model, Plain, linear
+from stand_ins_kit import HF, Known, Model, Plain, called, linear
 
 
+@called("LlamaAttention", "transformers.models.llama")
 class Attention(nn.Module):
     """Separate projections under any two names."""
 
@@ -40,7 +45,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("names", QUERY_AND_KEY, ids=lambda names: names[0])
 def test_all_the_usual_names_are_read(names: tuple[str, str]) -> None:
     groups = 4 if names[0] == "to_q" else 2
-    finding = by_rule(Attention(*names, k_rows=8 * groups))
+    finding = by_table(Attention(*names, k_rows=8 * groups))
     assert finding is not None
     (path,) = finding.paths
     assert [(weight.name, weight.blocks) for weight in path.weights] == [("q", 4), ("k", groups)]
@@ -56,7 +61,7 @@ def test_all_the_usual_names_are_read(names: tuple[str, str]) -> None:
     ids=str,
 )
 def test_sizes_are_read_under_many_names(sizes: dict[str, int]) -> None:
-    finding = by_rule(Attention("q_proj", "k_proj", 32, 16, **sizes))
+    finding = by_table(Attention("q_proj", "k_proj", 32, 16, **sizes))
     assert finding is not None
     assert [(path.heads, path.weights[1].blocks) for path in finding.paths] == [(4, 2)]
 
@@ -65,7 +70,7 @@ def test_the_rows_of_a_gate_in_the_query_projection_are_on_no_path() -> None:
     config = Qwen3NextConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     attention: Any = Qwen3NextAttention(config, layer_idx=0)
     attention.q_norm = attention.k_norm = nn.Identity()  # with its norms there is nothing to control
-    finding = by_rule(attention)
+    finding = by_table(attention)
     assert finding is not None
     ((q, k),) = (path.weights for path in finding.paths)
     assert q.block_of_row.view(4, 2, 8)[:, 0].tolist() == [[head] * 8 for head in range(4)]
@@ -86,7 +91,7 @@ def test_the_rows_of_a_gate_in_the_query_projection_are_on_no_path() -> None:
     ids=["head size", "heads", "groups", "heads by groups", "nothing said", "tiled or not"],
 )
 def test_sizes_that_contradict_each_other_are_not_guessed(attention: nn.Module, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"no attention that QuacK can control .*not recognised \(.*{why}"):
+    with pytest.raises(ValueError, match=rf"{why}.*, so it has to be measured"):
         logit_paths(Model(HF, attention))
 
 
@@ -102,14 +107,18 @@ class Config:
 def test_a_config_that_does_not_mention_so_many_heads_is_not_believed() -> None:
     attention: Any = Attention(head_dim=8)
     attention.config = Config()
-    finding = by_rule(attention)
+    finding = by_table(attention)
     assert finding is not None
-    assert "so 4 heads, which its config does not mention" in finding.reason
+    assert "so 4 heads, which its config does not mention" in finding.note
     attention.config.num_attention_heads = 4
-    assert by_rule(attention) is not None
+    assert by_table(attention) is not None
     assert len(logit_paths(Model(HF, attention))) == 1
 
 
+known = called("LlamaAttention", "transformers.models.llama")
+
+
+@known
 class Convolved(Plain):
     """Has something between projection and logit that no rule knows."""
 
@@ -118,6 +127,7 @@ class Convolved(Plain):
         self.k_conv = nn.Conv1d(8, 8, 3)
 
 
+@known
 class Normed(Plain):
     """Has a norm of a name that no rule knows."""
 
@@ -126,6 +136,7 @@ class Normed(Plain):
         self.scale_q = nn.LayerNorm(8)
 
 
+@known
 class OneNorm(Plain):
     """A norm on the keys alone."""
 
@@ -134,6 +145,7 @@ class OneNorm(Plain):
         self.k_norm = nn.RMSNorm(8)
 
 
+@known
 class Unit(Plain):
     """Cosine attention, by a function."""
 
@@ -141,6 +153,7 @@ class Unit(Plain):
         return super().attend(F.normalize(query, dim=-1), F.normalize(key, dim=-1), value)
 
 
+@known
 class KeysFromElsewhere(Plain):
     """Reads the keys of another layer."""
 
@@ -149,6 +162,7 @@ class KeysFromElsewhere(Plain):
         self.k_proj = None  # type: ignore[assignment]
 
 
+@known
 class Own(Plain):
     """One norm for queries and keys, under a name that others use for a norm of the input."""
 
@@ -157,6 +171,7 @@ class Own(Plain):
         self.norm = nn.RMSNorm(8)
 
 
+@known
 class Hooked(Plain):
     """Something is done to its queries by a hook."""
 
@@ -165,6 +180,7 @@ class Hooked(Plain):
         self.q_proj.register_forward_hook(lambda _module, _args, out: F.normalize(out, dim=-1))
 
 
+@known
 class Tiled(Plain):
     """Head h reads key group h % groups."""
 
@@ -180,6 +196,7 @@ class Helpers:
         return x / x.square().mean(-1, keepdim=True).sqrt()
 
 
+@known
 class Imported(Plain):
     """A norm function of another module."""
 
@@ -187,6 +204,7 @@ class Imported(Plain):
         return super().attend(Helpers.rms_norm_per_head(query), Helpers.rms_norm_per_head(key), value)
 
 
+@known
 class ElementwiseAttention(nn.Module):
     """Has the names, but no softmax."""
 
@@ -206,22 +224,23 @@ class ElementwiseAttention(nn.Module):
         (OneNorm(), "only queries or only keys have a norm"),
         (Unit(), "its code calls normalize"),
         (KeysFromElsewhere(), "its keys are another layer's"),
-        (ElementwiseAttention(), "its source shows no softmax"),
+        (ElementwiseAttention(), "its forward calls no softmax"),
         (Own(), "besides q_proj and k_proj it has norm"),
         (Hooked(), "q_proj is not a projection that we can read"),
         (Tiled(), "it may repeat each key for consecutive heads, or all keys one after another"),
         (Imported(), "its code calls rms_norm_per_head"),
     ],
-    ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
+    ids=lambda each: "" if isinstance(each, nn.Module) else each,
 )
-def test_an_unreadable_attention_is_left_alone_with_a_warning_that_names_the_reason(
+def test_a_form_of_a_class_that_its_table_does_not_have_is_pending_with_the_reason(
     attention: nn.Module, why: str
 ) -> None:
-    model = Model(HF, Plain(), attention)
-    with pytest.warns(UserWarning, match=rf"first model\.layers\.1\.self_attn: not recognised \({why}\); pass a batch"):
-        paths = logit_paths(model)
-    assert [path.weights[0].name for path in paths] == ["model.layers.0.self_attn.q"]
-    assert why in paths.left_alone["model.layers.1.self_attn"]
+    model = Model(HF, Known(), attention)
+    found = found_by_table(model)
+    assert [finding.pending for finding in found.values()] == [False, True]
+    assert found["model.layers.1.self_attn"].note == why
+    with pytest.raises(ValueError, match=rf"^model\.layers\.1\.self_attn: {why}, so it has to be measured; give the"):
+        logit_paths(model)
 
 
 class CausalSelfAttention(nn.Module):
@@ -238,11 +257,8 @@ class CausalSelfAttention(nn.Module):
 
 def test_a_fused_layout_is_not_guessed_from_a_name_that_many_have() -> None:
     model = Model(HF, CausalSelfAttention())
-    with pytest.raises(
-        ValueError, match=r"not recognised \(the order .* in c_attn depends on .*\); pass a batch"
-    ) as error:
+    with pytest.raises(ValueError, match=r"no table has the class CausalSelfAttention, .*logit_paths\(model, batch\)"):
         logit_paths(model)
-    assert str(error.value).count("pass a batch") == 1
     (path,) = logit_paths(model, torch.randint(61, (1, 4)))
     assert path.weights[0].block_of_row.tolist() == [b if r < 8 else -1 for b in range(4) for r in range(24)]
 
@@ -269,31 +285,69 @@ class Block(nn.Module):
         return torch.softmax(q @ k.mT, dim=-1) @ v
 
 
-def test_an_attention_that_no_rule_reads_is_reported_whatever_its_class_is_called() -> None:
-    with pytest.warns(UserWarning, match=r"^attention is left alone in 1 of 2 modules, first model\.layers\.1"):
-        assert len(logit_paths(Model(HF, Plain(), Block()))) == 1
+def test_an_attention_that_no_table_has_is_pending_whatever_its_class_is_called() -> None:
+    found = found_by_table(Model(HF, Known(), Block()))
+    assert [finding.origin for finding in found.values()] == ["by table", "pending"]
+
+
+def user_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    return Plain.forward(self, hidden_states)
+
+
+def test_a_forward_that_the_user_replaced_is_not_trusted() -> None:
+    attention: Any = Known()
+    assert is_trusted(attention)
+    attention.forward = MethodType(user_forward, attention)
+    assert not is_trusted(attention)
+    finding = by_table(attention)
+    assert finding is not None
+    assert finding.pending
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Known, "forward", user_forward)
+        assert not is_trusted(Known())
+
+
+def test_a_wrapped_forward_is_trusted() -> None:
+    """As accelerate wraps it for a device_map, and QKClip to record logits."""
+
+    def on_device(module: Any, *args: Any) -> Any:
+        return module._old_forward(*args)
+
+    attention: Any = Known()
+    attention._old_forward = attention.forward
+    attention.forward = functools.update_wrapper(functools.partial(on_device, attention), attention.forward)
+    assert is_trusted(attention)
+    model = Model(HF, Known())
+    with QKClip(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        assert is_trusted(model.get_submodule("model.layers.0.self_attn"))
+
+
+def test_a_processor_of_the_user_is_not_trusted() -> None:
+    attention: Any = Known()
+    attention.processor = Helpers()
+    assert not is_trusted(attention)
 
 
 def test_the_error_for_a_model_with_qk_norm_throughout_advises_to_train_without() -> None:
-    normed: Any = Plain()
+    normed: Any = Known()
     normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
     with pytest.raises(ValueError, match=r"nothing for QuacK to control .* QK norm.*; train it without"):
         logit_paths(Model(HF, normed))
 
 
 def test_what_is_left_alone_in_many_layers_is_one_line() -> None:
-    normed: list[Any] = [Plain(), Plain()]
+    normed: list[Any] = [Known(), Known()]
     for attention in normed:
         attention.q_norm, attention.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
-    model = Model(HF, Plain(), *normed)
+    model = Model(HF, Known(), *normed)
     quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert repr(quack).endswith("left alone:\n  model.layers.{1-2}.self_attn: " + QK_NORM)
 
 
 def test_a_layer_with_qk_norm_is_left_alone_without_a_warning() -> None:
-    normed: Any = Plain()
+    normed: Any = Known()
     normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
-    left_alone = logit_paths(Model(HF, Plain(), normed)).left_alone
+    left_alone = logit_paths(Model(HF, Known(), normed)).left_alone
     assert left_alone == {
         "model.layers.1.self_attn": "QK norm: its logit does not depend on the scale of its queries and keys"
     }
@@ -301,4 +355,4 @@ def test_a_layer_with_qk_norm_is_left_alone_without_a_warning() -> None:
 
 def test_what_has_nothing_to_do_with_attention_is_not_mentioned() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4), nn.Conv1d(4, 4, 3), nn.Embedding(4, 4))
-    assert all(by_rule(module) is None for module in model.modules())
+    assert all(by_table(module) is None for module in model.modules())

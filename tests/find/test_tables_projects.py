@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quacklr import logit_paths
 from quacklr.find.compare import differences
-from quacklr.find.tables import by_rule
+from quacklr.find.tables import by_table
 from stand_ins_kit import called, linear
 
 H, D, W = 4, 8, 32
@@ -106,7 +106,7 @@ MAKE: list[Callable[[], nn.Module]] = [
 @pytest.mark.parametrize("make", MAKE)
 def test_an_entry_for_a_projects_class_is_what_is_measured(make: Callable[[], nn.Module]) -> None:
     module = make()
-    found = by_rule(module)
+    found = by_table(module)
     assert found is not None
     assert found.paths
     assert not differences(found.paths, logit_paths(module, torch.randn(2, 5, W), rules=False), module)
