@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quacklr.attach.linearity import validate_linear
 from quacklr.attach.nested_steps import RunningStep, RunningSteps
-from quacklr.attach.optimizers import as_optimizers, first_after_step, has_stepped, is_idle, validate_linear
+from quacklr.attach.optimizers import as_optimizers, first_after_step, has_stepped, is_idle
 from quacklr.attach.step_check import StepCheck
 from quacklr.core.budget_rates import BudgetRates, HeadChange
 from quacklr.core.flat_tensor import original

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from quacklr.core.sensitivity import Rule
 from quacklr.core.state import VERSION, validate_version
 from quacklr.core.stepped import PLAIN, Stepped
 from quacklr.core.weight import Weight
+from quacklr.util.caller import warn
 
 MOSTLY_ROUNDING = (
     "{} is {}, and the first step was scaled by up to {:.3g}. Such a step of the optimizer is mostly rounding in 16 "
@@ -125,7 +125,7 @@ class BudgetRates:
                 rate = float(self.rates[index].max())
                 if rate > LARGE_FOR_16_BITS:
                     text = MOSTLY_ROUNDING.format(weight.name, str(weight.param.dtype).removeprefix("torch."), rate)
-                    warnings.warn(text, stacklevel=7)
+                    warn(text)
                     return
 
     def _blocks_in(self, tensors: Collection[int]) -> Tensor:

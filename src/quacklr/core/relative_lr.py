@@ -7,7 +7,6 @@ as `quack_initial_lr`, so it is part of the optimizer's state dict, and a resume
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quacklr.core.stepped import PLAIN, Stepped
+from quacklr.util.caller import warn
 
 KEY = "quack_initial_lr"
 ABOVE_INITIAL = (
@@ -56,7 +56,7 @@ class RelativeLr:
         if relative > self._warn_above:
             self._warn_above = 10 * relative
             text = ABOVE_INITIAL.format(type(optimizer).__name__, relative, name, relative * budget, budget)
-            warnings.warn(text, stacklevel=9)
+            warn(text)
         return relative
 
 

@@ -6,7 +6,6 @@ and attention that no rule applies to is measured.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from quacklr.find.compare import differences, wrong_rule
 from quacklr.find.finding import DECLARED, MEASURED, VERIFIED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.tables import by_rule
+from quacklr.util.caller import warn
 from quacklr.util.modules import evaluating, named_modules
 
 UNSEEN = (
@@ -88,10 +88,9 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
     if not paths:
         raise ValueError(f"{type(model).__name__} has {_no_paths(found, sample is None)}")
     if unknown := [name for name, finding in found.items() if finding.unknown]:
-        warnings.warn(
+        warn(
             f"attention is left alone in {len(unknown)} of {len(found)} modules, first {unknown[0] or 'the model'}: "
             f"{found[unknown[0]].reason}",
-            stacklevel=3,
         )
     return paths
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 from torch import nn
@@ -13,6 +12,7 @@ from quacklr.find.finding import BY_RULE, VERIFIED, Finding, is_inside
 from quacklr.find.first_batch import FirstBatch, slices
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.tables.evidence import is_trusted
+from quacklr.util.caller import warn
 from quacklr.util.modules import Arguments, named_modules, unwrapped, wrappers
 
 TAKE_MEASURED = (
@@ -87,7 +87,7 @@ class Verification:
             classes = sorted({self._unknown_classes[name] for name in names})
             where = names[0] or "the model"
             where += f" and {len(names) - 1} more" if len(names) > 1 else ""
-            warnings.warn(GUESSED.format(where, " and ".join(classes), why), stacklevel=2)
+            warn(GUESSED.format(where, " and ".join(classes), why))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -116,7 +116,7 @@ class Verification:
         if ruled is None:
             declared = any(finding.declared and is_inside(name, other) for other, finding in self._found.items())
             if measured.paths and not declared:
-                warnings.warn(NOT_FOUND.format(name or "the model", type(attention).__name__), stacklevel=2)
+                warn(NOT_FOUND.format(name or "the model", type(attention).__name__))
         if ruled is None or name not in self.notes:
             return ""
         if measured.undecided:
