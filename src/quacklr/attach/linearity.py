@@ -107,7 +107,7 @@ def _deviation(optimizer: Optimizer, groups: list[Group]) -> float:
         length = float((one[1:] - one[:-1]).flatten(1).norm(dim=1).sum())
         distance = float((one - two).flatten(1).norm(dim=1).max())
         if not math.isfinite(length + distance) or length == 0:
-            raise RuntimeError("its steps are not finite" if length else "its steps move nothing")
+            raise RuntimeError("its steps are not finite" if length else "its step moves nothing")
         rounding = 30 * torch.finfo(torch.float32).eps * float(one[0].norm())
         deviations.append(max(0.0, distance - rounding) / length)
     return max(deviations)
@@ -148,7 +148,7 @@ def _constructed(optimizer: Optimizer, groups: list[Group], rate: float) -> Any:
     generator = torch.Generator().manual_seed(0)
     kinds: dict[str, Group] = {}
     for group in sorted(groups, key=_lr):
-        settings = _settings({name: group[name] for name in group if name in names or name not in optimizer.defaults})
+        settings = _settings(group)
         shapes = {param.ndim: SHAPES.get(param.ndim, (4,) * param.ndim) for param in group["params"]}
         params = [nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for shape in shapes.values()]
         kinds[repr((settings, sorted(shapes)))] = {**settings, "params": params, "lr": rate * _lr(group)}
