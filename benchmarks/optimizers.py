@@ -34,7 +34,7 @@ from optimizer_judge import CHAOTIC, EQUAL, SHORT, STEPS, deviation, make, model
 from torch.optim import Optimizer
 
 from quacklr import QuacK
-from quacklr.attach.optimizers import NOT_LINEAR
+from quacklr.attach.linearity import NOT_LINEAR
 from quacklr.util.modules import run_uncompiled
 
 PACKAGES = [
@@ -92,7 +92,7 @@ def said(cls: type[Optimizer]) -> tuple[str, str]:
             return REFUSED, str(error)
     notes = [str(each.message) for each in caught if each.category is UserWarning]
     notes = [note for note in notes if "lr" in note]
-    if any("could not be checked" in note for note in notes):
+    if any("could not be tested" in note for note in notes):
         return UNKNOWN, notes[0]
     return (WARNS, notes[0]) if notes else (WORKS, "")
 
@@ -131,7 +131,7 @@ def examined(cls: type[Optimizer]) -> Row:
     known = [other for other in NOT_LINEAR if issubclass(cls, other)]  # refused by name, for what comes late
     agrees = None
     if short == short and verdict != UNKNOWN and how != CHAOTIC and not known:
-        agrees = max(short, long) > EQUAL if verdict == REFUSED else short <= EQUAL or "keeps lr" in why
+        agrees = max(short, long) > EQUAL if verdict == REFUSED else short <= EQUAL
     numbers = f"{short:.0e} {long:.0e}" if short == short else "does not run"
     return Row(name, verdict, shortened(why), shortened(f"{numbers} ({how})" if how else numbers), agrees)
 
@@ -139,7 +139,7 @@ def examined(cls: type[Optimizer]) -> Row:
 def shortened(text: str) -> str:
     text = re.sub(r"\s+", " ", text).replace("|", "/")
     text = re.sub(r"^\w+ is not linear in lr \((.*?)\), so it has.*", r"\1", text)
-    text = re.sub(r".*on scratch tensors its steps scaled by 0.5 are (.*? off).*", r"\1", text)
+    text = re.sub(r".*on small parameters its steps scaled by 0.5 are (.*? off).*", r"\1", text)
     return text if len(text) < 100 else f"{text[:97]}..."
 
 

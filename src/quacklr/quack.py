@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from quacklr.attach.attachment import Attachment
 from quacklr.attach.first_step import FirstStep
-from quacklr.attach.optimizers import validate_linear
+from quacklr.attach.linearity import validate_linear
 from quacklr.attach.step_check import StepCheck
 from quacklr.core.changes import HeadChange, LogitChanges
 from quacklr.core.flat_tensor import original

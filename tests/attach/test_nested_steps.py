@@ -117,6 +117,7 @@ class Outer(TwiceSGD):
         self._again()
 
 
+@pytest.mark.filterwarnings("ignore:Outer could not be tested")
 def test_a_step_that_calls_another_optimizers_step_on_the_same_tensors_is_scaled_once() -> None:
     q, k = parameter(), parameter()
     inside = torch.optim.SGD([q, k], lr=LR)

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 import reference
 from models import PerHead, Separate, assert_equal, layers, train
 from quacklr import ConstantTau, Paper, QuacK, Weight, frobenius, mha, packed, spectral
-from quacklr.attach.linearity import probe
-from quacklr.attach.optimizers import KNOWN_LINEAR, NOT_LINEAR
+from quacklr.attach.linearity import KNOWN_LINEAR, NOT_LINEAR
 from quacklr.core.norms import Norm
 
 ACCEPTED: dict[str, dict[str, Any]] = {
@@ -79,10 +78,10 @@ def test_a_scaled_step_is_a_step_with_a_scaled_lr(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ACCEPTED if name != "SparseAdam"])
-def test_the_probe_finds_that_the_optimizers_of_torch_are_linear(name: str) -> None:
-    model = Separate(bias=name != "Muon")
-    found = probe(getattr(torch.optim, name)(model.parameters(), **ACCEPTED[name]))
-    assert found == (0, 0, 0, True)
+def test_the_test_on_small_parameters_finds_that_the_optimizers_of_torch_are_linear(name: str) -> None:
+    cls = getattr(torch.optim, name)
+    model = nn.Sequential(Separate(bias=name != "Muon"))
+    QuacK(model, type("Mine", (cls,), {})(model.parameters(), **ACCEPTED[name])).remove()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -95,19 +94,10 @@ def test_an_optimizer_of_torch_that_is_not_linear_in_lr_is_refused_by_name(name:
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_the_probe_finds_what_is_refused_by_name() -> None:
-    params = list(Separate().parameters())
-    assert not probe(torch.optim.Rprop(params)).reads_lr
-    assert probe(torch.optim.ASGD(params)).changing > 0.1
-    assert probe(torch.optim.ASGD(params)).late > 0.1
-
-
 def test_adafactor_warns_if_it_will_not_stay_linear_and_is_taken_at_a_small_lr() -> None:
     model = nn.Sequential(Separate())
-    with pytest.warns(
-        UserWarning, match="Adafactor is linear in lr in its first steps, but not for ever: at step 1,000,000"
-    ):
-        QuacK(model, torch.optim.Adafactor(model.parameters(), lr=1e-2))
+    with pytest.warns(UserWarning, match="Adafactor is linear in lr only for its first 10,000 steps"):
+        QuacK(model, torch.optim.Adafactor(model.parameters(), lr=1e-2)).remove()
     QuacK(model, torch.optim.Adafactor(model.parameters(), lr=1e-4))
 
 
@@ -116,7 +106,7 @@ def test_a_subclass_of_a_refused_optimizer_is_refused() -> None:
         pass
 
     model = nn.Sequential(Separate())
-    with pytest.raises(ValueError, match="Rprop is not linear"):
+    with pytest.raises(ValueError, match="Mine is not linear"):
         QuacK(model, Mine(model.parameters()))
 
 

@@ -17,8 +17,8 @@ QUOTED = [
 ]
 FIELD = "\0"
 """A part of a message that is filled in."""
-USERS = {"ValueError", "RuntimeError", "warnings.warn"}
-LIBRARY = ("quack.py", "core", "distributed", "optimizers", "logits", "checking", "integrations")
+USERS = {"ValueError", "RuntimeError", "warnings.warn", "warn"}
+LIBRARY = ("quack.py", "core", "sharded", "attach", "attention", "checking", "integrations")
 
 
 def text_of(node: ast.expr, constants: dict[str, str]) -> str | None:

@@ -6,18 +6,19 @@ new parameters into the model. A QuacK that was attached before that would do no
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 from weakref import ReferenceType, ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.attach.weight_copies import warn_of_copies
 from quacklr.core.flat_tensor import gradient_of, original
 from quacklr.core.local import local_tensor
 from quacklr.core.stepped import PLAIN, Stepped
 from quacklr.core.weight import Weight
+from quacklr.util.caller import warn
 
 NONE_STEPPED = (
     "no weight on a path is stepped, so QuacK would do nothing: the optimizer's param groups hold none of the "
@@ -33,6 +34,11 @@ REPLACED = (
 NO_GRADIENT = (
     "no weight on a path had a gradient in the first step{}, so QuacK does nothing: was the model sharded, or were its "
     "parameters replaced, after QuacK was attached? Shard first, then make the optimizer, then attach"
+)
+KEEPS_A_COPY = (
+    "{} keeps a copy of the weights in its state ({!r}), and a budget scales the step of the weights only. If the "
+    "optimizer computes weights from the copy, as schedule-free optimizers and those with master weights do, part of "
+    "the scaling is lost. Use an optimizer without copies"
 )
 
 
@@ -98,7 +104,7 @@ class StepCheck:
                 raise RuntimeError(REPLACED.format(replaced[0].name, "all"))
             if replaced:
                 some = f"{len(replaced)} of {len(self._of_model)}"
-                warnings.warn(REPLACED.format(replaced[0].name, some), stacklevel=7)
+                warn(REPLACED.format(replaced[0].name, some))
         self._in_use = True
 
     def _check_all_stepped(self, missing: Iterable[Weight], last_iteration: Collection[int]) -> None:
@@ -112,7 +118,7 @@ class StepCheck:
             return
         self._all_stepped = True
         if missing := [part for part in missing if id(part.param) not in last_iteration]:
-            warnings.warn(NOT_IN_GROUPS.format(missing[0].name), stacklevel=7)
+            warn(NOT_IN_GROUPS.format(missing[0].name))
 
     def after_step(self, optimizer: Optimizer, tensors: Collection[int], moved: Callable[[], bool]) -> None:
         """Check that a weight on a path had a gradient in this optimizer's first step, or moved without one."""
@@ -125,7 +131,28 @@ class StepCheck:
             ids = {id(part.param) for part in self._parts}
             if all(other is optimizer or self._in_groups.by(other).isdisjoint(ids) for other in self._optimizers):
                 raise RuntimeError(NO_GRADIENT.format(""))
-            warnings.warn(NO_GRADIENT.format(f" of {type(optimizer).__name__}"), stacklevel=6)
+            warn(NO_GRADIENT.format(f" of {type(optimizer).__name__}"))
         if not self._linear:
             warn_of_copies(optimizer, tensors, self._in_groups)
         self._stepped.add(optimizer)
+
+
+def warn_of_copies(optimizer: Optimizer, tensors: Collection[int], in_groups: Stepped = PLAIN) -> None:
+    """Warn if an optimizer's state has a copy of one of these tensors (by id), after its first step.
+
+    Copies are averages, slow weights, and weights of higher precision. The scaling is lost if the optimizer computes
+    the next weights from them. Waits for the device.
+    """
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        state: Any = optimizer.state.get(param, {}) if not set(tensors).isdisjoint(in_groups.of(param)) else {}
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor) and value.shape == param.shape and _is_copy(value, param):
+                warn(KEEPS_A_COPY.format(type(optimizer).__name__, key))
+                return
+
+
+@torch.no_grad()
+def _is_copy(value: Tensor, param: Tensor) -> bool:
+    """Whether the distance is less than half of the weight's norm. Momenta and second moments are further away."""
+    weight, kept = local_tensor(param).float(), local_tensor(value).float()
+    return weight.shape == kept.shape and bool((kept.to(weight.device) - weight).norm() < 0.5 * weight.norm())

@@ -94,7 +94,7 @@ class QKClip:
             )
         self.threshold, self.clip = threshold, clip
         engine = engine_of(model, optimizer)
-        self.optimizers, self._in_groups = as_optimizers(engine.optimizers or optimizer), engine.stepped
+        self.optimizers, self._in_groups = as_optimizers(engine.optimizers or optimizer, linear=False), engine.stepped
         reshard(model)
         with engine.whole_shapes():
             found = logit_paths(model) if paths is None else paths

@@ -6,7 +6,6 @@ batch, tables are compared with the measurement.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from quacklr.find.compare import verified
 from quacklr.find.finding import BY_TABLE, DECLARED, MEASURED, VERIFIED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.tables import by_table
+from quacklr.util.caller import warn
 from quacklr.util.modules import evaluating, named_modules, named_parameters
 
 UNSEEN = (
@@ -181,10 +181,9 @@ def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:
 def warn_unknown(found: Mapping[str, Finding]) -> None:
     """A warning for attention that ran, and whose paths could not be determined."""
     if unknown := [name for name, finding in found.items() if finding.unknown and not finding.pending]:
-        warnings.warn(
+        warn(
             f"attention is left alone in {len(unknown)} of {len(found)} modules, first {unknown[0] or 'the model'}: "
-            f"{found[unknown[0]].reason}",
-            stacklevel=4,
+            f"{found[unknown[0]].reason}"
         )
 
 
