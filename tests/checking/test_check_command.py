@@ -44,15 +44,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
-def test_a_type_of_transformers_is_checked_on_a_small_model(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "gpt_neox", "--steps", "1", "--optimizer", "muon", "--lr", "0.02")
-    assert (code, err) == (0, "")
-    titles = " ".join(out.splitlines()[0].split())
-    assert titles == "attention heads at the start bound grown 4x, plain grown 4x, QuacK its bound"
-    assert [line.split()[0] for line in out.splitlines()[1:3]] == [f"gpt_neox.layers.{i}.attention" for i in (0, 1)]
-    assert out.splitlines()[-1].startswith("correct: 2 layers, 8 heads;")
-
-
 def test_exit_code_and_picture_of_a_model_with_correct_rows(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     code, out, _ = run(capsys, f"{mine}.py:with_optimizer", "--out", "check.png", "--growth", "2", "--tau", "0.5")
     assert code == 0
@@ -81,7 +72,7 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["qwen3"], 1, "nothing for QuacK to control in its 2 attention layers"),
+        (["llama"], 2, "LlamaForCausalLM: to run it, name a function that returns a batch too"),
         (["models_to_check:without_attention"], 1, "attention"),
         (["models_to_check:idle_optimizer"], 1, "every learning rate is 0"),
         (
@@ -89,7 +80,7 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
             1,
             "misfit: the model fails on its batch: RuntimeError: mat1 and mat2",
         ),
-        (["models_to_check:half_frozen"], 2, "return a batch with the model: return model, batch"),
+        (["models_to_check:half_frozen"], 2, "with `return model, batch`"),
         (["models_to_check:missing"], 2, "models_to_check has no 'missing'"),
         (["lama"], 2, "did you mean llama"),
         (["gpt2", "--lr", "0"], 2, "argument --lr: must be a positive number, at most 1e+30, not 0"),
@@ -100,7 +91,6 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
         (["gpt2", "--out", "nowhere/check.png"], 2, "there is no folder nowhere"),
         (["gpt2", "--out", f"{'x' * 300}.png"], 2, "File name too long"),
         (["gpt2", "--out", f"{'x' * 300}/check.png"], 2, "File name too long"),
-        (["x" * 300], 2, "File name too long"),
         (["gpt2", "--steps", str(10**20)], 2, "at most 10,000"),
     ],
 )

@@ -27,17 +27,14 @@ and rows of its weights are perturbed. The logits of every head must change with
 rows, with no others, and by no more than the steps of those rows allow.
 
 TARGET is one of
-  llama                      a model type of transformers, with small sizes
-  path/to/config.json        a config of transformers, or a folder with one
   vit_tiny_patch16_224       a model of timm
   package.module:factory     a function of yours that returns (model, batch), where
   path/to/file.py:factory    batch is the model's input, or (model, optimizer, batch)
 """
 EXAMPLES = """\
 examples:
-  quacklr check deepseek_v3                     seconds: a small model, random weights
-  quacklr check train.py:make --out check.png   yours, with a picture of every head
-  quacklr check gpt2 --optimizer muon --lr 0.02
+  quacklr check train.py:make --out check.png   with a picture of every head
+  quacklr check train.py:make --optimizer muon --lr 0.02
 
 exit code: 0 if QuacK scales the right rows; 1 if it does not, if that cannot be shown, or if QuacK cannot be
 attached; 2 if there is no such model, or an option is wrong
@@ -92,7 +89,7 @@ def checked(options: argparse.Namespace) -> CheckReport:
     model, batch = target.runnable()
     torch.manual_seed(0)
     optimizers = target.optimizers or OPTIMIZERS[options.optimizer](model, options.lr)
-    progress(f"checking {type(model).__name__} on {target.measured_on or 'its batch'} ...")
+    progress(f"checking {type(model).__name__} on its batch ...")
     try:
         settings = {"tau": options.tau, "budget": options.budget, "steps": options.steps, "growth": options.growth}
         return check(model, optimizers, batch, **settings)
