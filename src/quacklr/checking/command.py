@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ TARGET is one of
 """
 EXAMPLES = """\
 examples:
-  quacklr check train.py:make --out check.png   with a picture of every head
+  quacklr check train.py:make
   quacklr check train.py:make --optimizer muon --lr 0.02
 
 exit code: 0 if QuacK scales the right rows; 1 if it does not, if that cannot be shown, or if QuacK cannot be
@@ -48,8 +47,6 @@ def main(argv: Sequence[str]) -> int:
         with quiet():
             report = checked(options)
         print_result(str(report))
-        if options.out is not None:
-            report.save(options.out)
     except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
         return 1
     except (ValueError, OSError, BadTargetError, ModuleNotFoundError) as error:
@@ -75,9 +72,6 @@ def parser() -> Parser:
         default=4.0,
         metavar="X",
         help="factor of the weights in the steps with grown weights (4)",
-    )
-    options.add_argument(
-        "--out", type=_figure_file, metavar="FILE", help="also draw every head: check.png, .svg or .pdf"
     )
     return options
 
@@ -123,16 +117,3 @@ def _number(kind: Callable[[str], float], largest: float, name: str) -> Callable
         raise argparse.ArgumentTypeError(f"must be a {name}, at most {limit}, not {text}")
 
     return parse
-
-
-def _figure_file(text: str) -> Path:
-    file = Path(text)
-    if file.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"must be a .png, .svg or .pdf, not {text}")
-    try:
-        file.exists()
-        if not file.parent.is_dir():
-            raise argparse.ArgumentTypeError(f"there is no folder {file.parent}")
-    except OSError as error:
-        raise argparse.ArgumentTypeError(os_error_message(error)) from error
-    return file
