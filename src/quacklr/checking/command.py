@@ -18,7 +18,6 @@ from quacklr.inspect.command import progress, quiet, target_parser
 from quacklr.inspect.resolve import resolve
 from quacklr.inspect.target import BadTargetError, one_line
 from quacklr.util.arguments import Parser
-from quacklr.util.terminal import os_error_message, print_result
 
 ABOUT = """\
 Does QuacK scale the right rows of a model? A copy of the model takes a few real steps,
@@ -46,11 +45,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         with quiet():
             report = checked(options)
-        print_result(str(report))
-    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
-        return 1
-    except (ValueError, OSError, BadTargetError, ModuleNotFoundError) as error:
-        print(f"quacklr check: {os_error_message(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        print(report)
+    except (ValueError, BadTargetError, ModuleNotFoundError) as error:
+        print(f"quacklr check: {error}", file=sys.stderr)
         return 1 if isinstance(error, ValueError) else 2
     return 0 if report.ok else 1
 

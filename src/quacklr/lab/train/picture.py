@@ -32,7 +32,7 @@ def draw_logits(folder: Path) -> Path | None:
 
 def numbers_of(measured: list[dict[str, Table]]) -> dict[str, Tensor]:
     """For each statistic (heads of all layers, measurements); NaN for missing numbers."""
-    missing = [[None for _ in row] for row in measured[0]["max"]]
+    missing: Table = [[None for _ in row] for row in measured[0]["max"]]
     return {
         name: torch.stack([_flat(tables.get(name, missing)) for tables in measured], dim=1)
         for name in SHOWN
