@@ -23,13 +23,13 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from layout import layout, query_and_key
 from perturbation import judged, rated
 from quacklr import QuacK
 from quacklr.find.compare import differences
 from quacklr.find.discover import found_by_table, logit_paths
 from quacklr.find.finding import NO_SOFTMAX, Finding
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.inspect.layout import layout, query_and_key
 from tiny_models import CAUSAL, build, sections
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +46,7 @@ SAME, FAILED, LEFT_RIGHTLY, RIGHT, WRONG = "the same", "its forward", "rightly",
 GAP = "as its paths say, but"
 INTRODUCTION = """\
 This page lists the models that were tested with QuacK: every type of transformers that has a causal language model, the
-main encoders and encoder-decoders, and the attention layers of torch. To test one yourself, run `quacklr check llama`.
+main encoders and encoder-decoders, and the attention layers of torch. To see one yourself: `quacklr inspect llama`.
 
 All models are tiny and have random weights. The last three columns:
 

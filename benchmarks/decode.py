@@ -24,13 +24,13 @@ import torch
 from matplotlib.ticker import NullLocator, StrMethodFormatter
 from torch import Tensor
 
+from quacklr.lab.figures import drawn
 from quacklr.lab.methods import AbsorbedQKNorm, Default, Method, QKNorm, Quack, alter
 from quacklr.lab.model import Attention, Decoder, Shape
 from quacklr.lab.model.cache import Cache
 from quacklr.lab.model.rope import Rotary
 from quacklr.lab.presets import ATTENTIONS, PRESETS
 from quacklr.lab.report.style import panels
-from quacklr.util.figures import save
 
 SHAPE: Shape = PRESETS["paper-mha"].shape
 SPECS = ATTENTIONS["paper-mha"]
@@ -130,7 +130,7 @@ def draw(times: Times, path: Path) -> None:
     right.set_yscale("log")
     right.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
     figure.legend(loc="outside lower center", ncols=2)
-    save(figure, path)
+    path.write_bytes(drawn(figure, "png"))
 
 
 def computed() -> list[str]:

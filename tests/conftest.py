@@ -77,7 +77,7 @@ def four() -> Iterator[Crew]:
 
 SLOWEST = (
     *("test_torchrun", "test_sweep_clusters", "test_resume", "test_parallel", "test_options", "test_sharded"),
-    *("test_sharded_callbacks", "test_checkpoints", "test_prepare_killed", "test_models", "test_terminal"),
+    *("test_sharded_callbacks", "test_checkpoints", "test_prepare_killed", "test_models"),
     *("test_torchtitan", "test_deepspeed", "test_fsdp1", "test_megatron", "test_in_a_browser", "test_notebook"),
 )
 

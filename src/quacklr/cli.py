@@ -6,10 +6,8 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 from quacklr import __version__
-from quacklr.util import terminal
 from quacklr.util.arguments import Parser
 
 COMMANDS = {  # name: (module with a main(argv), help text)
@@ -43,15 +41,12 @@ def parser() -> Parser:
 
 def run(command: str, argv: Sequence[str]) -> int:
     """Run a command; a message and exit code 2 if a package is missing, or if the lab cannot run on this system."""
-    is_lab = COMMANDS[command][0].startswith("quacklr.lab.")
-    if is_lab and find_spec("fcntl") is None:  # also signals, fork servers and resource usage are those of POSIX
-        print(f"quacklr {command} needs Linux or macOS; on Windows, run it in WSL", file=sys.stderr)
-        return 2
     try:
         module = importlib.import_module(COMMANDS[command][0])
     except ModuleNotFoundError as missing:
-        package = "'quacklr[lab]'" if is_lab else missing.name
-        print(f"quacklr {command} needs {missing.name}: pip install {package}", file=sys.stderr)
+        package = "'quacklr[lab]'" if ".lab." in COMMANDS[command][0] else missing.name
+        needs = "Linux or macOS" if missing.name == "fcntl" else f"{missing.name}: pip install {package}"
+        print(f"quacklr {command} needs {needs}", file=sys.stderr)
         return 2
     return int(module.main(argv))
 
@@ -60,10 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 2 for bad options, 130 when stopped by Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is imported; see docs/lab.md
-    terminal.open_missing()
-    with terminal.tolerant("stderr"):
+    try:
         code = _main(argv)
-    terminal.discard_unwritten()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does; Python flushes stdout again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
 
 

@@ -15,8 +15,8 @@ from quacklr import LogitPath, QuacK, logit_paths
 from quacklr.attention.capture import capture_logits
 from quacklr.attention.head_order import HeadOrders
 from quacklr.find.discover import found_by_table
-from quacklr.inspect.resolve import resolve
 from quacklr.util.modules import run
+from tiny_models import OTHERS, build
 
 
 def names(model: nn.Module) -> list[str]:
@@ -148,7 +148,7 @@ def test_the_scale_of_the_logit_is_the_one_that_the_model_uses(kind: str) -> Non
         model = EsmModel(config)  # type: ignore[no-untyped-call]
         batch: Any = {"input_ids": torch.randint(4, 24, (2, 9))}
     else:
-        model, batch = resolve(kind).runnable()
+        model, batch = build(kind, OTHERS)
     found = {name: finding for name, finding in found_by_table(model).items() if finding.paths}
     seen: dict[str, float] = {}
     heads = {name: finding.paths[0].heads for name, finding in found.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 from collections.abc import Iterator
 from dataclasses import fields
@@ -16,10 +15,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from quacklr import LogitMonitor, LogitStats
-from quacklr.integrations.heatmap import History
-from quacklr.integrations.writers import charts, scalars, tables, to_tensorboard, to_wandb
-
-NAMES = ["layers.0.attn", "layers.1.attn", "layers.1.attn#2", "layers.1_attn", "layers.10.attn"]
+from quacklr.integrations.writers import to_tensorboard, to_wandb
 
 
 def stats(largest: dict[str, list[float]], **others: float) -> dict[str, LogitStats]:
@@ -82,24 +78,10 @@ def test_what_is_no_finite_number_is_not_written_and_does_not_spoil_the_rest(bro
     assert all(math.isfinite(value) for values in found.values() for _, value in values)
 
 
-def test_a_chart_has_the_heads_of_one_attention_and_of_no_other(tmp_path: Path) -> None:
-    """TensorBoard takes every tag that begins with what the regular expression matches."""
-    measured = stats({name: [1.0] * 12 for name in NAMES})
-    tags = [name for name, _ in scalars(tables(measured), heads=True)]
-    layout = charts(measured)
-    assert [title.removeprefix("logits ") for title in layout] == [field.name for field in fields(LogitStats)]
-    for statistic, by_name in layout.items():
-        assert list(by_name) == NAMES
-        for name, (_, [regex]) in by_name.items():
-            group = f"{statistic.replace(' ', '_')}_by_head/{name}"
-            assert [tag for tag in tags if re.match(regex, tag)] == [f"{group}/head_{head}" for head in range(12)]
+def test_a_model_that_is_itself_an_attention_has_a_name(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
-        writer.add_custom_scalars(layout)
-
-
-def test_a_model_that_is_itself_an_attention_has_a_name() -> None:
-    names = [name for name, _ in scalars(tables(stats({"": [1.0]})), heads=True)]
-    assert names[:2] == ["logits_max/model", "logits_max_by_head/model/head_0"]
+        to_tensorboard(writer, stats({"": [1.0]}), 0, heads=True)
+    assert {"logits_max/model", "logits_max_by_head/model/head_0"} <= set(shown(tmp_path))
 
 
 def records(path: Path) -> Iterator[bytes]:
@@ -146,8 +128,9 @@ def test_wandb_gets_the_same_scalars_at_the_same_steps(tmp_path: Path, monkeypat
         to_wandb(wandb, later, 8, heads=True)
     wandb.teardown()  # its process writes the file, and may not have written all of it yet
     rows = logged(tmp_path)
-    assert rows == {3: dict(scalars(tables(first))), 8: dict(scalars(tables(later), heads=True))}
+    assert set(rows) == {3, 8}
     assert rows[3]["logits_max/a.0"] == 1.0
+    assert len(rows[3]) == (len(fields(LogitStats)) - 1) * 2
     assert "logits_mean_change/a.1" not in rows[3]
     assert rows[8]["logits_mean_change_by_head/a.1/head_0"] == 0.25
 
@@ -166,17 +149,3 @@ def test_what_a_monitor_measures_is_written_as_it_is(tmp_path: Path) -> None:
         heads = [found[f"logits_max_by_head/{name}/head_{head}"][-1] for head in range(4)]
         assert heads == [(1, value) for value in each.max.tolist()]
         assert found[f"logits_mean_change/{name}"] == [(1, 0.0)]
-
-
-def test_the_heatmap_goes_to_tensorboard_as_an_image(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    history = History()
-    history.add(4, stats({"a": [1.0, 7.0]}))
-    with SummaryWriter(str(tmp_path)) as writer:
-        writer.add_figure("logits", history.figure("max"), 4)
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    (image,) = events.Images("logits")
-    assert image.step == 4
-    assert image.encoded_image_string.startswith(b"\x89PNG")

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quacklr.inspect.sample import BATCH
 from quacklr.util.module_stack import module_stack
 from quacklr.util.torch_functions import MULTIHEAD, SDPA, SOFTMAX, multihead_opened
+from sample import BATCH
 
 LOGSUMEXP: tuple[Any, ...] = (torch.logsumexp, Tensor.logsumexp)
 LARGEST: tuple[Any, ...] = (torch.max, Tensor.max)

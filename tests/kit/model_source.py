@@ -46,16 +46,6 @@ class Declared(nn.Module):
     def logit_paths(self):
         return mha(*packed(self.inner.qkv, ("q", 1, 4), ("k", 1, 4), (None, 1, 4), repeat=4))
 
-class DeclaredTogether(nn.Sequential):
-    """One declaration of two attentions."""
-    def logit_paths(self):
-        qkv = {"first": self[0].inner.qkv, "second": self[1].inner.qkv}
-        rows = {name: ((f"{name}.q", 1, 4), (f"{name}.k", 1, 4), (None, 1, 4)) for name in qkv}
-        return [path for name in qkv for path in mha(*packed(qkv[name], *rows[name], repeat=4))]
-
-class FirstOnly(nn.Sequential):
-    def forward(self, x_BTD): return self[0](x_BTD)
-
 class WronglyDeclared(Attention):
     def logit_paths(self):
         return mha(*packed(self.qkv, ("q", 1, 4), (None, 1, 4), ("k", 1, 4), repeat=4))
@@ -67,8 +57,6 @@ def declared():
     print("made")
     return stack(Declared), torch.randn(2, 5, 16)
 def wrongly_declared(): return stack(WronglyDeclared), torch.randn(2, 5, 16)
-def first_only(): return FirstOnly(*stack(Declared)), torch.randn(2, 5, 16)
-def declared_together(): return DeclaredTogether(Declared(), Declared()), torch.randn(2, 5, 16)
 def half_frozen():
     model = stack(nn.MultiheadAttention, embed_dim=16, num_heads=2, add_bias_kv=True)
     model[0].requires_grad_(False)
@@ -80,5 +68,7 @@ def silent():
 def without(): return nn.Linear(2, 2)
 def raises(): raise RuntimeError("the disk is full")
 def returns_text(): return "a model"
+def half_known(): return nn.Sequential(nn.MultiheadAttention(16, 2), UnheardOfAttention())
+def unheard_of_misfit(): return stack(UnheardOfAttention), torch.randn(2, 5, 17)
 def misfit(): return stack(Declared), torch.randn(2, 5, 17)
 '''

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quacklr.inspect.sample import sample_for
-from quacklr.inspect.small_config import DEFAULTS, default_config, shrink
+from sample import sample_for
+from small_config import DEFAULTS, default_config, shrink
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

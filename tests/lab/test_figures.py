@@ -15,6 +15,7 @@ from matplotlib.text import Text
 
 from made_ledger import HIGH, SCALE, ledger
 from quacklr.lab.config import Config
+from quacklr.lab.figures import RC
 from quacklr.lab.ledger import Entry
 from quacklr.lab.methods import Default, Method, Quack
 from quacklr.lab.report.command import draw
@@ -42,7 +43,6 @@ from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS, ru
 from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.sizes import WIDTHS
 from quacklr.lab.sweep.sweep import missing
-from quacklr.util.figures import RC
 from swept_runs import made
 
 WITH_MUON = {method: name for method, name in METHOD_NAMES.items() if name != "AdamW^2"}

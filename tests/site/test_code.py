@@ -15,7 +15,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lab_runs import ATTENTIONS, small
 from quacklr import LogitMonitor
-from quacklr.integrations.heatmap import History
 from quacklr.lab.methods import Default
 from quacklr.lab.train.runner import run
 
@@ -44,7 +43,6 @@ def training() -> dict[str, Any]:
         "writer": SummaryWriter("tensorboard"),
         "run": wandb.init(mode="disabled"),
         "step": 0,
-        "history": History(),
     }
 
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from quacklr.util.layer_names import pattern
 from quacklr.util.text_table import columns, grouped, value_range
 
 
@@ -24,3 +25,11 @@ def test_names_that_differ_in_numbers_only_and_have_one_text_are_one_line() -> N
     texts = [("a.0.q", "frozen"), ("a.1.q", "frozen"), ("a.2.q", "zero"), ("", "frozen")]
     assert grouped(texts) == ["  a.{0-1}.q: frozen", "  a.2.q: zero", "  (model): frozen"]
     assert grouped(texts[:2], lambda names: f"{len(names)} names") == ["  2 names: frozen"]
+
+
+def test_names_of_equal_layers_are_written_as_one() -> None:
+    assert pattern([f"a.{i}.b" for i in (0, 1, 2, 5, 7)]) == "a.{0-2,5,7}.b"
+    assert pattern([f"a.{i}" for i in range(3, 48, 4)]) == "a.{3,7,...,47}"
+    assert pattern([f"a.{i}" for i in range(24) if i % 4 != 3]) == "a.{0-2,4-6,...,20-22}"
+    assert pattern(["a.0.b.0", "a.0.b.1", "a.1.b.0", "a.1.b.1", "a.2.b.5"]) == "a.{0-1}.b.{0-1}, a.2.b.5"
+    assert pattern(["model"]) == "model"

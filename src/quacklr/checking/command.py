@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from quacklr.inspect.command import progress, quiet, target_parser
 from quacklr.inspect.resolve import resolve
 from quacklr.inspect.target import BadTargetError, one_line
 from quacklr.util.arguments import Parser
-from quacklr.util.terminal import os_error_message, print_result
 
 ABOUT = """\
 Does QuacK scale the right rows of a model? A copy of the model takes a few real steps,
@@ -27,17 +25,14 @@ and rows of its weights are perturbed. The logits of every head must change with
 rows, with no others, and by no more than the steps of those rows allow.
 
 TARGET is one of
-  llama                      a model type of transformers, with small sizes
-  path/to/config.json        a config of transformers, or a folder with one
   vit_tiny_patch16_224       a model of timm
   package.module:factory     a function of yours that returns (model, batch), where
   path/to/file.py:factory    batch is the model's input, or (model, optimizer, batch)
 """
 EXAMPLES = """\
 examples:
-  quacklr check deepseek_v3                     seconds: a small model, random weights
-  quacklr check train.py:make --out check.png   yours, with a picture of every head
-  quacklr check gpt2 --optimizer muon --lr 0.02
+  quacklr check train.py:make
+  quacklr check train.py:make --optimizer muon --lr 0.02
 
 exit code: 0 if QuacK scales the right rows; 1 if it does not, if that cannot be shown, or if QuacK cannot be
 attached; 2 if there is no such model, or an option is wrong
@@ -50,13 +45,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         with quiet():
             report = checked(options)
-        print_result(str(report))
-        if options.out is not None:
-            report.save(options.out)
-    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
-        return 1
-    except (ValueError, OSError, BadTargetError, ModuleNotFoundError) as error:
-        print(f"quacklr check: {os_error_message(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        print(report)
+    except (ValueError, BadTargetError, ModuleNotFoundError) as error:
+        print(f"quacklr check: {error}", file=sys.stderr)
         return 1 if isinstance(error, ValueError) else 2
     return 0 if report.ok else 1
 
@@ -79,9 +70,6 @@ def parser() -> Parser:
         metavar="X",
         help="factor of the weights in the steps with grown weights (4)",
     )
-    options.add_argument(
-        "--out", type=_figure_file, metavar="FILE", help="also draw every head: check.png, .svg or .pdf"
-    )
     return options
 
 
@@ -92,7 +80,7 @@ def checked(options: argparse.Namespace) -> CheckReport:
     model, batch = target.runnable()
     torch.manual_seed(0)
     optimizers = target.optimizers or OPTIMIZERS[options.optimizer](model, options.lr)
-    progress(f"checking {type(model).__name__} on {target.measured_on or 'its batch'} ...")
+    progress(f"checking {type(model).__name__} on its batch ...")
     try:
         settings = {"tau": options.tau, "budget": options.budget, "steps": options.steps, "growth": options.growth}
         return check(model, optimizers, batch, **settings)
@@ -126,16 +114,3 @@ def _number(kind: Callable[[str], float], largest: float, name: str) -> Callable
         raise argparse.ArgumentTypeError(f"must be a {name}, at most {limit}, not {text}")
 
     return parse
-
-
-def _figure_file(text: str) -> Path:
-    file = Path(text)
-    if file.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"must be a .png, .svg or .pdf, not {text}")
-    try:
-        file.exists()
-        if not file.parent.is_dir():
-            raise argparse.ArgumentTypeError(f"there is no folder {file.parent}")
-    except OSError as error:
-        raise argparse.ArgumentTypeError(os_error_message(error)) from error
-    return file

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from quacklr.checking.layer_report import NO_BOUND, LayerReport
 from quacklr.util.text_table import columns, grouped
@@ -14,7 +13,7 @@ MANY = 40  # with more layers, only the first, the last and those with faults ar
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckReport:
-    """Whether QuacK's rates reach the right rows: `ok`, a table when printed, a picture when saved.
+    """Whether QuacK's rates reach the right rows: `ok`, a table when printed.
 
     `unmeasured`: why the paths are those of the rules, if the batch could not be measured. `contradiction`: how the
     measured paths differ from the rules, if they do.
@@ -33,16 +32,6 @@ class CheckReport:
         """Whether every layer was proved to be right, and no measurement contradicts the paths."""
         proved = all(not layer.unproved and not layer.faults for layer in self.layers)
         return bool(self.layers) and proved and not self.contradiction
-
-    def save(self, file: str | Path) -> None:
-        """Draw the changes and the bound of every layer and head. Needs matplotlib (quacklr[lab])."""
-        try:
-            from quacklr.checking.figure import draw
-        except ModuleNotFoundError as missing:
-            raise ModuleNotFoundError(
-                f"a picture needs {missing.name}: pip install 'quacklr[lab]'", name=missing.name
-            ) from missing
-        draw(self.layers, self.growth, self.verdict().split(";")[0], self.ok, Path(file))
 
     def __str__(self) -> str:
         faults = grouped((layer.module, fault.text) for layer in self.layers for fault in layer.faults)

@@ -10,36 +10,31 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
-from quacklr.inspect.as_json import as_json
 from quacklr.inspect.report import report
 from quacklr.inspect.resolve import resolve
-from quacklr.inspect.show import show
 from quacklr.inspect.target import BadTargetError
 from quacklr.util.arguments import Parser
-from quacklr.util.terminal import os_error_message, print_result
 
 ABOUT = """\
-The attention of a model: how queries and keys are stored, what their learning
-rates depend on, what QuacK leaves alone and why. Nothing is downloaded.
+The attention of a model: its heads, its weights, what QuacK leaves alone and why.
+Nothing is downloaded.
 
 TARGET is one of
   llama                      a model type of transformers: its default config
-  path/to/config.json        a config of transformers, or a folder with one
-  org/name                   a model of the hub whose config is in the local cache
+  path/to/config.json        a config of transformers; also ./folder, or org/name
+                             if that is in the local cache of the hub
   vit_tiny_patch16_224       a model of timm
-  package.module:factory     a function of yours that returns a model, or
-  path/to/file.py:factory    (model, batch), where batch is the model's input
+  package.module:factory     a function of yours that returns a model, or (model,
+  path/to/file.py:factory    batch): the model is then measured on the batch
 """
 EXAMPLES = """\
 examples:
   quacklr inspect deepseek_v3             takes seconds: only shapes, no weights
-  quacklr inspect llama --measure         run a small llama, and compare it with the rules
   quacklr inspect train.py:make_model     your own model
-  quacklr inspect gpt2 --json | jq '.layers[0].paths'
+  quacklr inspect gpt2 --json | jq '.layers'
 
-exit code: 0 if QuacK attaches to all layers, or has a reason to leave the others alone (QK norm); 1 if a layer
-is not recognised or cannot be measured, if rule and measurement differ, or if QuacK would raise another error;
-2 if there is no such model
+exit code: 0 if QuacK attaches to the model; 1 if it raises an error, or if an attention layer is not recognised; 2 if
+there is no such model
 """
 
 
@@ -49,26 +44,18 @@ def main(argv: Sequence[str]) -> int:
     try:
         with quiet():
             progress(f"building {options.target} ...")
-            found = report(resolve(options.target), options.measure)
-            text = json.dumps(as_json(found, options.target)) if options.json else show(found, options.target)
-        print_result(text)
-    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
-        return 1
-    except (BadTargetError, OSError) as error:
-        print(f"quacklr inspect: {os_error_message(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+            found = report(options.target, resolve(options.target))
+    except BadTargetError as error:
+        print(f"quacklr inspect: {error}", file=sys.stderr)
         return 2
+    print(json.dumps(found.as_json(), indent=2) if options.json else found)
     return found.exit_code
 
 
 def parser() -> Parser:
     """The options."""
-    options = target_parser("quacklr inspect", "[--measure] [--json]", ABOUT, EXAMPLES)
-    options.add_argument(
-        "--measure",
-        action="store_true",
-        help="also run a batch and compare the measured paths; for transformers, on a small model of the same kind",
-    )
-    options.add_argument("--json", action="store_true", help="one JSON object with every row of every layer")
+    options = target_parser("quacklr inspect", "[--json]", ABOUT, EXAMPLES)
+    options.add_argument("--json", action="store_true", help="one JSON object with every layer")
     return options
 
 

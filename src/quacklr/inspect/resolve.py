@@ -1,45 +1,122 @@
-"""Finds the model that TARGET on the command line names. The first kind that fits is used:
+"""The model that TARGET on the command line names. The form of the name decides where it comes from:
 
-package.module:factory, file.py:factory     Python; contains a colon
-config.json, or a folder with one           transformers
-a model type, a hub id in the cache         transformers
-a model's name                              timm
+    package.module:factory, path/to/file.py:factory    a function of the user
+    path/to/config.json, ./folder, org/name            a config of transformers; of the hub only from its local cache
+    llama                                              a model type of transformers, in its default size
+    vit_tiny_patch16_224                               a model of timm
+
+Models of transformers are made on the meta device: they have shapes, but no weights.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from quacklr.inspect import from_factory, from_timm, from_transformers
-from quacklr.inspect.target import BadTargetError, Target
+import torch
+from torch import nn
+
+from quacklr.inspect.target import BadTargetError, Target, one_line
 
 
 def resolve(name: str) -> Target:
-    """The model with this name. BadTargetError if there is none, or more than one."""
+    """The model with this name. BadTargetError if there is none."""
     if ":" in name:
-        return from_factory.target(name)
-    is_type, is_folder = name in from_transformers.types(), (Path(name) / "config.json").is_file()
-    if is_type and is_folder:
-        raise BadTargetError(f"{name} is a type of transformers and a folder here; write ./{name} for the folder")
-    if is_folder or Path(name).is_file():
-        return from_transformers.from_file(name)
-    if is_type:
-        return from_transformers.from_type(name)
-    if "/" in name:
-        return from_transformers.from_cache(name)
-    if from_timm.is_model(name):
-        return from_timm.target(name)
-    raise BadTargetError(_unknown(name))
-
-
-def _unknown(name: str) -> str:
-    types, no_timm = from_transformers.types(), from_timm.unavailable()
-    tried = [
-        "no file or folder with a config.json",
-        "no model type of transformers" if types else "transformers is not installed (pip install transformers)",
-        f"timm cannot be imported ({no_timm})" if no_timm else "no model of timm",
-    ]
+        return _from_factory(name)
+    if "/" in name or name.endswith(".json"):
+        return _from_config(
+            name, lambda auto: auto.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        )
+    transformers, no_type = _package("transformers", "no model type of transformers")
+    types = [] if transformers is None else list(transformers.CONFIG_MAPPING)
+    if name in types:
+        return _from_config(name, lambda auto: auto.for_model(name))
+    timm, no_model = _package("timm", "no model of timm")
+    if timm is not None and timm.is_model(name):
+        model = timm.create_model(name, pretrained=False)
+        return Target(model, torch.randn(2, *model.default_cfg["input_size"]))
     close = difflib.get_close_matches(name.lower().replace("-", "_"), types, n=3)
-    perhaps = f"; did you mean {' or '.join(close)}?" if close else "; a model of yours is package.module:factory"
-    return f"{name}: {', '.join(tried)}{perhaps}"
+    perhaps = f"did you mean {' or '.join(close)}?" if close else "a folder is ./folder, your model is file.py:factory"
+    raise BadTargetError(f"{name}: {no_type}, {no_model}; {perhaps}")
+
+
+def _package(name: str, without: str) -> tuple[Any, str]:
+    """A package and the text `without`; None and another text if the package cannot be imported."""
+    try:
+        return import_module(name), without
+    except ModuleNotFoundError as missing:
+        return None, f"{name} cannot be imported (pip install {missing.name})"
+
+
+def _from_config(name: str, read: Callable[[Any], Any]) -> Target:
+    """The model of a config that `read` gets from transformers' AutoConfig."""
+    try:
+        import transformers
+
+        config = read(transformers.AutoConfig)
+        with torch.device("meta"):
+            return Target(_model(config))
+    except ModuleNotFoundError as missing:
+        raise BadTargetError(f"{name}: needs {missing.name}: pip install {missing.name}") from missing
+    except (ImportError, OSError, ValueError) as error:  # transformers raises them for configs that it cannot use
+        raise BadTargetError(
+            f"{name}: transformers cannot make it (nothing is downloaded): {one_line(error)}"
+        ) from error
+
+
+def _model(config: Any) -> nn.Module:
+    """A model of the class that the config names; otherwise its causal language model, or its base model."""
+    import transformers
+
+    for named in config.architectures or ():
+        if (model_class := getattr(transformers, named, None)) is not None:
+            return model_class(config)
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
+    maker: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    return maker.from_config(config)
+
+
+def _from_factory(name: str) -> Target:
+    """What the factory returns: model, (model, batch), or (model, optimizer or several, batch)."""
+    module_name, _, attribute = name.rpartition(":")
+    module = _imported(module_name)
+    try:
+        factory = attrgetter(attribute)(module)
+    except AttributeError as missing:
+        raise BadTargetError(f"{module_name} has no {attribute!r}; a target is package.module:factory") from missing
+    made = factory if isinstance(factory, nn.Module) or not callable(factory) else factory()
+    model, *optimizers, batch = made if isinstance(made, tuple) and len(made) in (2, 3) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise BadTargetError(
+            f"{name}: must return a model, (model, batch) or (model, optimizer, batch), not {type(model).__name__}"
+        )
+    return Target(model, batch, optimizers[0] if optimizers else None)
+
+
+def _imported(module_name: str) -> ModuleType:
+    """Import a module with the current directory on sys.path, or a file with its folder on sys.path."""
+    file = Path(module_name)
+    is_file = file.suffix == ".py"
+    if is_file and not file.is_file():
+        raise BadTargetError(f"{module_name}: there is no such file")
+    sys.path.insert(0, str(file.resolve().parent if is_file else Path.cwd()))
+    try:
+        return _from_file(file) if is_file else import_module(module_name)
+    except ModuleNotFoundError as missing:
+        raise BadTargetError(f"{module_name} cannot be imported: there is no module {missing.name}") from missing
+
+
+def _from_file(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,36 +1,34 @@
-"""A model to inspect or check, and the errors for a name that gives no model."""
+"""A model to inspect or check, and the error for a name that gives no model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-SMALL = "a small model of the same kind"
-
 
 class BadTargetError(Exception):
     """The message states what is wrong with a target and how to fix it."""
 
 
-class NoMeasurementError(ValueError):
-    """The model does not run on the batch, or the batch runs no attention."""
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model, perhaps on the meta device; and a function that returns a model that runs, and a batch for it.
-
-    `measured_on` describes the model that runs, if it is another model. `optimizers`: those of the target, if any.
-    """
+    """A model, perhaps on the meta device. `batch` is an input that it takes; `optimizers` are those of a factory."""
 
     model: nn.Module
-    runnable: Callable[[], tuple[nn.Module, Any]]
-    measured_on: str = ""
+    batch: Any = None
     optimizers: Any = None
+
+    def runnable(self) -> tuple[nn.Module, Any]:
+        """The model and its batch. BadTargetError if the target has no batch."""
+        if self.batch is None:
+            raise BadTargetError(
+                f"{type(self.model).__name__}: to run it, name a function that returns a batch too, as "
+                "path/to/file.py:factory with `return model, batch`"
+            )
+        return self.model, self.batch
 
 
 def one_line(error: BaseException) -> str:

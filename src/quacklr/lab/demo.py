@@ -36,7 +36,6 @@ from quacklr.lab.studies.verdicts import STABLE
 from quacklr.lab.sweep.display import display
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import missing, sweep
-from quacklr.util import terminal
 
 METHODS: tuple[Method, ...] = (Default(), QKClipping(), Quack(), QKNorm())
 NEXT = """\
@@ -73,7 +72,6 @@ def configs_of(options: Demo) -> tuple[StudyScale, list[Config]]:
     return scale, [replace(each, training=replace(each.training, seed=options.seed)) for each in grid(scale)]
 
 
-@terminal.tolerant()
 def run(options: Demo, argv: Sequence[str]) -> int:
     """Run the demo; 130 or 143 when stopped by a signal."""
     scale, configs = configs_of(options)

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from quacklr.util import terminal
-
 MAX_FLOAT = 1e30
 """Upper limit of every float option: the largest float32 is 3.4e38."""
 MAX_INT = 10**12
@@ -79,16 +77,12 @@ def exit_code(command: str, call: Callable[[], int]) -> int:
 
     OSErrors are mistakes that a user can fix: a name that is too long, a full disk, a folder without permission.
     """
-    with terminal.tolerant("stderr"):
-        try:
-            code = call()
-        except SystemExit as stop:  # tyro exits by itself after --help and after a wrong option
-            code = int(stop.code or 0)
-        except BrokenPipeError:  # the reader of a pipe has closed it, as `head` does
-            code = 1
-        except (UserError, OSError) as error:
-            message = terminal.os_error_message(error) if isinstance(error, OSError) else error
-            print(f"{command}: {message}", file=sys.stderr)
-            code = 2
-    terminal.discard_unwritten()
-    return code
+    try:
+        return call()
+    except SystemExit as stop:  # tyro exits by itself after --help and after a wrong option
+        return int(stop.code or 0)
+    except BrokenPipeError:  # the reader of a pipe has closed it; quacklr.cli ends the command
+        raise
+    except (UserError, OSError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 2

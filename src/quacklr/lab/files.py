@@ -1,23 +1,55 @@
-"""Atomic writes, locks and JSON files of the lab; an OSError becomes a UserError that names the file."""
+"""Atomic writes, locks and JSON files; an OSError becomes a UserError that names the file."""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from quacklr.lab.errors import UserError, os_errors
-from quacklr.util import atomic_files as files
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that gets its name only after all of it is on disk; UserError if it cannot be written."""
-    with os_errors(f"cannot write {path}"), files.atomic_write(path) as file:
-        yield file
+    """Open a file that gets its name only after all of it is on the disk; UserError if it cannot be written.
+
+    A process that is killed meanwhile leaves `.<name>.part`, which nothing reads and the next write replaces.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with os_errors(f"cannot write {path}"):
+            make_folder(path.parent)
+            with part.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+            flush_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its missing parents, and flush their entries to the disk."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        flush_folder(each.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush a folder to the disk. A rename survives a power cut only if the folder is flushed too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -27,7 +59,7 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
     The system releases the lock when the process dies. On a file system without locks there is no protection.
     """
     with os_errors(f"cannot write to {folder}"):
-        files.make_folder(folder)
+        make_folder(folder)
         file = (folder / ".lock").open("w")
     with file:
         try:

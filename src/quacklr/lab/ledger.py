@@ -20,11 +20,10 @@ from typing import IO, Any, Literal, TypedDict
 
 from quacklr.lab.config import Config, fingerprint, from_json, to_json
 from quacklr.lab.errors import UserError, os_errors
-from quacklr.lab.files import parse_json
+from quacklr.lab.files import flush_folder, make_folder, parse_json
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.rows import MeasuredRow, Row, Table
 from quacklr.lab.typed import fits
-from quacklr.util.atomic_files import flush_folder, make_folder
 
 DIGITS = 3
 """Significant digits of logits, of their changes and of training losses; few, to keep the file small."""

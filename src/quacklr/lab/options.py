@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import tyro
 
 from quacklr.lab.errors import UserError
-from quacklr.util.arguments import unusable_argument
+from quacklr.util.arguments import empty_argument
 
 T = TypeVar("T")
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
@@ -21,6 +21,6 @@ def read(kind: type[T], command: str, argv: Sequence[str], description: str | No
 
 
 def validate_arguments(argv: Sequence[str]) -> None:
-    """Raise UserError for an argument that no option accepts: empty, with a NUL, or not UTF-8."""
-    if unusable := unusable_argument(argv):
-        raise UserError(unusable)
+    """Raise UserError for an argument that is empty."""
+    if empty := empty_argument(argv):
+        raise UserError(empty)

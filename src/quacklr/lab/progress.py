@@ -1,6 +1,6 @@
 """Progress of a long job on stderr: a rich progress bar on a terminal, otherwise a plain line every ten seconds.
 
-Output that cannot be written is dropped: a closed terminal does not end a job. stdout is for results.
+stdout is for results.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
-
-from quacklr.util.terminal import Tolerant
 
 LOG_INTERVAL = 10.0
 """Seconds between two lines in a log."""
@@ -48,10 +46,10 @@ class ProgressDisplay:
 
     def line(self, text: str) -> None:
         """Print a line to stdout, above the bar if both are on the terminal."""
-        if self.bar and Tolerant(sys.stdout).isatty():
+        if self.bar and sys.stdout.isatty():
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, file=Tolerant(sys.stdout), flush=True)
+            print(text, flush=True)
 
     def _status(self, done: float, text: str) -> str:
         """Such as `300/1,000 steps, 25.1/s, 0:00:28 left, loss 2.31`; the rate is the mean so far."""
@@ -84,22 +82,19 @@ def _rich_bar() -> Any:
 
     status = TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True))
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), status)
-    return Progress(*columns, console=Console(file=stderr()), expand=True, refresh_per_second=5, redirect_stdout=False)
+    return Progress(
+        *columns, console=Console(file=sys.stderr), expand=True, refresh_per_second=5, redirect_stdout=False
+    )
 
 
 def is_terminal() -> bool:
     """Whether stderr is a terminal that can be redrawn."""
-    return Tolerant(sys.stderr).isatty() and os.environ.get("TERM") != "dumb"
-
-
-def stderr() -> Any:
-    """The stream of a display: writes to it never raise."""
-    return Tolerant(sys.stderr)
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def to_stderr(line: str) -> None:
     """Print a line of a display."""
-    print(line, file=stderr(), flush=True)
+    print(line, file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -16,7 +16,7 @@ def stop_signals() -> Iterator[list[int]]:
     """A list that receives the number of the first SIGINT (Ctrl-C) or SIGTERM.
 
     A second Ctrl-C raises KeyboardInterrupt if it comes more than a second later: torchrun forwards a signal that the
-    process may already have received. SIGHUP is ignored: a closed terminal does not end a run.
+    process may already have received.
     """
     caught: list[int] = []
     first_at = time.monotonic()
@@ -32,7 +32,7 @@ def stop_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    handlers: dict[signal.Signals, Any] = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGHUP: signal.SIG_IGN}
+    handlers: dict[signal.Signals, Any] = {signal.SIGINT: handle, signal.SIGTERM: handle}
     before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     try:
         yield caught

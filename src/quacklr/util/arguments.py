@@ -13,8 +13,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the options; a mistake ends the process with exit code 2."""
-        if unusable := unusable_argument(args or []):
-            self.error(unusable)
+        if empty := empty_argument(args or []):
+            self.error(empty)
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -22,17 +22,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def unusable_argument(argv: Sequence[str]) -> str | None:
-    """A message about the first argument that is empty, has a NUL character, or is not UTF-8; None if there is none."""
+def empty_argument(argv: Sequence[str]) -> str:
+    """A message about the first argument that is empty, as an unset variable of a shell script is; "" if none is."""
     for before, argument in pairwise(["", *argv]):
-        named = argument if argument.startswith("--") else before if "=" not in before else ""
-        option = named.partition("=")[0] if named.startswith("--") else "an argument"
-        if not argument or argument == f"{option}=":
-            return f"{option} is empty; give it a value, or leave it out"
-        if "\0" in argument:
-            return f"{option} has a NUL character in it; leave that out"
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            return f"{option} is not valid UTF-8: {argument!a}"
-    return None
+        if not argument or (argument.startswith("--") and argument.endswith("=")):
+            named = before if before.startswith("--") and "=" not in before else "an argument"
+            return f"{argument.rstrip('=') or named} is empty; give it a value, or leave it out"
+    return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 Numbers = tuple[int, ...]
 
@@ -44,22 +44,3 @@ def _spelled(numbers: Numbers) -> str:
     runs = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     steps = {later - earlier for each in (starts, ends) for earlier, later in pairwise(each)}
     return "{" + ",".join([*runs[:2], "...", runs[-1]] if len(runs) > 4 and len(steps) == 1 else runs) + "}"
-
-
-def short(names: Sequence[str]) -> list[str]:
-    """Names without their common beginning and end: model.layers.3.self_attn becomes 3."""
-    parts = [name.split(".") for name in names]
-    before = _in_common(parts)
-    after = _in_common([each[::-1] for each in parts])
-    found = [".".join(each[before : len(each) - after]) for each in parts]
-    return found if all(found) or len(names) == 1 else [name or "model" for name in names]
-
-
-def _in_common(parts: Iterable[Sequence[str]]) -> int:
-    """Length of the common prefix."""
-    return sum(1 for _ in takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False)))
-
-
-def described(names: Sequence[str]) -> str:
-    """The pattern of all names, such as model.layers.{0-27}.self_attn; empty if they have several shapes."""
-    return pattern(names) if len({shape(name) for name in names}) == 1 else ""

@@ -23,7 +23,6 @@ from quacklr.lab.data.tokens import DTYPE
 from quacklr.lab.errors import UserError, exit_code
 from quacklr.lab.options import read
 from quacklr.lab.progress import progress
-from quacklr.util import terminal
 
 NAME = "quacklr prepare"
 COSMOPEDIA = "cosmopedia-v2"
@@ -78,7 +77,6 @@ def main(argv: list[str]) -> int:
     return exit_code(NAME, lambda: _main(read(Options, NAME, argv)))
 
 
-@terminal.tolerant()
 def _main(options: Options) -> int:
     try:
         _run(options)

@@ -19,7 +19,6 @@ from quacklr.lab.files import read_json, write_json
 from quacklr.lab.options import read
 from quacklr.lab.train.folder import Folder
 from quacklr.lab.train.trained import Trained, open_run
-from quacklr.util import terminal
 
 ABOUT = """\
 Write the model of a finished run as a checkpoint of transformers (safetensors), with its configuration, tokenizer and
@@ -49,7 +48,6 @@ def main(argv: Sequence[str]) -> int:
     return exit_code("quacklr export", lambda: _export(read(ExportOptions, "quacklr export", argv, ABOUT)))
 
 
-@terminal.tolerant()
 def _export(options: ExportOptions) -> int:
     transformers_model.architecture(Folder(options.run).config())  # fails before a large checkpoint is loaded
     with write_errors(options.out):

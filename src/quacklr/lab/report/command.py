@@ -12,6 +12,7 @@ import matplotlib as mpl
 import tyro
 
 from quacklr.lab.errors import UserError, exit_code
+from quacklr.lab.figures import FORMATS, RC, drawn
 from quacklr.lab.files import atomic_write
 from quacklr.lab.ledger import Ledger
 from quacklr.lab.options import read
@@ -28,8 +29,6 @@ from quacklr.lab.studies.results import Results
 from quacklr.lab.studies.scale import Size, scale_of
 from quacklr.lab.studies.verdicts import ClaimResult
 from quacklr.lab.sweep.code_version import code_version
-from quacklr.util import terminal
-from quacklr.util.figures import FORMATS, RC, drawn
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,6 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-@terminal.tolerant()
 def report(options: ReportOptions) -> int:
     """Write the whole report, and print the verdicts."""
     folder, source = options.ledger, options.ledger / "ledger.jsonl"

@@ -31,7 +31,6 @@ from quacklr.lab.sweep.executor import Executor
 from quacklr.lab.sweep.interleaved import Interleaved
 from quacklr.lab.sweep.local import Local
 from quacklr.lab.sweep.sweep import State, missing, sweep
-from quacklr.util import terminal
 
 TIMED = "speed"  # the study whose runs are interleaved
 
@@ -190,7 +189,7 @@ def execute(given: Sweep) -> State | None:
     if TIMED in given.names:  # times of runs that were not interleaved cannot be compared
         known = {key: entry for key, entry in known.items() if entry.environment.get("turns")}
     if given.dry_run:
-        terminal.print_result(goal.listing(known))
+        print(goal.listing(known))
         return None
     configs, todo = goal.runs(known), goal.next(known)
 
@@ -200,7 +199,7 @@ def execute(given: Sweep) -> State | None:
     validate_corpora(configs, known)
     executor = executor_of(given, len(configs))
     try:
-        with terminal.tolerant(), locked(given.runs):
+        with locked(given.runs):
             ledger.validate_writable()
             cost = RunCost(known.values())
             with display(goal.title(), len(configs) - len(todo), cost.step_seconds) as show:
@@ -248,7 +247,6 @@ def main(argv: Sequence[str]) -> int:
     return exit_code("quacklr sweep", call)
 
 
-@terminal.tolerant()
 def print_summary(given: Sweep, state: State, argv: Sequence[str]) -> int:
     """Print how many runs ended, diverged and crashed, and return the exit code."""
     if state.stopped is not None:

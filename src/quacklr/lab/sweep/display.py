@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 from quacklr.lab.config import Config, fingerprint
 from quacklr.lab.files import parse_json
 from quacklr.lab.ledger import Entry
-from quacklr.lab.progress import duration, is_terminal, stderr, to_stderr
+from quacklr.lab.progress import duration, is_terminal, to_stderr
 from quacklr.lab.studies.names import describe, readable_number
 from quacklr.lab.sweep.sweep import State, Task
 
@@ -103,7 +104,7 @@ def display(
     from rich.console import Console
     from rich.live import Live
 
-    with Live(console=Console(file=stderr()), refresh_per_second=2, transient=False) as live:
+    with Live(console=Console(file=sys.stderr), refresh_per_second=2, transient=False) as live:
         yield lambda state: live.update(_table(title, state, known, estimate))
 
 

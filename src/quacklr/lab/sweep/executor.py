@@ -17,7 +17,6 @@ from quacklr.lab.errors import one_line
 from quacklr.lab.files import locked
 from quacklr.lab.ledger import Entry, entry_from_json, entry_of
 from quacklr.lab.train.runner import Stopped, run
-from quacklr.util import terminal
 
 LOG = "log.txt"
 EndReport = tuple[str, Any]
@@ -71,7 +70,6 @@ class Executor(Protocol):
         """Release resources; called after all jobs have ended."""
 
 
-@terminal.tolerant()
 def execute(saved: dict[str, Any], path: str) -> EndReport:
     """In the process of the run: start or resume it, with its output in log.txt, and return how it ended."""
     try:

@@ -30,7 +30,6 @@ from quacklr.lab.train.picture import draw_logits
 from quacklr.lab.train.rows import Row
 from quacklr.lab.train.runner import Stopped, run
 from quacklr.lab.train.world import is_lost_rank, is_rank0
-from quacklr.util import terminal
 
 ABOUT = """\
 Train one model, and write metrics, checkpoints and figures to a folder.
@@ -134,7 +133,6 @@ def main(argv: Sequence[str]) -> int:
         return exit_code(who, lambda: _train(*parse_run(argv), who))
 
 
-@terminal.tolerant()
 def _train(config: Config, path: Path, location: RunLocation, who: str) -> int:
     try:
         result = run(config, path, resume=location.resume is not None, wandb=location.wandb)

@@ -19,10 +19,9 @@ from typing import Any, Literal
 
 from quacklr.lab.config import Config, from_json, to_json
 from quacklr.lab.errors import UserError, os_errors
-from quacklr.lab.files import atomic_write, parse_json, read_json, write_json
+from quacklr.lab.files import atomic_write, flush_folder, parse_json, read_json, write_json
 from quacklr.lab.train.rows import MeasuredRow, Row, Step
 from quacklr.lab.typed import fits
-from quacklr.util.atomic_files import flush_folder
 
 RESTORE = "restore the file from a copy, or train anew in another --out"
 

@@ -25,7 +25,6 @@ from quacklr.lab.train.session import Session
 from quacklr.lab.train.statistics import max_logit
 from quacklr.lab.train.trackers import Tracker, trackers
 from quacklr.lab.train.world import World, is_restarted, process_group, torchrun_id
-from quacklr.util import terminal
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -36,7 +35,6 @@ class Stopped(Exception):  # noqa: N818 - not an error
         self.step, self.signum = step, signum
 
 
-@terminal.tolerant()
 def run(config: Config, path: Path, resume: bool = False, wandb: str | None = None) -> Row:
     """Train a run in a folder and return its result, the content of `result.json`.
 

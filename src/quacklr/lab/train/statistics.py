@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
 from quacklr import LogitMonitor, LogitStats
-from quacklr.integrations.writers import STATISTICS, Heads
 from quacklr.lab.methods import Attached, rates
 from quacklr.lab.model import Decoder
 from quacklr.lab.train.rows import Table
 from quacklr.sharded.collectives import gathered
 from quacklr.util.modules import undisturbed
+
+STATISTICS = [field.name for field in fields(LogitStats) if field.name != "mean_change"]
 
 
 def logit_row(before: dict[str, LogitStats], after: dict[str, LogitStats] | None) -> dict[str, Table]:
@@ -24,7 +25,7 @@ def logit_row(before: dict[str, LogitStats], after: dict[str, LogitStats] | None
     measured after the step. At the start of a run, `after` is None and there is no `step_change`.
     """
     now = (after or before).values()
-    row = {name: table([getattr(stats, name) for stats in now]) for name in STATISTICS if name != "mean_change"}
+    row = {name: table([getattr(stats, name) for stats in now]) for name in STATISTICS}
     row["change"] = table([stats.mean_change for stats in before.values()])
     if after:
         row["step_change"] = table([stats.mean_change for stats in after.values()])
@@ -56,14 +57,6 @@ def table(rows: list[Tensor]) -> Table:
 def rounded(value: float) -> float | None:
     """A number with six significant digits, or None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def by_layer(row: Mapping[str, Any]) -> dict[str, dict[str, Heads]]:
-    """The logits of a row as statistic -> layer -> heads, the format of writers and heatmaps; empty if not measured."""
-    return {
-        name: {f"layers.{layer}": heads for layer, heads in enumerate(layers)}
-        for name, layers in row.get("logits", {}).items()
-    }
 
 
 def max_logit(logits: dict[str, Any]) -> float | None:

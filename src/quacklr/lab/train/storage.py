@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.futures import Future
 
 from quacklr.lab.errors import UserError
+from quacklr.lab.files import flush_folder, make_folder
 from quacklr.lab.train.tensors import TensorSpec
-from quacklr.util.atomic_files import flush_folder, make_folder
 
 CHECKSUMS = "checksums.json"
 EXTRA_STATE = "rest.pt"

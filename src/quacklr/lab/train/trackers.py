@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from quacklr.integrations import writers
 from quacklr.lab.config import Config, to_json
 from quacklr.lab.errors import UserError
 from quacklr.lab.train.rows import Row
-from quacklr.lab.train.statistics import by_layer
 
 
 def trackers(folder: Path, config: Config, first_step: int, project: str | None) -> list[Tracker]:
@@ -25,14 +24,17 @@ def trackers(folder: Path, config: Config, first_step: int, project: str | None)
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
-    """The scalars of a row, named `train/...` and `validation/...`; logits as in `quacklr.integrations.writers`."""
+    """The scalars of a row, named `train/...` and `validation/...`; logits over the heads of a layer."""
     for key, value in row.items():
         if isinstance(value, float) and key not in ("val_loss", "val_bpb"):
             yield f"train/{key}", value
     for key in ("val_loss", "val_bpb"):
         if row.get(key) is not None:
             yield f"validation/{key.removeprefix('val_')}", row[key]
-    yield from writers.scalars(by_layer(row))
+    for statistic, layers in row.get("logits", {}).items():
+        for layer, heads in enumerate(layers):
+            if finite := [value for value in heads if value is not None]:
+                yield f"logits_{statistic}/layers.{layer}", max(finite) if statistic == "max" else fmean(finite)
 
 
 class TensorBoard:

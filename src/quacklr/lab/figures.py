@@ -1,15 +1,12 @@
-"""The style of figures, and writing them to files. Equal figures are equal files, byte by byte."""
+"""The style of figures, and their files. Equal figures are equal files, byte by byte."""
 
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-
-from quacklr.util.atomic_files import atomic_write
 
 RC: Any = {
     "axes.spines.top": False,
@@ -34,13 +31,3 @@ def drawn(figure: Figure, kind: str) -> bytes:
     with mpl.rc_context(RC):
         figure.savefig(file, format=kind, dpi=150, metadata=FORMATS[kind])
     return file.getvalue()
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure atomically, in the format of the suffix."""
-    kind = path.suffix.removeprefix(".").lower()
-    if kind not in FORMATS:
-        raise ValueError(f"{path}: a figure is written as one of {', '.join('.' + each for each in FORMATS)}")
-    content = drawn(figure, kind)
-    with atomic_write(path) as out:
-        out.write(content)
