@@ -83,7 +83,7 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
         (
             ["models_to_check:misfit"],
             1,
-            "misfit: the model fails on its batch: RuntimeError: mat1 and mat2",
+            "Sequential failed on the sample: RuntimeError: mat1 and mat2",
         ),
         (["models_to_check:half_frozen"], 2, "return a batch with the model: return model, batch"),
         (["models_to_check:missing"], 2, "models_to_check has no 'missing'"),

@@ -67,7 +67,7 @@ def check(
         quack = trial.copy().changes(layers, steps, growth, settings)
     trains = [any(w.trains for i in of for w in trial.paths[i].weights) for of in layers.values()]
     numbers = zip(layers, start, plain, quack, trains, strict=True)
-    reports = [LayerReport(*layer, unmeasured.get(layer, ""), *of) for layer, *of in numbers]
+    reports = [LayerReport(*layer, unmeasured.get(layer, ""), a, b, c, d) for layer, a, b, c, d in numbers]
     return CheckReport(tuple(reports), growth, dict(getattr(trial.paths, "left_alone", {})))
 
 
