@@ -28,7 +28,7 @@ def change(**of: float) -> Change:
 
 
 def report_of(*layers: dict[str, Any]) -> CheckReport:
-    good = {"unmeasured": "", "start": change(), "plain": change(), "quack": change(), "trains": True}
+    good: dict[str, Any] = {"unmeasured": "", "start": change(), "plain": change(), "quack": change(), "trains": True}
     return CheckReport(tuple(LayerReport(str(i), 2, **good | each) for i, each in enumerate(layers)), 4.0, {})
 
 
