@@ -18,7 +18,7 @@ COMMANDS = {  # name: (module with a main(argv), help text)
     ),
     "check": (
         "quacklr.checking.command",
-        "check on a copy of a model that QuacK scales the right rows, with real steps and perturbations",
+        "check on a copy of a model that QuacK scales the right rows, by a measurement and real steps",
     ),
     "train": ("quacklr.lab.train.command", "train one model with any of the methods, and write everything to a folder"),
     "sweep": ("quacklr.lab.sweep.command", "run the grids of the studies, several runs at once, resumable"),

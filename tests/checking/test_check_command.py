@@ -39,22 +39,33 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
+def test_a_type_of_transformers_is_checked_on_a_small_model(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "gpt_neox", "--steps", "1", "--optimizer", "muon", "--lr", "0.02")
+    assert (code, err) == (0, "")
+    titles = " ".join(out.splitlines()[0].split())
+    assert titles == "attention heads at the start bound grown 4x, plain grown 4x, QuacK its bound"
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == [f"gpt_neox.layers.{i}.attention" for i in (0, 1)]
+    assert out.splitlines()[-1].startswith("correct: 2 layers, 8 heads;")
+
+
 def test_exit_code_of_a_model_with_correct_rows(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     code, out, _ = run(capsys, f"{mine}.py:with_optimizer", "--growth", "2", "--tau", "0.5")
     assert code == 0
     assert "grown 2x, QuacK" in out
 
 
-def test_exit_code_of_a_model_with_wrong_rows(capsys: pytest.CaptureFixture[str], mine: str) -> None:
-    code, out, err = run(capsys, f"{mine}:wrongly_declared", "--steps", "1")
-    assert (code, err) == (1, "")
-    assert "{0-2}: k[0-3] moves no logit of its heads" in out
-    assert out.splitlines()[-1].startswith("wrong: 12 heads in 3 of 3 layers;")
-    code, out, _ = run(capsys, f"{mine}:misread", "--steps", "1")
+@pytest.mark.parametrize("model", ["wrongly_declared", "misread"])
+def test_exit_code_of_a_model_with_wrong_rows(capsys: pytest.CaptureFixture[str], mine: str, model: str) -> None:
+    code, out, err = run(capsys, f"{mine}:{model}", "--steps", "1")
+    assert (code, out) == (1, "")
+    assert "quacklr check: 0: the rule for" in err
+
+
+def test_exit_code_of_a_model_with_layers_that_do_not_run(capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    code, out, _ = run(capsys, f"{mine}:first_only", "--steps", "1")
     assert code == 1
-    assert "attends with 2 heads, but its paths say 4" in out
-    assert "others were measured: 0: the rule for BoastfulAttention is wrong here; it says that a head reads" in out
-    assert "use the measured ones: QuacK(logit_paths(model, batch, rules=False), optimizer)" in out
+    assert out.count("its rows could not be measured: no attention was seen in it") == 2
+    assert out.splitlines()[-1] == "not shown: 2 of 3 layers"
 
 
 def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureFixture[str], mine: str) -> None:
@@ -66,21 +77,22 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["llama"], 2, "LlamaForCausalLM: to run it, name a function that returns a batch too"),
+        (["qwen3"], 1, "nothing for QuacK to control in its 2 attention layers"),
         (["models_to_check:without_attention"], 1, "attention"),
         (["models_to_check:idle_optimizer"], 1, "every learning rate is 0"),
         (
             ["models_to_check:misfit"],
             1,
-            "misfit: the model fails on its batch: RuntimeError: mat1 and mat2",
+            "Sequential failed on the sample: RuntimeError: mat1 and mat2",
         ),
-        (["models_to_check:half_frozen"], 2, "with `return model, batch`"),
+        (["models_to_check:half_frozen"], 2, "return a batch with the model: return model, batch"),
         (["models_to_check:missing"], 2, "models_to_check has no 'missing'"),
         (["lama"], 2, "did you mean llama"),
         (["gpt2", "--lr", "0"], 2, "argument --lr: must be a positive number, at most 1e+30, not 0"),
         (["gpt2", "--growth", "x"], 2, "argument --growth: must be a positive number, at most 1e+30, not x"),
         (["gpt2", "--steps", "1.5"], 2, "argument --steps: must be a positive whole number, at most 10,000, not 1.5"),
         (["gpt2", "--optimizer", "lbfgs"], 2, "invalid choice: 'lbfgs'"),
+        (["x" * 300], 2, "File name too long"),
         (["gpt2", "--steps", str(10**20)], 2, "at most 10,000"),
     ],
 )

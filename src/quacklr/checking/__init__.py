@@ -1,4 +1,4 @@
-"""`check`: tests on a copy of a model that the rows on each head's paths, and no others, make the head's logits."""
+"""`check`: compares the rows of a model with a measurement, and its logits in real steps with the bound."""
 
 from quacklr.checking.prove import check
 

@@ -18,21 +18,24 @@ from quacklr.inspect.command import progress, quiet, target_parser
 from quacklr.inspect.resolve import resolve
 from quacklr.inspect.target import BadTargetError, one_line
 from quacklr.util.arguments import Parser
+from quacklr.util.terminal import os_error_message, print_result
 
 ABOUT = """\
-Does QuacK scale the right rows of a model? A copy of the model takes a few real steps,
-and rows of its weights are perturbed. The logits of every head must change with its own
-rows, with no others, and by no more than the steps of those rows allow.
+Does QuacK scale the right rows of a model? The rows are compared with those that are
+measured on a batch. Then copies of the model take a few real steps, and the change of
+every head's logits is compared with its bound.
 
 TARGET is one of
+  llama                      a model type of transformers, with small sizes
+  path/to/config.json        a config of transformers, or a folder with one
   vit_tiny_patch16_224       a model of timm
   package.module:factory     a function of yours that returns (model, batch), where
   path/to/file.py:factory    batch is the model's input, or (model, optimizer, batch)
 """
 EXAMPLES = """\
 examples:
-  quacklr check train.py:make
-  quacklr check train.py:make --optimizer muon --lr 0.02
+  quacklr check deepseek_v3                     seconds: a small model, random weights
+  quacklr check gpt2 --optimizer muon --lr 0.02
 
 exit code: 0 if QuacK scales the right rows; 1 if it does not, if that cannot be shown, or if QuacK cannot be
 attached; 2 if there is no such model, or an option is wrong
@@ -45,9 +48,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         with quiet():
             report = checked(options)
-        print(report)
-    except (ValueError, BadTargetError, ModuleNotFoundError) as error:
-        print(f"quacklr check: {error}", file=sys.stderr)
+        print_result(str(report))
+    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
+        return 1
+    except (ValueError, OSError, BadTargetError) as error:
+        print(f"quacklr check: {os_error_message(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 1 if isinstance(error, ValueError) else 2
     return 0 if report.ok else 1
 
@@ -61,15 +66,8 @@ def parser() -> Parser:
     )
     options.add_argument("--lr", type=positive, default=1e-3, metavar="LR", help="its learning rate (1e-3)")
     options.add_argument("--tau", type=positive, default=1.0, metavar="TAU", help="tau of QuacK (1)")
-    options.add_argument("--budget", type=positive, metavar="NATS", help="budget of QuacK, instead of tau; try 0.02")
     options.add_argument("--steps", type=count, default=3, metavar="N", help="real steps to take (3)")
-    options.add_argument(
-        "--growth",
-        type=positive,
-        default=4.0,
-        metavar="X",
-        help="factor of the weights in the steps with grown weights (4)",
-    )
+    options.add_argument("--growth", type=positive, default=4.0, metavar="X", help="factor of the grown weights (4)")
     return options
 
 
@@ -80,10 +78,9 @@ def checked(options: argparse.Namespace) -> CheckReport:
     model, batch = target.runnable()
     torch.manual_seed(0)
     optimizers = target.optimizers or OPTIMIZERS[options.optimizer](model, options.lr)
-    progress(f"checking {type(model).__name__} on its batch ...")
+    progress(f"checking {type(model).__name__} on {target.measured_on or 'its batch'} ...")
     try:
-        settings = {"tau": options.tau, "budget": options.budget, "steps": options.steps, "growth": options.growth}
-        return check(model, optimizers, batch, **settings)
+        return check(model, optimizers, batch, tau=options.tau, steps=options.steps, growth=options.growth)
     except (RuntimeError, TypeError, AttributeError, IndexError, KeyError, AssertionError) as error:
         raise ValueError(f"{options.target}: the model fails on its batch: {one_line(error)}") from error
 

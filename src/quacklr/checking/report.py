@@ -1,102 +1,125 @@
-"""The result of a check: a table with one line per layer, the faults, and a verdict."""
+"""The result of a check: a table with one line for each layer, and a verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
-from quacklr.checking.layer_report import NO_BOUND, LayerReport
-from quacklr.util.text_table import columns, grouped
+import torch
+from torch import Tensor
 
-MANY = 40  # with more layers, only the first, the last and those with faults are printed
+from quacklr.util.layer_names import pattern
+from quacklr.util.text_table import columns, grouped, value_range
+
+NO_LOGITS = "no logits to compare"
+NO_BOUND = "its bound is not known"
+NO_STEP = "its rows took no step: no gradient, or lr is 0"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """(H,) each: the largest |change| of a logit in a step, the bound on it, and the root mean square of all changes.
+
+    `exceeds_bound`: whether a change was above its bound. `exceeds_rate`: whether rows that the head reads took a
+    larger step than their rates allow.
+    """
+
+    measured: Tensor
+    bound: Tensor
+    root_mean_square: Tensor
+    exceeds_bound: Tensor
+    exceeds_rate: Tensor
+
+    @classmethod
+    def largest(cls, steps: Sequence[Change]) -> Change:
+        """The largest numbers of some steps."""
+        return cls(*(torch.stack([getattr(step, field.name) for step in steps]).amax(0) for field in fields(cls)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerReport:
+    """The changes of the logits of one attention layer.
+
+    `unmeasured`: why its rows could not be measured, or "". `start`: steps from the weights as they are. `plain` and
+    `quack`: steps from grown weights, without and with QuacK. `trains`: whether any of its rows are trained.
+    """
+
+    module: str
+    heads: int
+    unmeasured: str
+    start: Change
+    plain: Change
+    quack: Change
+    trains: bool
+
+    @property
+    def wrong(self) -> str:
+        """The heads whose logits or rows move too far, or ""."""
+        changes = self.start, self.plain, self.quack
+        found = {
+            "above the bound": torch.stack([change.exceeds_bound for change in changes]).any(0),
+            "steps larger than the rates": torch.stack([change.exceeds_rate for change in changes]).any(0),
+        }
+        return ", ".join(f"{what}: head {_heads(mask_H)}" for what, mask_H in found.items() if mask_H.any())
+
+    @property
+    def unproved(self) -> str:
+        """Why the check does not show that this layer is right, or ""."""
+        changes = self.start, self.plain, self.quack
+        if self.unmeasured:
+            return f"its rows could not be measured: {self.unmeasured}"
+        if not all(change.measured.isfinite().all() for change in changes):
+            return NO_LOGITS
+        if not all(change.bound.isfinite().all() for change in changes):
+            return NO_BOUND
+        return NO_STEP if self.trains and not (self.quack.bound > 0).all() else ""
+
+    def cells(self) -> tuple[str, ...]:
+        """Its line in the table."""
+        numbers = [self.start.measured, self.start.bound, self.plain.measured, self.quack.measured, self.quack.bound]
+        ranges = [value_range(of_H, digits=2, missing="-") for of_H in numbers]
+        right = "ok" if self.quack.bound.any() else "ok, but its rows took no step: they are frozen"
+        wrong = f"WRONG: {self.wrong}" if self.wrong else ""
+        return (self.module or "(model)", str(self.heads), *ranges, wrong or self.unproved or right)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckReport:
-    """Whether QuacK's rates reach the right rows: `ok`, a table when printed.
+    """Whether QuacK scales the right rows, and no logit changes by more than its bound: `ok`, and a table if printed.
 
-    `unmeasured`: why the paths are those of the rules, if the batch could not be measured. `contradiction`: how the
-    measured paths differ from the rules, if they do.
+    `left_alone`: the reason for each attention or weight that QuacK does not control.
     """
 
     layers: tuple[LayerReport, ...]
     growth: float
-    steps: int
     left_alone: Mapping[str, str]
-    unmeasured: str = ""
-    contradiction: str = ""
-    budget: float | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether every layer was proved to be right, and no measurement contradicts the paths."""
-        proved = all(not layer.unproved and not layer.faults for layer in self.layers)
-        return bool(self.layers) and proved and not self.contradiction
+        """Whether every layer was shown to be right."""
+        return bool(self.layers) and not any(layer.wrong or layer.unproved for layer in self.layers)
 
     def __str__(self) -> str:
-        faults = grouped((layer.module, fault.text) for layer in self.layers for fault in layer.faults)
-        alone = grouped(self.left_alone.items())
-        by_rule = "paths are those of the rules, "
+        grown, alone = f"grown {self.growth:g}x", grouped(self.left_alone.items())
+        titles = "attention", "heads", "at the start", "bound", f"{grown}, plain", f"{grown}, QuacK", "its bound", ""
         sections = [
-            self._table() if self.layers else [],
-            [self._budget_line(self.budget)] if self.budget is not None else [],
-            ["wrong:", *faults] if faults else [],
+            columns([titles, *(layer.cells() for layer in self.layers)]),
             ["left alone:", *alone] if alone else [],
-            [f"{by_rule}and could not be measured: {self.unmeasured}"] if self.unmeasured else [],
-            [f"{by_rule}but others were measured: {self.contradiction}"] if self.contradiction else [],
             [self.verdict()],
         ]
         return "\n\n".join("\n".join(section) for section in sections if section)
 
-    def _table(self) -> list[str]:
-        grown, count = f"grown {self.growth:g}x", len(self.layers)
-        titles = ["attention", "heads", "at the start", "bound", f"{grown}, plain", f"{grown}, QuacK", "its bound"]
-        titles += ["RMS, plain", "RMS, QuacK", ""] if self.budget is not None else [""]
-        shown = {*range(MANY // 2), *range(count - MANY // 4, count)} if count > MANY else range(count)
-        printed = [each for i, each in enumerate(self.layers) if i in shown or each.faults]
-        return columns([tuple(titles), *(each.cells(self.budget is not None) for each in printed)])
-
-    def _budget_line(self, budget: float) -> str:
-        """In how many layers the root mean square of the changes with QuacK is within the budget."""
-        seen = [layer for layer in self.layers if not layer.unobserved]
-        within = [layer for layer in seen if bool((layer.quack.root_mean_square <= budget).all())]
-        largest = max((float(layer.quack.root_mean_square.max()) for layer in seen), default=0.0)
-        return (
-            f"budget {budget:g}: the root mean square of a step's changes is within it in {len(within)} of "
-            f"{_layers(len(seen))}; the largest is {largest:.2g}"
-        )
-
     def verdict(self) -> str:
         """The last line."""
-        proved = [layer for layer in self.layers if layer.unproved in ("", NO_BOUND)]
-        wrong = [layer for layer in self.layers if layer.faults]
-        if wrong:
-            heads = sum(int(layer.wrong.sum()) for layer in wrong)
-            return (
-                f"wrong: {heads} head{'s' * (heads != 1)} in {len(wrong)} of {_layers(len(self.layers))}; give "
-                "the module a method logit_paths() that returns the right paths, or use the measured ones: "
-                f"QuacK(logit_paths(model, batch, rules=False), optimizer){self._not_covered()}"
-            )
-        if not proved:
-            return (
-                "not shown: the batch runs none of these layers, or their logits cannot be observed; give "
-                "a batch that runs them, and switch the model to sdpa or eager attention"
-            )
-        heads = sum(layer.heads for layer in proved)
-        return (
-            f"correct{', as far as shown' * (not self.ok)}: {_layers(len(proved))}, {heads} heads; no logit moves "
-            "by more than the rates of its head's rows allow, and none changes with the rows of other heads"
-            f"{self._not_covered()}{'; but other paths were measured' * bool(self.contradiction)}"
-        )
-
-    def _not_covered(self) -> str:
-        """The end of the verdict: what the check does not prove."""
-        no_bound = sum(layer.unproved == NO_BOUND for layer in self.layers)
-        unknown = sum(layer.unproved not in ("", NO_BOUND) and not layer.faults for layer in self.layers)
-        bound = f"; the bound of {_layers(no_bound)} is not known, since a weight's input is not seen"
-        rest = f"; {unknown} more could not be tested on this batch"
-        return bound * bool(no_bound) + rest * bool(unknown)
+        total = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
+        if wrong := sum(bool(layer.wrong) for layer in self.layers):
+            return f"wrong: {wrong} of {total}"
+        if unproved := sum(bool(layer.unproved) for layer in self.layers):
+            return f"not shown: {unproved} of {total}"
+        heads = sum(layer.heads for layer in self.layers)
+        return f"correct: {total}, {heads} heads; the rows are those measured, and no logit moves beyond its bound"
 
 
-def _layers(count: int) -> str:
-    return f"{count} layer{'s' * (count != 1)}"
+def _heads(mask_H: Tensor) -> str:
+    """The indices that are True in a mask, as ranges: 0-3,7."""
+    return pattern([str(head) for head in mask_H.nonzero().flatten().tolist()]).strip("{}")

@@ -16,7 +16,7 @@ from quacklr.lab.studies.results import MethodRuns, Results
 from quacklr.lab.studies.verdicts import geometric_mean
 
 METHODS: dict[type[Method], tuple[str, int]] = {Default: ("#d55e00", -20), Quack: ("#0b6e4f", 22)}
-"""The colour of each line, as in the figure of `quacklr check`, and how far above its end its label is, in points."""
+"""The colour of each line, and how far above its end its label is, in points."""
 SIZE = 15
 """Of all text, in points. It is 10 pixels high when the figure is 360 pixels wide."""
 
