@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from models import Separate
+from quacklr.checking.copies import copied
 from quacklr.checking.prove import check
 from quacklr.checking.report import CheckReport
-from quacklr.util.torch_functions import copied
 
 X_BTD = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 

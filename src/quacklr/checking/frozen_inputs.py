@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quacklr.attention.axes import conventional_axes
 from quacklr.attention.capture import capture_logits
 from quacklr.attention.logits import Logits
+from quacklr.checking.copies import copied
 from quacklr.checking.expected_rows import ExpectedLayer
 from quacklr.checking.inputs import Inputs
 from quacklr.checking.sandbox import Sandbox
 from quacklr.util.modules import copied_buffers, named_modules, run, undisturbed
-from quacklr.util.torch_functions import copied
 
+UNKNOWN = "its logits have heads and batch in one axis, so it cannot be seen which entry is which"
 ROUNDING = 1e-5  # relative to a head's largest logit: a smaller change is only rounding
 KEPT = 2**20  # logits kept for each attention; of a long context, those of the last queries
 
@@ -128,14 +130,14 @@ class FrozenInputs:
 
         def keep(name: str, logits: Logits) -> None:
             for number in self._layers_of(name):
-                if name in self.sandbox.orders.unknown:
-                    self.logits[number].unreadable = self.sandbox.orders.unknown[name]
+                if not logits.heads_known and logits.heads % self.logits[number].layer.heads == 0:
+                    self.logits[number].unreadable = UNKNOWN
                 else:
                     self.logits[number].add(logits, calls[number])
 
         model = self.sandbox.model
         torch.clear_autocast_cache()  # it holds casts of weights that have changed since
-        attention = capture_logits(model, keep, self._heads, self.sandbox.orders)
+        attention = capture_logits(model, keep, self._heads, conventional_axes)
         with undisturbed(model), copied_buffers(model), self._hooked(record), attention:
             run(model, self.sandbox.batch)
 

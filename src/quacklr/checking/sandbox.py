@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.attention.head_order import HeadOrders
 from quacklr.checking.expected_rows import ExpectedRows
 from quacklr.core.path import LogitPath
 from quacklr.find import logit_paths
@@ -37,7 +36,6 @@ class Sandbox:
     loss: Loss
     unmeasured: str = ""
     contradiction: str = ""
-    orders: HeadOrders = field(default_factory=lambda: HeadOrders(strict=False))
 
     @classmethod
     def of(
