@@ -144,6 +144,7 @@ AXES = [  # leading axes, heads, one sequence: the axes that are the heads; None
     ((2, 4), 4, False, (1,)),
     ((4, 2), 4, False, None),  # (H, B), or (B * G, R)
     ((4, 4), 4, False, None),
+    ((2, 2), 4, False, None),  # (G, R), or (B, H) and another number of heads
     ((3, 2, 2), 4, False, (1, 2)),  # (B, G, R)
     ((2, 4, 3), 4, False, None),  # (B, H) and chunks, or (G, B, R)
     ((8,), 8, False, (0,)),

@@ -171,10 +171,9 @@ class Routed(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def test_routed_queries_are_right_if_every_expert_is_seen_everywhere_and_otherwise_are_not_called_wrong() -> None:
+def test_routed_queries_are_not_called_wrong() -> None:
     model = stack(Routed, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
-    assert check(model, optimizer, torch.randn(2, 40, 16), steps=1).ok
     report = check(model, optimizer, X_BTD[:, :2], paths=logit_paths(model, X_BTD), steps=1)
     assert not report.ok
     assert not any(layer.faults for layer in report.layers)

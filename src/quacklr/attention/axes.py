@@ -56,16 +56,18 @@ def head_axes(lead: Sequence[int], heads: int | None, one_sequence: bool = False
     """
     count, axes = math.prod(lead), [axis for axis, size in enumerate(lead) if size > 1]
     heads = None if heads is None or count % heads else heads
-    if heads == count or count == 1 or (heads is None and one_sequence and len(axes) == 1):
+    all_heads = heads == count and (one_sequence or len(axes) == 1)
+    if all_heads or count == 1 or (heads is None and one_sequence and len(axes) == 1):
         return HeadAxes(count, (1,) if len(lead) == 2 and lead[0] == 1 else tuple(range(len(lead))))
     if heads == 1:
         return HeadAxes(1)
     runs = [axes[i:j] for j in range(len(axes) + 1) for i in range(j) if math.prod(lead[a] for a in axes[i:j]) == heads]
-    if heads and len(runs) == 1 and (one_sequence or runs[0][-1] == axes[-1]):
+    last = len(runs) == 1 and runs[0][-1] == axes[-1] and len(runs[0]) < len(axes)
+    if heads and len(runs) == 1 and (one_sequence or last):
         return HeadAxes(heads, tuple(runs[0]))
     return HeadAxes(count, tuple(range(len(lead))), known=False)
 
 
 def conventional_axes(lead: Sequence[int], heads: int | None) -> HeadAxes:
     """The same for batches of any size: two leading axes are (B, H) by convention, also if B is H."""
-    return last_axis(lead) if len(lead) == 2 and math.prod(lead) != heads else head_axes(lead, heads)
+    return last_axis(lead) if len(lead) == 2 else head_axes(lead, heads)
