@@ -238,7 +238,7 @@ class TokensFirst(Attention):
 class Biased(Attention):
     """Its second input is a bias for all sequences, which has as many rows as there are sequences."""
 
-    def forward(self, x_BTD: Tensor, bias_TT: Tensor | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, bias_TT: Any = 0.0) -> Tensor:
         q, k = (of(x_BTD).unflatten(2, (H, K)).permute(2, 0, 1, 3).flatten(0, 1) for of in (self.q, self.k))
         return (torch.bmm(q, k.mT) + bias_TT).softmax(-1)
 
