@@ -210,9 +210,15 @@ def test_windows_are_sequences_of_their_own(order: str, batch: int) -> None:
     model, x_BTD = windowed(order), inputs(batch)
     logit = logits_by_hand(model, x_BTD).unflatten(2, (-1, 2)).unflatten(4, (-1, 2))
     logit_BHWII = logit.diagonal(dim1=2, dim2=4).movedim(-1, 2)
-    stats = LogitMonitor(model, x_BTD).measure()["attention"]
+    monitor = LogitMonitor(model, x_BTD)
+    stats = monitor.measure()["attention"]
     torch.testing.assert_close(stats.max, logit_BHWII.amax((0, 2, 3, 4)))
     torch.testing.assert_close(stats.entropy, torch.special.entr(logit_BHWII.softmax(-1)).sum(-1).mean((0, 2, 3)))
+    with torch.no_grad():
+        for of in (model["attention"].q.weight, model["attention"].q.bias):
+            of.mul_(1.5)
+    change = (0.5 * logit_BHWII).abs().mean((0, 2, 3, 4))
+    torch.testing.assert_close(monitor.measure()["attention"].mean_change, change)
 
 
 @pytest.mark.parametrize("order", ["bwh", "hbw", "whb"])
@@ -248,8 +254,10 @@ def test_a_probe_that_cannot_be_cut_into_its_sequences_is_an_error_and_no_guess(
     model = built(fused, kind)
     x, biased = inputs(3), (inputs(T), torch.arange(T * T).view(T, T) / T)
     probe = {Interacting: x, TokensFirst: x.transpose(0, 1).contiguous(), Biased: biased}[kind]
-    with pytest.raises(ValueError, match="attention: it cannot be seen .* give a probe of one sequence"):
-        LogitMonitor(model, probe).measure()
+    monitor = LogitMonitor(model, probe)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="attention: it cannot be seen .* give a probe of one sequence"):
+            monitor.measure()
 
 
 class Written(Attention):

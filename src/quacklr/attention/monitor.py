@@ -6,7 +6,6 @@ on a probe, a fixed batch, so that only the weights can have changed them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +69,7 @@ class LogitMonitor:
         monitor = LogitMonitor(model, probe)     # probe: a batch for the model: a tensor, a tuple, or a dict
         monitor.measure()["layers.3.attn"].max   # (heads,)
 
-    A measurement does not change the model: its mode, gradients, buffers and random state stay, so a monitored run is
+    A measurement does not change the model: mode, gradients, buffers, attributes, random state stay. A monitored run is
     bitwise equal to one without a monitor. Compiled code runs uncompiled. Between calls the monitor keeps the logits
     of the probe, or of evenly spaced queries of a large probe: at most a million numbers a module, in float32. A
     measurement costs about a forward pass of the probe with eager attention. Under DistributedDataParallel or FSDP2
@@ -86,31 +85,32 @@ class LogitMonitor:
             )
         validate_no_tensor_parallel(model, "LogitMonitor")
         self.model, self.probe = model, probe
-        self._heads, self._apart = heads_of(model), False  # _apart: whether the sequences run one by one
+        self._heads = heads_of(model)
+        self._cut: Any = None  # the probe, if it is known that its sequences can and must run one by one
         self._last: dict[str, Tensor] = {}
 
     def measure(self, keep: bool = True) -> dict[str, LogitStats]:
         """Run the probe. With `keep=False`, the next call still measures changes since the call before this one."""
-        found = {} if self._apart else self._run([self.probe])
-        if self._apart or not all(part.heads_known for (part,) in found.values()):
-            self._apart, whole = True, found
-            found = self._run(sequences_of(self.probe))
+        is_cut = self._cut is self.probe
+        found = {} if is_cut else self._run([self.probe])
+        if is_cut or not all(part.heads_known for (part,) in found.values()):
+            whole, found = found, self._run(sequences_of(self.probe), one_sequence=True)
             validate_apart(found, whole)
+            self._cut = self.probe
         if keep:
             self._last = {name: torch.cat([part.kept_BHIJ for part in parts]) for name, parts in found.items()}
         return dict(zip(found, reduced(list(found.values()), groups_of(self.model)), strict=True))
 
-    def _run(self, batches: Sequence[Any]) -> dict[str, list[StatsAccumulator]]:
+    def _run(self, batches: Sequence[Any], one_sequence: bool = False) -> dict[str, list[StatsAccumulator]]:
         """Run batches one after the other; for each attention, the sums of each batch."""
         found: dict[str, list[StatsAccumulator]] = {}
         for number, batch in enumerate(batches):
-            self._run_one(batch, number, len(batches), found)
+            before = {name: kept.tensor_split(len(batches))[number] for name, kept in self._last.items()}
+            for name, stats in self._run_one(batch, before, len(batches), one_sequence).items():
+                found.setdefault(name, []).append(stats)
         groups = groups_of(self.model)
         count = len(sequences_of(self.probe))  # if they run one by one, all ranks must have as many
-        shapes = [
-            (name, len(parts), len(parts[0].max_per_head), parts[0].heads_known or count)
-            for name, parts in found.items()
-        ]
+        shapes = [(name, each[0].max_BH.shape[1], each[0].heads_known or count) for name, each in found.items()]
         if groups and not all_ranks_agree(shapes, groups, next(self.model.parameters()).device):
             raise ValueError(f"{DIFFERENT} This one ran {', '.join(found) or 'none'}")
         if not found:
@@ -119,26 +119,27 @@ class LogitMonitor:
             )
         return found
 
-    def _run_one(self, batch: Any, number: int, count: int, found: dict[str, list[StatsAccumulator]]) -> None:
-        seen: Counter[str] = Counter()
+    def _run_one(
+        self, batch: Any, before: Mapping[str, Tensor], parts: int, one_sequence: bool
+    ) -> dict[str, StatsAccumulator]:
+        """Run one batch. `before`: the kept logits of it. `parts`: the number of batches of the probe."""
+        found: dict[str, StatsAccumulator] = {}
 
         def on_logits(name: str, logits: Logits) -> None:
-            seen[name] += 1
-            name = f"{name}#{seen[name]}" if seen[name] > 1 else name
-            before_BHIJ = self._last.get(name)
-            if before_BHIJ is not None and count > 1:
-                before_BHIJ = before_BHIJ[number : number + 1]
-            found.setdefault(name, []).append(StatsAccumulator(logits, before_BHIJ, count))
+            earlier = sum(other.partition("#")[0] == name for other in found)
+            name = f"{name}#{earlier + 1}" if earlier else name
+            found[name] = StatsAccumulator(logits, before.get(name), parts)
 
         model = unwrapped(self.model)
-        capturing = capture_logits(model, on_logits, self._heads, partial(head_axes, one_sequence=self._apart))
+        capturing = capture_logits(model, on_logits, self._heads, partial(head_axes, one_sequence=one_sequence))
         with undisturbed(model), copied_buffers(model), restored_attributes(model), resharded(model), capturing:
             try:
                 run(model, batch)
             except RuntimeError as error:
-                if self._apart:
+                if one_sequence:
                     error.add_note(CUT)
                 raise
+        return found
 
     def state_dict(self) -> dict[str, Tensor]:
         """The kept logits, so that a resumed run measures its first change from the last kept measurement."""
