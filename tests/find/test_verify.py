@@ -23,6 +23,13 @@ from quacklr.util.modules import Arguments
 RULED = "quacklr.find.discover.by_rule"
 
 
+class Runs:
+    """The shapes of inputs. Its list is not an attribute of a module, so it is not restored."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+
 class Attention(nn.Module):
     """Separate projections of four heads, known to a rule; `split` says how rows are split into heads."""
 
@@ -30,10 +37,10 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.head_dim, self.split = 4, 4, split
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16, bias=False) for _ in range(4))
-        self.runs: list[tuple[int, ...]] = []
+        self.runs = Runs()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        self.runs.append(tuple(x.shape))
+        self.runs.shapes.append(tuple(x.shape))
         q, k, v = (self.split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -105,7 +112,7 @@ def test_a_right_rule_is_verified_at_the_first_step_on_a_few_tokens_and_once() -
     assert "layers.0   verified" in repr(quack)
     assert "not verified" not in repr(quack)
     step(model, optimizer, tokens())
-    runs = model.layers[0].runs
+    runs = model.layers[0].runs.shapes
     assert runs == [(5, 12, 16), (2, 8, 16), (5, 12, 16)]
 
 
@@ -146,7 +153,7 @@ def test_verification_can_be_switched_off() -> None:
     model, optimizer, quack = made(interleaved, verify=False)
     step(model, optimizer, tokens())
     assert "not verified: verify=False" in repr(quack)
-    assert model.layers[0].runs == [(5, 12, 16)]
+    assert model.layers[0].runs.shapes == [(5, 12, 16)]
 
 
 def test_paths_that_were_given_or_declared_are_not_measured() -> None:
@@ -231,7 +238,7 @@ def test_masks_are_cut_with_the_tokens() -> None:
     model, optimizer, quack = made()
     step(model, optimizer, tokens(), mask=torch.ones(5, 1, 12, 12).tril().bool())
     assert "layers.0   verified" in repr(quack)
-    assert (2, 8, 16) in vars(model.layers[0])["runs"]
+    assert (2, 8, 16) in vars(model.layers[0])["runs"].shapes
 
 
 def test_a_model_that_does_not_run_on_a_slice_runs_on_whole_examples() -> None:
@@ -247,7 +254,7 @@ def test_a_model_that_does_not_run_on_a_slice_runs_on_whole_examples() -> None:
     quack = QuacK(model, optimizer)
     step(model, optimizer, tokens())
     assert "layers.0   verified" in repr(quack)
-    assert (2, 12, 16) in vars(model.layers[0])["runs"]
+    assert (2, 12, 16) in vars(model.layers[0])["runs"].shapes
 
 
 def test_a_model_that_cannot_be_measured_says_so_and_trains() -> None:
