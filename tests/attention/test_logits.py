@@ -16,7 +16,7 @@ import quacklr.attention.accumulator
 import quacklr.attention.logits
 from quacklr import LogitMonitor
 from quacklr.attention.accumulator import StatsAccumulator
-from quacklr.attention.axes import HeadOrder, is_ambiguous
+from quacklr.attention.axes import head_axes
 from quacklr.attention.logits import EagerLogits, Logits, QKLogits
 
 B, H, Q, K = 2, 4, 5, 6  # sequences, heads, queries, keys
@@ -54,7 +54,7 @@ def check(logits: Sequence[Logits], expected: dict[str, list[float]]) -> None:
     now, before = logits
     stats = StatsAccumulator(now, StatsAccumulator(before, None).kept_BHIJ)
     change, compared, entropy, seeing, sink, choosing = stats.sums()
-    measured = {"max": stats.max_H, "change": change / compared, "entropy": entropy / seeing}
+    measured = {"max": stats.max_per_head, "change": change / compared, "entropy": entropy / seeing}
     for name, of_heads in (measured | {"sink": sink / choosing}).items():
         wanted = torch.tensor(expected[name])
         assert torch.allclose(of_heads, wanted, rtol=1e-4, atol=1e-5, equal_nan=True), (name, of_heads, wanted)
@@ -140,22 +140,40 @@ def test_a_sample_of_queries_and_keys_is_always_the_same_one(monkeypatch: pytest
         torch.testing.assert_close(second.sums()[0] / second.sums()[1], expected)
 
 
-LAYOUTS = {  # of four heads: how many numbers lie between one head's and the next one's
-    (2, 4, 5, 6): 30,
-    (8, 5, 6): 30,
-    (4, 5, 6): 30,
-    (2, 2, 2, 5, 6): 30,
-    (2, 3, 4, 5, 6): 30,
-    (2, 4, 3, 5, 6): 90,  # heads before something else, as Reformer's chunks
-}
+AXES = [  # leading axes, heads, one sequence: the axes that are the heads; None if the shape does not show it
+    ((2, 4), 4, False, (1,)),
+    ((4, 2), 4, False, None),  # (H, B), or (B * G, R)
+    ((4, 4), 4, False, None),
+    ((2, 2), 4, False, None),  # (G, R), or (B, H) and another number of heads
+    ((3, 2, 2), 4, False, (1, 2)),  # (B, G, R)
+    ((2, 4, 3), 4, False, None),  # (B, H) and chunks, or (G, B, R)
+    ((8,), 8, False, (0,)),
+    ((8,), 1, False, ()),
+    ((8,), 4, False, None),  # (B * H) or (H * B)
+    ((2, 4), None, False, None),
+    ((1, 2, 4, 1), None, True, None),
+    ((1, 4, 3), 4, True, (1,)),
+    ((4, 1, 4), 4, True, None),
+    ((2, 1, 2), 4, True, (0, 1, 2)),
+    ((8,), 4, True, None),  # with windows
+    ((1, 4), None, True, (1,)),
+    ((4,), 3, True, (0,)),  # of another attention than the one with 3 heads
+]
 
 
-@pytest.mark.parametrize("shape", LAYOUTS)
-def test_heads_are_found_wherever_they_are(shape: tuple[int, ...]) -> None:
-    found = HeadOrder(4).arrange(torch.arange(math.prod(shape)).view(shape))
-    assert found.shape[1:] == (4, 5, 6)
-    assert found.numel() == math.prod(shape)
-    assert (found[:, :, 0, 0] // LAYOUTS[shape] % 4 == torch.arange(4)).all()
+@pytest.mark.parametrize(("lead", "heads", "one_sequence", "axes"), AXES)
+def test_which_axes_are_the_heads_is_known_only_where_the_shape_shows_it(
+    lead: tuple[int, ...], heads: int | None, one_sequence: bool, axes: tuple[int, ...] | None
+) -> None:
+    found = head_axes(lead, heads, one_sequence)
+    assert (found.axes if found.known else None) == axes
+    entries = torch.arange(math.prod(lead)).view(*lead, 1, 1)
+    assert found.arrange(entries).flatten().sort().values.tolist() == list(range(math.prod(lead)))
+
+
+def test_axes_are_moved_to_sequences_and_heads() -> None:
+    found = head_axes((1, 4, 3), 4, one_sequence=True).arrange(torch.arange(12).view(1, 4, 3, 1, 1))
+    assert found[..., 0, 0].tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
 def test_logits_that_are_not_a_number_are_reported_as_such() -> None:
@@ -167,25 +185,3 @@ def test_logits_that_are_not_a_number_are_reported_as_such() -> None:
     x[0, 1, 0, 0] = torch.nan
     stats = LogitMonitor(Broken(), x).measure()[""]
     assert stats.max.isnan().tolist() == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("lead", "heads", "queries", "ambiguous"),
-    [
-        ((2, 4), 4, 5, False),  # (B, H)
-        ((4, 2), 4, 5, True),  # (H, B), or heads in another order
-        ((4, 4), 4, 5, True),
-        ((3, 2, 2), 4, 5, False),  # (B, G, H / G)
-        ((2, 2, 2), 4, 5, True),
-        ((2, 5), 4, 4, False),  # (B, I, H, J)
-        ((8,), 8, 5, False),  # one sequence
-        ((8,), 1, 5, False),  # one head
-        ((8,), 4, 5, True),  # (B H) or (H B)
-        ((1, 1), 4, 5, False),
-        ((2, 4), None, 5, True),
-    ],
-)
-def test_which_axes_are_the_heads_is_asked_only_where_the_shape_does_not_say(
-    lead: tuple[int, ...], heads: int | None, queries: int, ambiguous: bool
-) -> None:
-    assert is_ambiguous(lead, heads, queries) == ambiguous

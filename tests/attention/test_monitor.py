@@ -215,7 +215,7 @@ def test_a_mask_is_remembered_through_changes_of_shape() -> None:
     class Reshaping(nn.Module):
         def forward(self, q: Tensor) -> Tensor:
             logits = (q.flatten(0, 1) @ q.flatten(0, 1).mT).masked_fill(~torch.ones(5, 5).tril().bool(), -1e4)
-            return logits.view(2, 3, 5, 5).transpose(1, 2).contiguous().transpose(1, 2).softmax(-1)
+            return logits.view(-1, 3, 5, 5).transpose(1, 2).contiguous().transpose(1, 2).softmax(-1)
 
     q = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
     monitor = LogitMonitor(Reshaping(), q)

@@ -264,22 +264,28 @@ def test_a_compiled_model_is_measured_as_it_is_uncompiled(how: str, implementati
             compiled(**probe("left"))
 
 
-@pytest.mark.parametrize("name", ["big_bird", "reformer"])
-def test_heads_are_not_taken_for_as_many_blocks_or_examples(name: str) -> None:
-    """Axes of four examples, four heads and (in big_bird) four blocks: larger queries of one head are that head's."""
+def four_examples(name: str) -> tuple[Any, dict[str, Tensor]]:
     model, batch = tiny(name)
-    batch = {key: torch.cat([each, each.flip(1)]) if len(each) == 2 else each for key, each in batch.items()}
+    return model, {key: torch.cat([each, each.flip(1)]) if len(each) == 2 else each for key, each in batch.items()}
+
+
+def test_heads_are_not_taken_for_as_many_examples() -> None:
+    """Four examples, four heads, and chunks after the heads: larger queries of one head are that head's."""
+    model, batch = four_examples("reformer")
     monitor = LogitMonitor(model, batch)
     before = monitor.measure()
-    queries = [of for of, _ in model.named_parameters() if of.endswith(("query.weight", "query_key.weight"))]
-    first = model.get_parameter(queries[0])
-    rows = slice(len(first) // 4 * 2, len(first) // 4 * 3)
+    name = next(name for name, _ in model.named_parameters() if name.endswith(("query.weight", "query_key.weight")))
+    weight = model.get_parameter(name)
+    rows = slice(len(weight) // 4 * 2, len(weight) // 4 * 3)
     with torch.no_grad():
-        first[rows] *= 20
+        weight[rows] *= 20
     after = monitor.measure()
-    module = queries[0].rpartition(".query")[0]
-    assert module in after
-    for attention, stats in after.items():
-        if attention.partition("#")[0] == module:
-            moved = (stats.max - before[attention].max).abs() > 1e-5
-            assert moved.tolist() == [False, False, True, False], attention
+    module = name.rpartition(".query")[0]
+    moved = (after[module].max - before[module].max).abs() > 1e-5
+    assert moved.tolist() == [False, False, True, False]
+
+
+def test_four_heads_and_four_blocks_of_a_sequence_are_no_guess() -> None:
+    model, batch = four_examples("big_bird")
+    with pytest.raises(ValueError, match=r"attention.self#3: it cannot be seen which .* or of another length"):
+        LogitMonitor(model, batch).measure()

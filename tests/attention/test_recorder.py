@@ -177,3 +177,14 @@ def test_another_attention_in_the_module_with_other_heads_is_not_the_one_that_is
     model(x)
     q, k = (proj(x).unflatten(-1, (2, 4)).transpose(1, 2) for proj in model.proj)
     torch.testing.assert_close(clip.max_logits()[""], (q @ k.mT).amax((0, 2, 3)).detach() / 2)
+
+
+def test_an_optimizer_that_is_not_linear_in_lr_is_clipped_too() -> None:
+    model = build(SHAPE, FULL, seed=0)
+    optimizer = torch.optim.ASGD(model.parameters(), lr=0.0)
+    clip = QKClip(model, optimizer, threshold=1.0)
+    train(model, optimizer, steps=1)
+    largest = torch.stack(list(clip.max_logits().values()))
+    assert (largest > 1).all()
+    train(model, optimizer, steps=1)
+    torch.testing.assert_close(clip.max_logits()["blocks.0.attention"], torch.ones(4))

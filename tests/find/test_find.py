@@ -12,9 +12,15 @@ from transformers.models.dia.modeling_dia import DiaSelfAttention
 
 from models import Latent, Separate, layers, train
 from quacklr import LogitPath, QuacK, logit_paths
+from quacklr.attention.axes import conventional_axes
 from quacklr.attention.capture import capture_logits
+<<<<<<< HEAD
 from quacklr.attention.head_order import HeadOrders
 from quacklr.find.discover import found_by_table
+=======
+from quacklr.find.discover import found_by_rule
+from quacklr.inspect.resolve import resolve
+>>>>>>> attention
 from quacklr.util.modules import run
 from tiny_models import OTHERS, build
 
@@ -155,9 +161,7 @@ def test_the_scale_of_the_logit_is_the_one_that_the_model_uses(kind: str) -> Non
     scales_its_queries = kind in ("whisper", "esm")  # before the product, by 1 / sqrt(head size)
     with (
         torch.no_grad(),
-        capture_logits(
-            model, lambda name, logits: seen.update({name: abs(logits.scale)}), heads, HeadOrders(strict=False)
-        ),
+        capture_logits(model, lambda name, logits: seen.update({name: abs(logits.scale)}), heads, conventional_axes),
     ):
         run(model, batch)
     assert seen

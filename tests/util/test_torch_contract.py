@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from quacklr.checking.copies import copied
 from quacklr.util.modules import compiled_modules, unwrapped
-from quacklr.util.torch_functions import LAYOUT, MATRIX_T, MULTIHEAD, SDPA, SOFTMAX, copied, multihead_opened
+from quacklr.util.torch_functions import LAYOUT, MATRIX_T, MULTIHEAD, SDPA, SOFTMAX, multihead_opened
 
 TRIED = "2.13.0"
 
@@ -80,7 +81,7 @@ def test_compiled_modules_have_the_original_one_as_orig_mod() -> None:
 
 
 def test_views_of_one_tensor_have_one_storage_identity() -> None:
-    """quacklr.util.torch_functions.copied"""
+    """quacklr.checking.copies.copied"""
     x = torch.arange(6.0)
     view, other = x[2:], x.clone()
     same: list[Tensor] = [x, view, other]

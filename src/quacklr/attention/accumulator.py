@@ -20,17 +20,19 @@ class StatsAccumulator:
     """Sums from which the statistics of one rank, or of many, are computed; and the logits to keep.
 
     `before_BHIJ`: the logits that the last measurement kept. Without them, or if their shape differs, the change is
-    NaN. `see_one_H` and `see_two_H`: the numbers of queries that see at least one key, and at least two.
+    NaN. `parts`: the limit of kept logits is divided by it. `see_one_H` and `see_two_H`: the numbers of queries that
+    see at least one key, and at least two. `rounding`: relative, of the logits.
     """
 
-    def __init__(self, logits: Logits, before_BHIJ: Tensor | None) -> None:
+    def __init__(self, logits: Logits, before_BHIJ: Tensor | None, parts: int = 1) -> None:
         batch, heads, device = logits.batch, logits.heads, logits.device
-        self.keys = logits.keys
-        self.max_H = torch.full((heads,), -torch.inf, device=device)
+        self.keys, self.heads_known = logits.keys, logits.heads_known
+        self.rounding = torch.finfo(logits.source.dtype).eps ** 0.5
+        self.max_BH = torch.full((batch, heads), -torch.inf, device=device)
         self.compared_H, self.entropy_H, self.see_one_H, self.see_two_H = torch.zeros(4, heads, device=device)
         self.first_BH = torch.full((batch, heads), self.keys, device=device)
         self.sink_BH, self.learned_H = torch.zeros(batch, heads, device=device), torch.zeros(heads, device=device)
-        self.sampled, self.stride = evenly_spaced(logits)
+        self.sampled, self.stride = evenly_spaced(logits, KEPT // parts)
         kept = (batch, heads, len(self.sampled), -(-self.keys // self.stride))
         self.kept_BHIJ = torch.full(kept, MASKED, device=device)
         comparable = before_BHIJ is not None and before_BHIJ.shape == self.kept_BHIJ.shape
@@ -39,6 +41,11 @@ class StatsAccumulator:
             visible_BHIJ = logits.visible(sequences, queries, logit_BHIJ)
             self._keep(sequences, queries, logit_BHIJ, visible_BHIJ, before_BHIJ if comparable else None)
             self._add(sequences, logit_BHIJ, visible_BHIJ)
+
+    @property
+    def max_per_head(self) -> Tensor:
+        """(H,): the largest logit of each head."""
+        return self.max_BH.amax(0)
 
     def sums(self) -> Tensor:
         """(6, heads): sum and count of |changes|, of entropies, and of sink shares."""
@@ -69,7 +76,7 @@ class StatsAccumulator:
     def _add(self, sequences: slice, logit_BHIJ: Tensor, visible_BHIJ: Tensor) -> None:
         """Add the maxima, entropies and sink shares of a chunk."""
         max_BHI = logit_BHIJ[..., : self.keys].amax(-1)
-        self.max_H = torch.maximum(self.max_H, max_BHI.amax((0, 2)))
+        self.max_BH[sequences] = torch.maximum(self.max_BH[sequences], max_BHI.amax(2))
         count_BHI = visible_BHIJ[..., : self.keys].sum(-1).expand_as(max_BHI)
         see_one_BHI, see_two_BHI = count_BHI > 0, count_BHI > 1
         first_BH = self._first_visible(sequences, visible_BHIJ[..., : self.keys])
@@ -101,8 +108,8 @@ class StatsAccumulator:
         return self.first_BH[sequences]
 
 
-def evenly_spaced(logits: Logits) -> tuple[list[int], int]:
+def evenly_spaced(logits: Logits, limit: int) -> tuple[list[int], int]:
     """The queries to keep, spread over the sequence, and the stride of their keys: all queries and 1 if they fit."""
     row = logits.batch * logits.heads * logits.keys
-    count = max(1, min(logits.queries, KEPT // row))
-    return [(i + 1) * logits.queries // count - 1 for i in range(count)], -(-row // KEPT)
+    count = max(1, min(logits.queries, limit // row))
+    return [(i + 1) * logits.queries // count - 1 for i in range(count)], -(-row // max(1, limit))

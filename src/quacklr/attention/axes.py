@@ -1,4 +1,4 @@
-"""The leading axes of attention logits: which entries belong to which sequence and head.
+"""The leading axes of attention logits: which of them are heads; all others are sequences.
 
     (B, H, I, J)                  the convention
     (B * H, I, J), (H * B, I, J)  sequences and heads merged into one axis; the shapes are the same
@@ -13,83 +13,61 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
-import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadOrder:
-    """The order of sequences and heads in the leading axes of attention logits.
+@dataclass(frozen=True, slots=True)
+class HeadAxes:
+    """The leading axes that are heads, and their number. Without axes, the last leading axis is (sequences * heads).
 
-    `heads`: the number of heads, None if unknown. `heads_first`: all leading axes, flattened, are (heads * sequences).
-    `index_BH`: for any other order that was measured, the index of each sequence and head in the flattened axes.
-    Without either, the convention is used: see `arrange`.
+    `known`: False if the shape does not show it. Then every entry is arranged as a head of one sequence.
     """
 
-    heads: int | None = None
-    heads_first: bool = False
-    index_BH: Tensor | None = None
-
-    @classmethod
-    def from_index(cls, index_BH: Tensor, lead: Sequence[int]) -> Self:
-        """The simplest order of these leading axes that agrees with an index."""
-        heads, entries = index_BH.shape[1], torch.arange(index_BH.numel()).view(*lead, 1, 1)
-        for order in (cls(heads), cls(heads, heads_first=True)):
-            if torch.equal(order.arrange(entries)[..., 0, 0], index_BH):
-                return order
-        return cls(heads, index_BH=index_BH)
-
-    @property
-    def is_convention(self) -> bool:
-        """Whether the order was not measured, or agrees with the convention."""
-        return not self.heads_first and self.index_BH is None
+    heads: int
+    axes: tuple[int, ...] = ()
+    known: bool = True
 
     def arrange(self, tensor: Tensor) -> Tensor:
-        """Rearrange (..., I, X) to (B, H, I, X).
-
-        By convention, the last leading axes whose sizes multiply to the number of heads are the heads; a single
-        leading axis is (B * H). If that does not fit, the last axis of that size is the heads; if the number of heads
-        is unknown or does not fit at all, the axis before the queries is.
-        """
-        heads, lead = self.heads, tensor.shape[:-2]
-        if self.index_BH is not None:
-            return tensor.flatten(0, -3)[self.index_BH.to(tensor.device)]
-        if self.heads_first and heads:
-            return tensor.flatten(0, -3).unflatten(0, (heads, -1)).transpose(0, 1)
-        for start in range(len(lead)):
-            if heads == math.prod(lead[start:]):
-                return tensor.reshape(-1, heads, *tensor.shape[-2:])
-        if heads and len(lead) == 1 and lead[0] % heads == 0:
-            return tensor.unflatten(0, (-1, heads))
-        if len(lead) > 2 and heads in lead:
-            return tensor.movedim(len(lead) - 1 - lead[::-1].index(heads), -3).flatten(0, -4)
-        return tensor.reshape(-1, *tensor.shape[-3:])
+        """Rearrange (..., I, X) to (B, H, I, X)."""
+        others = [axis for axis in range(tensor.ndim - 2) if axis not in self.axes]
+        return tensor.permute(*others, *self.axes, -2, -1).reshape(-1, self.heads, *tensor.shape[-2:])
 
     def arrange_mask(self, mask: Tensor, lead: Sequence[int]) -> Tensor:
         """Rearrange a mask that broadcasts to (*lead, I, J) to one that broadcasts to (B, H, I, J)."""
         if math.prod(mask.shape[:-2]) == 1:
             return mask.reshape(1, 1, *mask[(None,) * (2 - mask.ndim)].shape[-2:])
-        if self.is_convention and len(lead) == 2 and (lead[0] == 1 or self.heads != lead[0] * lead[1]):
+        if self.axes == (1,) and len(lead) == 2:
             return mask[(None,) * (4 - mask.ndim)]
         return self.arrange(mask.expand(*lead, *mask.shape[-2:]))
 
 
-def is_ambiguous(lead: Sequence[int], heads: int | None, queries: int) -> bool:
-    """Whether the shape of logits does not determine which of their leading axes are the heads.
+def last_axis(lead: Sequence[int], heads: int | None = None) -> HeadAxes:
+    """The last leading axis is the heads, or (sequences * heads): for functions of torch that define it."""
+    separate = heads is None or lead[-1] == heads
+    return HeadAxes(lead[-1] if heads is None else heads, (len(lead) - 1,) if separate else ())
 
-    It does if the last axes, and no others, have as many entries as there are heads; and in (B, I, H, J).
+
+def head_axes(lead: Sequence[int], heads: int | None, one_sequence: bool = False) -> HeadAxes:
+    """The axes of the heads, from the shape of logits, the number of heads if it is known, and the number of sequences.
+
+    Successive axes are the heads if their sizes multiply to the number of heads, if no others do, and if they are the
+    last ones; of one sequence, they need not be the last. Of one sequence, a single axis is the heads.
     """
-    count = math.prod(lead)
-    if count == 1 or heads is None:
-        return count > 1
-    if len(lead) == 1:
-        return heads not in (1, count)
-    if count % heads or (len(lead) == 2 and lead[1] != heads == queries and lead[0] != heads):
-        return False
+    count, axes = math.prod(lead), [axis for axis, size in enumerate(lead) if size > 1]
+    heads = None if heads is None or count % heads else heads
+    all_heads = heads == count and (one_sequence or len(axes) == 1)
+    if all_heads or count == 1 or (heads is None and one_sequence and len(axes) == 1):
+        return HeadAxes(count, (1,) if len(lead) == 2 and lead[0] == 1 else tuple(range(len(lead))))
     if heads == 1:
-        return lead[-1] != 1
-    axes = [size for size in lead if size > 1]
-    runs = [(i, j) for i in range(len(axes)) for j in range(i + 1, len(axes) + 1) if math.prod(axes[i:j]) == heads]
-    return len(runs) != 1 or runs[0][1] != len(axes) or (runs[0][0] == 0 and len(axes) > 1)
+        return HeadAxes(1)
+    runs = [axes[i:j] for j in range(len(axes) + 1) for i in range(j) if math.prod(lead[a] for a in axes[i:j]) == heads]
+    last = len(runs) == 1 and runs[0][-1] == axes[-1] and len(runs[0]) < len(axes)
+    if heads and len(runs) == 1 and (one_sequence or last):
+        return HeadAxes(heads, tuple(runs[0]))
+    return HeadAxes(count, tuple(range(len(lead))), known=False)
+
+
+def conventional_axes(lead: Sequence[int], heads: int | None) -> HeadAxes:
+    """The same for batches of any size: two leading axes are (B, H) by convention, also if B is H."""
+    return last_axis(lead) if len(lead) == 2 else head_axes(lead, heads)

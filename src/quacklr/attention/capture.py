@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
-from quacklr.attention.axes import HeadOrder
-from quacklr.attention.head_order import HeadOrders
+from quacklr.attention.axes import HeadAxes
 from quacklr.attention.interceptor import AttentionInterceptor
 from quacklr.attention.logits import Logits
 from quacklr.util.module_stack import module_stack
@@ -17,21 +16,23 @@ from quacklr.util.modules import run_uncompiled
 
 @contextmanager
 def capture_logits(
-    model: nn.Module, on_logits: Callable[[str, Logits], None], heads: Mapping[str, int], orders: HeadOrders
+    model: nn.Module,
+    on_logits: Callable[[str, Logits], None],
+    heads: Mapping[str, int],
+    axes_of: Callable[[tuple[int, ...], int | None], HeadAxes],
 ) -> Iterator[None]:
     """While entered, every attention of the model calls `on_logits(name of its module, logits)`.
 
     The module is the innermost one whose forward is running. `heads`: the number of heads of modules, where it is
-    known. `orders`: measures the order of heads where shapes do not show it. Compiled code runs uncompiled.
+    known. `axes_of(lead, heads)`: which leading axes of logits are heads. Compiled code runs uncompiled.
     """
 
-    def order_of(tensors: Sequence[Tensor], given: int | None) -> HeadOrder:
-        known = next((heads[name] for name in reversed(running.modules) if name in heads), None)
-        return orders.find(running.forwards, tensors, given, known)
+    def axes(lead: tuple[int, ...]) -> HeadAxes:
+        return axes_of(lead, next((heads[name] for name in reversed(running.modules) if name in heads), None))
 
     with (
         module_stack(model) as running,
         run_uncompiled(),
-        AttentionInterceptor(lambda logits: on_logits(running.modules[-1], logits), order_of),
+        AttentionInterceptor(lambda logits: on_logits(running.modules[-1], logits), axes),
     ):
         yield

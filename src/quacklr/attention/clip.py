@@ -61,11 +61,10 @@ class QKClip:
         clip = QKClip(model, optimizer, threshold=100.0)     # once; the training loop stays as it was
 
     The largest logit of each head is taken over all training forwards since the last step: all micro-batches, all ranks
-    of DistributedDataParallel or FSDP2. For this, all logits are computed a second time, except for flex attention on
-    CUDA, whose kernel returns the maxima. Heads whose largest logit is not above the threshold (it may be negative)
-    stay bitwise as they are. Forwards in eval mode or without gradients do not count. The attention modules of a
-    compiled model run uncompiled. Frozen weights are not scaled. There is no device synchronisation, unless a model
-    computes its logits without a fused kernel.
+    of DistributedDataParallel or FSDP2. For this, all logits are computed a second time. Heads whose largest logit is
+    not above the threshold (it may be negative) stay bitwise as they are. Forwards in eval mode or without gradients do
+    not count. The attention modules of a compiled model run uncompiled. Frozen weights are not scaled. There is no
+    device synchronisation, unless a model computes its logits without a fused kernel.
 
     `clip=False` only records: `max_logits()` shows what would have been clipped. For a model that no rule recognises,
     pass the `paths` that `logit_paths(model, batch)` measures. With `verify`, the paths that rules found are measured

@@ -1,26 +1,20 @@
-"""Flex attention: its logits, computed again in chunks; and, on CUDA, the largest ones from its own kernel.
+"""Flex attention: its logits, computed again in chunks.
 
-A function mode cannot intercept compiled flex attention. Uncompiled, it is an operator; the first half of this file
-computes the logits of a call of that operator. The second half replaces flex attention where a model's code refers to
-it, to get the maxima from the kernel.
-
-Both use internals of torch: tests/attention/test_flex_contract.py fails if a version of torch changes them.
+A function mode sees flex attention as an operator, if it runs uncompiled. The operator and its arguments are internal
+to torch: tests/attention/test_flex_contract.py fails if a version of torch changes them.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quacklr.attention.logits import QKLogits
 
-Pause = Callable[[], AbstractContextManager[Any]]
 LN2 = math.log(2)  # the operator returns logarithms to base 2
 
 
@@ -74,74 +68,3 @@ def run_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: An
         lse[sequences, :, queries] = logit_BHIJ.logsumexp(-1) / LN2
         maxima[sequences, :, queries] = logit_BHIJ.amax(-1) / LN2
     return output, lse, maxima
-
-
-class Reference(NamedTuple):
-    """An attribute of a Python module or class whose value is flex attention."""
-
-    owner: Any
-    name: str
-    function: Callable[..., Any]
-
-
-def find_references(model: nn.Module) -> list[Reference]:
-    """Where the code of a model refers to flex attention: its classes, their Python modules, and transformers."""
-    if "torch.nn.attention.flex_attention" not in sys.modules:
-        return []
-    classes = {each for module in model.modules() for each in type(module).__mro__ if each is not object}
-    files = [sys.modules[name] for name in {each.__module__ for each in classes} if name in sys.modules]
-    owners: list[Any] = [*files, *classes]
-    found = [
-        Reference(owner, name, value)
-        for owner in owners
-        if not owner.__name__.startswith("torch.")
-        for name, value in list(vars(owner).items())
-        if is_flex_attention(value)
-    ]
-    if transformers := sys.modules.get("transformers.integrations.flex_attention"):
-        name = "compile_friendly_flex_attention"
-        found.append(Reference(transformers, name, getattr(transformers, name)))
-    return found
-
-
-def is_flex_attention(value: Any) -> bool:
-    """Whether a value is torch's function `flex_attention`, plain or compiled."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    value = value.__func__ if isinstance(value, staticmethod) else value
-    return value is flex_attention or getattr(value, "_torchdynamo_orig_callable", None) is flex_attention
-
-
-@contextmanager
-def report_maxima(references: list[Reference], on_max: Callable[[Tensor], None], pause: Pause) -> Iterator[None]:
-    """While entered, calls through these references call `on_max(max_H)`, if the kernel can return the maxima."""
-    for owner, name, function in references:
-        setattr(owner, name, with_maxima(function, on_max, pause))
-    try:
-        yield
-    finally:
-        for reference in references:
-            setattr(*reference)
-
-
-def with_maxima(function: Callable[..., Any], on_max: Callable[[Tensor], None], pause: Pause) -> Callable[..., Any]:
-    """Flex attention that also requests the largest logits. It is called in `pause()`, where it may be compiled."""
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    def attend(
-        query: Tensor, *args: Any, return_lse: bool = False, return_aux: AuxRequest | None = None, **kwargs: Any
-    ) -> Any:
-        if not has_maxima(query):
-            return function(query, *args, return_lse=return_lse, return_aux=return_aux, **kwargs)
-        lse = return_lse or (return_aux is not None and return_aux.lse)
-        with pause():
-            output, aux = function(query, *args, return_aux=AuxRequest(lse=lse, max_scores=True), **kwargs)
-        on_max(aux.max_scores.detach().float().amax((0, 2)))
-        return (output, aux) if return_aux is not None else (output, aux.lse) if return_lse else output
-
-    return staticmethod(attend) if isinstance(function, staticmethod) else attend
-
-
-def has_maxima(query: Tensor) -> bool:
-    """Whether the kernel can return the largest logits: on CUDA it does, on the CPU it raises."""
-    return query.is_cuda

@@ -7,8 +7,7 @@ queries and keys, and a softmax over the last dimension of a tensor that was com
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from quacklr.attention.axes import HeadOrder
+from quacklr.attention.axes import HeadAxes, last_axis
 from quacklr.attention.flex import flex_logits, is_flex, run_flex
 from quacklr.attention.logits import EagerLogits, Logits, QKLogits
 from quacklr.attention.provenance import ProvenanceTracker
-from quacklr.util.torch_functions import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened, tensors_in
+from quacklr.util.products import AttentionCall, attention_of, softmax_of
+from quacklr.util.torch_functions import MULTIHEAD, bound, multihead_opened, tensors_in
 
 SUPPORTED = (
     "these are seen: scaled_dot_product_attention, flex attention, torch.nn.MultiheadAttention, and a softmax over the "
@@ -28,20 +28,19 @@ SUPPORTED = (
     "attention), there are no logits. Other kernels, such as flash attention, are not seen: switch the model to sdpa "
     "or eager"
 )
-OrderOf = Callable[[Sequence[Tensor], int | None], HeadOrder]
+AxesOf = Callable[[tuple[int, ...]], HeadAxes]
 
 
 class AttentionInterceptor(TorchFunctionMode):
     """While entered, calls `on_logits` with the logits of every attention. The forward pass does not change.
 
-    `order_of(tensors, heads)` is called once for each attention and returns the order of its heads. `tensors` are its
-    queries and keys, or its logits; `heads` is given if the called function has a number of heads as an argument: then
-    the heads are the last leading axis. Functions inside of torch.compile are not intercepted.
+    `axes_of(lead)` is called once for each attention whose function does not define which axes are heads, with the
+    sizes of the leading axes of its logits. Functions inside of torch.compile are not intercepted.
     """
 
-    def __init__(self, on_logits: Callable[[Logits], None], order_of: OrderOf) -> None:
+    def __init__(self, on_logits: Callable[[Logits], None], axes_of: AxesOf) -> None:
         super().__init__()
-        self.on_logits, self.order_of, self.provenance = on_logits, order_of, ProvenanceTracker()
+        self.on_logits, self.axes_of, self.provenance = on_logits, axes_of, ProvenanceTracker()
         self._heads: int | None = None  # of torch.nn.MultiheadAttention, while it runs
         self._reported: Any = WeakTensorKeyDictionary()  # a model may compute a softmax of the same logits twice
 
@@ -50,10 +49,10 @@ class AttentionInterceptor(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is MULTIHEAD:
             return self._multihead(args, kwargs)
-        if func is SDPA:
-            self._report(partial(sdpa_logits, self._order), *args, **kwargs)
-        elif func in SOFTMAX or func in LOGSUMEXP:
-            self._report(self._softmax_logits, *bound(args, kwargs, "input", "dim"))
+        if call := attention_of(func, args, kwargs):
+            self._report(self._sdpa_logits, call)
+        elif softmax := softmax_of(func, args, kwargs):
+            self._report(self._softmax_logits, *softmax)
         elif is_flex(func):
             self._report(flex_logits, *args, **kwargs)
             return func(*args, **kwargs) if torch.is_grad_enabled() else run_flex(*args, **kwargs)
@@ -70,8 +69,8 @@ class AttentionInterceptor(TorchFunctionMode):
         finally:
             self._heads = None
 
-    def _order(self, *tensors: Tensor, heads: int | None = None) -> HeadOrder:
-        return self.order_of(tensors, heads if self._heads is None else self._heads)
+    def _axes(self, lead: tuple[int, ...]) -> HeadAxes:
+        return self.axes_of(lead) if self._heads is None else last_axis(lead, self._heads)
 
     def _softmax_logits(self, logits: Tensor, dim: int | None) -> Logits | None:
         origin = self.provenance.origin_of(logits)
@@ -84,18 +83,41 @@ class AttentionInterceptor(TorchFunctionMode):
         if origin.first_key:  # move the columns that precede the keys to the end
             masked = None if masked is None else masked.expand_as(logits).roll(-origin.first_key, -1)
             logits = logits.roll(-origin.first_key, -1)
-        order = self._order(logits)
-        if order.is_convention and logits.ndim == 4 and logits.shape[1] != order.heads == logits.shape[2]:
-            # (B, I, H, J)
+        if origin.queries != -2:
             masked, subtracted = (
-                None if t is None else t.expand_as(logits).transpose(1, 2) for t in (masked, subtracted)
+                None if t is None else t.expand_as(logits).movedim(origin.queries, -2) for t in (masked, subtracted)
             )
-            logits = logits.transpose(1, 2)
-        masked, subtracted = (
-            None if t is None else order.arrange_mask(t, logits.shape[:-2]) for t in (masked, subtracted)
-        )
+            logits = logits.movedim(origin.queries, -2)
+        lead = tuple(logits.shape[:-2])
+        axes = self._axes(lead)
+        masked, subtracted = (None if t is None else axes.arrange_mask(t, lead) for t in (masked, subtracted))
         extra = logits.shape[-1] - origin.keys
-        return EagerLogits(order.arrange(logits.detach()), masked, subtracted, origin.factors, extra=extra)
+        return EagerLogits(
+            axes.arrange(logits.detach()), masked, subtracted, origin.factors, extra=extra, heads_known=axes.known
+        )
+
+    def _sdpa_logits(self, call: AttentionCall) -> Logits | None:
+        """The logits of scaled_dot_product_attention; None for nested tensors. With groups, heads are the last axis."""
+        query, key, mask, offset = call.query, call.key, call.attn_mask, 0 if call.is_causal else None
+        if query.is_nested or not (query.numel() and key.numel()):
+            return None
+        if query.ndim == 2:
+            query, key = query[None], key[None]
+        if call.enable_gqa:
+            lead, key = tuple(query.shape[:-2]), key.reshape(-1, *key.shape[-3:])
+            axes = last_axis(lead)
+        else:
+            lead = tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
+            axes = self._axes(lead)
+            key = axes.arrange(key.expand(*lead, *key.shape[-2:]))
+        bias = sys.modules.get("torch.nn.attention.bias")  # its import takes 1.5 seconds
+        if bias is not None and isinstance(mask, bias.CausalBias):
+            offset = key.shape[-2] - query.shape[-2] if mask.variant == bias.CausalVariant.LOWER_RIGHT else 0
+            mask = None
+        mask = None if mask is None else axes.arrange_mask(mask, lead)
+        query = axes.arrange(query.expand(*lead, *query.shape[-2:]))
+        scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        return QKLogits(query.detach(), key.detach(), scale, offset, mask, heads_known=axes.known)
 
     def _report(self, logits_of: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:
         device = tensors_in((args, kwargs))[0].device.type
@@ -103,40 +125,3 @@ class AttentionInterceptor(TorchFunctionMode):
             logits = logits_of(*args, **kwargs)
             if logits is not None:
                 self.on_logits(logits)
-
-
-def leading_shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The leading axes of logits, given the logits or the queries and keys: all but the last two, broadcast."""
-    return tuple(torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors)))
-
-
-def sdpa_logits(
-    order_of: Callable[..., HeadOrder],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,  # noqa: ARG001
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,  # noqa: ARG001
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Logits | None:
-    """The logits of a call of scaled_dot_product_attention, with its signature; None for nested tensors.
-
-    With `enable_gqa` the heads are the last leading axis, as the kernel defines it.
-    """
-    if query.is_nested or not (query.numel() and key.numel()):
-        return None
-    if query.ndim == 2:
-        query, key = query[None], key[None]
-    order = order_of(query, heads=query.shape[-3]) if enable_gqa else order_of(query, key)
-    lead = query.shape[:-2] if enable_gqa else leading_shape((query, key))
-    offset = 0 if is_causal else None
-    bias = sys.modules.get("torch.nn.attention.bias")  # its import takes 1.5 seconds
-    if bias is not None and isinstance(attn_mask, bias.CausalBias):
-        offset = key.shape[-2] - query.shape[-2] if attn_mask.variant == bias.CausalVariant.LOWER_RIGHT else 0
-        attn_mask = None
-    mask = None if attn_mask is None else order.arrange_mask(attn_mask, lead)
-    q = order.arrange(query.expand(*lead, *query.shape[-2:]))
-    k = HeadOrder().arrange(key) if enable_gqa else order.arrange(key.expand(*lead, *key.shape[-2:]))
-    return QKLogits(q.detach(), k.detach(), query.shape[-1] ** -0.5 if scale is None else scale, offset, mask)

@@ -30,11 +30,13 @@ ScoreMod = Callable[[Tensor, int, int], Tensor]  # (logits of a chunk, its first
 class Logits(ABC):
     """The input of the softmax of one attention. `source` is (B, H, I, ...): the queries, or the logits themselves.
 
-    `extra`: number of columns of the softmax after the keys, such as learned sinks.
+    `extra`: number of columns of the softmax after the keys, such as learned sinks. `heads_known`: False if the shape
+    does not show which entries belong to which head; then (1, all entries, I, ...).
     """
 
     source: Tensor
     extra: int = field(default=0, kw_only=True)
+    heads_known: bool = field(default=True, kw_only=True)
 
     @property
     @abstractmethod

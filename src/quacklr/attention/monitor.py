@@ -6,16 +6,19 @@ on a probe, a fixed batch, so that only the weights can have changed them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from quacklr.attention.accumulator import StatsAccumulator
+from quacklr.attention.axes import head_axes
 from quacklr.attention.capture import capture_logits
-from quacklr.attention.head_order import HeadOrders
 from quacklr.attention.interceptor import SUPPORTED
 from quacklr.attention.logits import Logits
 from quacklr.find.discover import found_by_table
@@ -28,9 +31,20 @@ from quacklr.sharded.collectives import (
     resharded,
 )
 from quacklr.sharded.validate import validate_no_tensor_parallel
-from quacklr.util.modules import copied_buffers, named_modules, run, undisturbed, unwrapped
+from quacklr.util.modules import copied_buffers, named_modules, restored_attributes, run, undisturbed, unwrapped
+from quacklr.util.torch_functions import tensors_in
 
 HEAD_COUNTS = ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads")
+UNKNOWN = (
+    "{}: it cannot be seen which of its logits belong to which head{}. Give the heads an axis of their own, (batch, "
+    "heads, queries, keys), and the module their number as an attribute, num_heads; or give a probe of one sequence, "
+    "or of another length"
+)
+APART = ", and the sequences of the probe, run one by one, do not have the logits that they have together"
+CUT = (
+    "LogitMonitor ran the model on one sequence of the probe, because its logits do not show which axes are the heads; "
+    "give a probe of one sequence"
+)
 DIFFERENT = "the ranks ran different attentions, so their statistics cannot be combined; give all the same probe."
 
 
@@ -55,7 +69,7 @@ class LogitMonitor:
         monitor = LogitMonitor(model, probe)     # probe: a batch for the model: a tensor, a tuple, or a dict
         monitor.measure()["layers.3.attn"].max   # (heads,)
 
-    A measurement does not change the model: its mode, gradients, buffers and random state stay, so a monitored run is
+    A measurement does not change the model: mode, gradients, buffers, attributes, random state stay. A monitored run is
     bitwise equal to one without a monitor. Compiled code runs uncompiled. Between calls the monitor keeps the logits
     of the probe, or of evenly spaced queries of a large probe: at most a million numbers a module, in float32. A
     measurement costs about a forward pass of the probe with eager attention. Under DistributedDataParallel or FSDP2
@@ -71,31 +85,61 @@ class LogitMonitor:
             )
         validate_no_tensor_parallel(model, "LogitMonitor")
         self.model, self.probe = model, probe
-        self._heads, self._orders = heads_of(model), HeadOrders()
+        self._heads = heads_of(model)
+        self._cut: Any = None  # the probe, if it is known that its sequences can and must run one by one
         self._last: dict[str, Tensor] = {}
 
     def measure(self, keep: bool = True) -> dict[str, LogitStats]:
         """Run the probe. With `keep=False`, the next call still measures changes since the call before this one."""
+        is_cut = self._cut is self.probe
+        found = {} if is_cut else self._run([self.probe])
+        if is_cut or not all(part.heads_known for (part,) in found.values()):
+            whole, found = found, self._run(sequences_of(self.probe), one_sequence=True)
+            validate_apart(found, whole)
+            self._cut = self.probe
+        if keep:
+            self._last = {name: torch.cat([part.kept_BHIJ for part in parts]) for name, parts in found.items()}
+        return dict(zip(found, reduced(list(found.values()), groups_of(self.model)), strict=True))
+
+    def _run(self, batches: Sequence[Any], one_sequence: bool = False) -> dict[str, list[StatsAccumulator]]:
+        """Run batches one after the other; for each attention, the sums of each batch."""
+        found: dict[str, list[StatsAccumulator]] = {}
+        for number, batch in enumerate(batches):
+            before = {name: kept.tensor_split(len(batches))[number] for name, kept in self._last.items()}
+            for name, stats in self._run_one(batch, before, len(batches), one_sequence).items():
+                found.setdefault(name, []).append(stats)
+        groups = groups_of(self.model)
+        count = len(sequences_of(self.probe))  # if they run one by one, all ranks must have as many
+        shapes = [(name, each[0].max_BH.shape[1], each[0].heads_known or count) for name, each in found.items()]
+        if groups and not all_ranks_agree(shapes, groups, next(self.model.parameters()).device):
+            raise ValueError(f"{DIFFERENT} This one ran {', '.join(found) or 'none'}")
+        if not found:
+            raise ValueError(
+                f"no attention was seen in a forward of {type(unwrapped(self.model)).__name__}: {SUPPORTED}"
+            )
+        return found
+
+    def _run_one(
+        self, batch: Any, before: Mapping[str, Tensor], parts: int, one_sequence: bool
+    ) -> dict[str, StatsAccumulator]:
+        """Run one batch. `before`: the kept logits of it. `parts`: the number of batches of the probe."""
         found: dict[str, StatsAccumulator] = {}
 
         def on_logits(name: str, logits: Logits) -> None:
             earlier = sum(other.partition("#")[0] == name for other in found)
             name = f"{name}#{earlier + 1}" if earlier else name
-            found[name] = StatsAccumulator(logits, self._last.get(name))
+            found[name] = StatsAccumulator(logits, before.get(name), parts)
 
         model = unwrapped(self.model)
-        capturing = capture_logits(model, on_logits, self._heads, self._orders)
-        with undisturbed(model), copied_buffers(model), resharded(model), capturing:
-            run(model, self.probe)
-        groups = groups_of(self.model)
-        shapes = [(name, len(stats.max_H)) for name, stats in found.items()]
-        if groups and not all_ranks_agree(shapes, groups, next(model.parameters()).device):
-            raise ValueError(f"{DIFFERENT} This one ran {', '.join(found) or 'none'}")
-        if not found:
-            raise ValueError(f"no attention was seen in a forward of {type(model).__name__}: {SUPPORTED}")
-        if keep:
-            self._last = {name: stats.kept_BHIJ for name, stats in found.items()}
-        return dict(zip(found, reduced(list(found.values()), groups), strict=True))
+        capturing = capture_logits(model, on_logits, self._heads, partial(head_axes, one_sequence=one_sequence))
+        with undisturbed(model), copied_buffers(model), restored_attributes(model), resharded(model), capturing:
+            try:
+                run(model, batch)
+            except RuntimeError as error:
+                if one_sequence:
+                    error.add_note(CUT)
+                raise
+        return found
 
     def state_dict(self) -> dict[str, Tensor]:
         """The kept logits, so that a resumed run measures its first change from the last kept measurement."""
@@ -118,10 +162,40 @@ def heads_of(model: nn.Module) -> dict[str, int]:
     return attributes | {name: found.paths[0].heads for name, found in found_by_table(model).items() if found.paths}
 
 
-def reduced(found: list[StatsAccumulator], groups: Groups) -> list[LogitStats]:
-    """The statistics of each attention, over all ranks."""
-    maxima = all_reduce_max([stats.max_H for stats in found], groups)
-    sums = all_reduce_sum([stats.sums() for stats in found], groups)
+def sequences_of(probe: Any) -> list[Any]:
+    """The probe as batches of one sequence: the tensors whose first axis is as long as that of the first are cut."""
+    probe = dict(probe) if isinstance(probe, Mapping) else probe
+    count = next((len(tensor) for tensor in tensors_in(probe) if tensor.ndim), 1)
+
+    def part(number: int, tensor: Tensor) -> Tensor:
+        return tensor[number : number + 1] if tensor.ndim and len(tensor) == count else tensor
+
+    return [tree_map_only(Tensor, partial(part, number), probe) for number in range(count)]
+
+
+def validate_apart(found: Mapping[str, list[StatsAccumulator]], whole: Mapping[str, list[StatsAccumulator]]) -> None:
+    """Raise ValueError if heads are still not known, or if the sequences do not have the logits of the whole batch."""
+    count = max(len(parts) for parts in found.values())
+    for name in {**whole, **found}:
+        parts = found.get(name, [])
+        same_shape = len(parts) == count and len({part.kept_BHIJ.shape for part in parts}) == 1
+        if not all(part.heads_known for part in parts):
+            raise ValueError(UNKNOWN.format(name or "the model", ""))
+        if not same_shape or (whole and not (name in whole and has_maxima_of(parts, whole[name]))):
+            raise ValueError(UNKNOWN.format(name or "the model", APART))
+
+
+def has_maxima_of(parts: Sequence[StatsAccumulator], whole: Sequence[StatsAccumulator]) -> bool:
+    """Whether the entries of the leading axes have the same largest logits, in any order and up to rounding."""
+    found, wanted = (torch.cat([of.max_BH.flatten() for of in each]).sort().values for each in (parts, whole))
+    tolerance = parts[0].rounding * float(wanted.nan_to_num(0, 0, 0).abs().max())
+    return found.shape == wanted.shape and torch.allclose(found, wanted, 0, tolerance, equal_nan=True)
+
+
+def reduced(found: Sequence[Sequence[StatsAccumulator]], groups: Groups) -> list[LogitStats]:
+    """The statistics of each attention, over all sequences and ranks."""
+    maxima = all_reduce_max([torch.stack([part.max_per_head for part in parts]).amax(0) for parts in found], groups)
+    sums = all_reduce_sum([torch.stack([part.sums() for part in parts]).sum(0) for parts in found], groups)
     return [
         LogitStats(max_H, change_H / compared_H, entropy_H / see_one_H, sink_H / see_two_H)
         for max_H, (change_H, compared_H, entropy_H, see_one_H, sink_H, see_two_H) in zip(maxima, sums, strict=True)

@@ -19,7 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from quacklr.attention.logits import MASKING
 from quacklr.util import torch_functions as ops
-from quacklr.util.torch_functions import bound, factors_of, tensors_in
+from quacklr.util.products import Product, product_of
+from quacklr.util.torch_functions import bound, tensors_in
 
 END: set[Any] = {ops.SDPA, F.linear, F.layer_norm, F.rms_norm, *ops.SOFTMAX, *ops.CONVOLUTION}  # outputs are not logits
 
@@ -28,12 +29,14 @@ END: set[Any] = {ops.SDPA, F.linear, F.layer_norm, F.rms_norm, *ops.SOFTMAX, *op
 class Origin:
     """The recorded origin of a tensor that was computed from q . k.
 
-    Its columns from `first_key` on are `keys` keys. `masked`: boolean, broadcasts to the tensor. `factors`: what q . k
-    was multiplied by. `subtracted`: numbers that were subtracted since, one for each row.
+    Its columns from `first_key` on are `keys` keys; `queries` is the axis of the queries. `masked`: boolean, broadcasts
+    to the tensor. `factors`: what q . k was multiplied by. `subtracted`: numbers that were subtracted since, one for
+    each row.
     """
 
     keys: int
     first_key: int = 0
+    queries: int = -2
     masked: Tensor | None = None
     factors: tuple[float | Tensor, ...] = ()
     subtracted: Tensor | None = None
@@ -100,22 +103,21 @@ class ProvenanceTracker:
         if func in END or not changed:
             return
         tensors = tensors_in((args, kwargs))
-        if ops.is_product(func):
-            self._track_product(func, args, kwargs, output)
+        if product := product_of(func, args, kwargs):
+            self._track_product(product, kwargs, output)
         elif tensors and all(map(self.is_weight, tensors)):
             self._weights.update(dict.fromkeys(changed))
         elif self._origins and (tracked := [tensor for tensor in tensors if tensor in self._origins]):
             origins = {id(tensor): self._origins[tensor] for tensor in tracked}
             self._track_change(TrackedCall(func, args, kwargs, tracked[0], origins), changed)
 
-    def _track_product(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> None:
-        factors = factors_of(func, args, kwargs)
-        if output.ndim < 3 or len(factors) < 2 or any(map(self.is_weight, factors)):
+    def _track_product(self, product: Product, kwargs: dict[str, Any], output: Tensor) -> None:
+        if output.ndim < 3 or len(product.factors) < 2 or any(map(self.is_weight, product.factors)):
             return
-        masked = None
-        if func in ops.ADDED_MATMUL:
-            masked = kwargs.get("beta", 1) * bound(args, kwargs, "input")[0] <= MASKING
-        self._origins[output] = Origin(output.shape[-1], masked=masked, factors=(float(kwargs.get("alpha", 1.0)),))
+        added, queries = product.summand, product.labels.rows_axis() if product.labels else -2
+        masked = None if added is None else kwargs.get("beta", 1) * added <= MASKING
+        factors = (float(kwargs.get("alpha", 1.0)),)
+        self._origins[output] = Origin(output.shape[-1], queries=queries, masked=masked, factors=factors)
         self._shapes.add(tuple(sorted(output.shape)))
 
     def _track_change(self, call: TrackedCall, changed: Sequence[Tensor]) -> None:
@@ -220,11 +222,15 @@ def mask_of(tensor: Tensor, origin: Origin | None) -> Tensor:
 
 
 def reshaped(origin: Origin, call: TrackedCall, output: Tensor) -> Origin:
-    """The origin of a function's output, whose shape may differ from that of its input."""
+    """The origin of a function's output, whose shape may differ from that of its input.
+
+    A model that changes the order of axes after q . k is taken to bring the queries before the keys.
+    """
     if output.shape[-1:] != call.tensor.shape[-1:] and call.func not in ops.CAT and call.func is not ops.SET_ITEM:
         origin = replace(origin, keys=output.shape[-1] if output.ndim else 1, first_key=0)
     masked, row_shift = origin.masked, origin.subtracted
     if call.func in ops.LAYOUT:
+        origin = replace(origin, queries=-2)
         masked, row_shift = same_layout(masked, call), same_layout(row_shift, call)
     masked, row_shift = (t if t is not None and fits(t, output) else None for t in (masked, row_shift))
     return replace(origin, masked=masked, subtracted=row_shift)

@@ -1,15 +1,13 @@
 """Record the largest logit of each head of some attention modules while a model trains.
 
 The forwards of these modules are wrapped; the rest of the model does not change. Compiled code inside of them runs
-uncompiled, because a compiled graph does not expose its logits. The exception is flex attention on CUDA, whose kernel
-can return the maxima.
+uncompiled, because a compiled graph does not expose its logits.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -17,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quacklr.attention.axes import HeadOrder
-from quacklr.attention.flex import find_references, report_maxima
-from quacklr.attention.head_order import HeadOrders
-from quacklr.attention.interceptor import AttentionInterceptor, leading_shape
+from quacklr.attention.axes import HeadAxes, conventional_axes
+from quacklr.attention.interceptor import AttentionInterceptor
 from quacklr.attention.logits import Logits
-from quacklr.util.module_stack import ModuleCall
 from quacklr.util.modules import named_modules, run_uncompiled
+
+MERGED = (
+    "{}: its logits have heads and batch in one axis, so QK clip cannot see which entry belongs to which head; give "
+    "the heads an axis of their own, (batch, heads, queries, keys), or train with batches of one sequence"
+)
 
 
 class MaxLogitRecorder:
@@ -34,15 +34,13 @@ class MaxLogitRecorder:
 
     def __init__(self, model: nn.Module, heads: Mapping[str, int], on_max: Callable[[str, Tensor], None]) -> None:
         self.heads, self.on_max = heads, on_max
-        self._running: list[ModuleCall] = []
-        self._orders = HeadOrders()
-        self._flex = find_references(model)
+        self._running: list[str] = []
         self._forwards = [RecordedForward(self, name, module) for name, module in named_modules(model) if name in heads]
 
     @contextmanager
-    def recording(self, call: ModuleCall) -> Iterator[None]:
-        """While entered, logits belong to the module of this call."""
-        self._running.append(call)
+    def recording(self, name: str) -> Iterator[None]:
+        """While entered, logits belong to the module of this name."""
+        self._running.append(name)
         try:
             with self._intercepting() if len(self._running) == 1 else nullcontext():
                 yield
@@ -51,32 +49,18 @@ class MaxLogitRecorder:
 
     @contextmanager
     def _intercepting(self) -> Iterator[None]:
-        interceptor: Any = AttentionInterceptor(self._on_logits, self._order_of)
-
-        @contextmanager
-        def pause() -> Iterator[None]:
-            interceptor.__exit__(None, None, None)
-            try:
-                with torch.compiler.set_stance("default"):
-                    yield
-            finally:
-                interceptor.__enter__()
-
-        with run_uncompiled(), report_maxima(self._flex, self._on_max, pause), interceptor:
+        with run_uncompiled(), AttentionInterceptor(self._on_logits, self._axes_of):
             yield
 
-    def _order_of(self, tensors: Sequence[Tensor], given: int | None) -> HeadOrder:
-        heads = self.heads[self._running[-1].name]
-        if given is None and math.prod(leading_shape(tensors)) % heads:
-            given = 0  # not the attention of this module, so its order of heads is not needed
-        return self._orders.find(self._running, tensors, given, heads)
+    def _axes_of(self, lead: tuple[int, ...]) -> HeadAxes:
+        return conventional_axes(lead, self.heads[self._running[-1]])
 
     def _on_logits(self, logits: Logits) -> None:
-        if logits.heads == self.heads[self._running[-1].name]:
-            self._on_max(logits.max_per_head())
-
-    def _on_max(self, max_H: Tensor) -> None:
-        self.on_max(self._running[-1].name, max_H)
+        name = self._running[-1]
+        if not logits.heads_known and logits.heads % self.heads[name] == 0:
+            raise ValueError(MERGED.format(name or "the model"))
+        if logits.heads == self.heads[name]:
+            self.on_max(name, logits.max_per_head())
 
     def remove(self) -> None:
         """Unwrap the forwards."""
@@ -123,5 +107,5 @@ def plain_forward(module: nn.Module, before: Any) -> Any:
 def _run_recorded(forward: RecordedForward, args: Any, kwargs: Any) -> Any:
     if forward.recorder is None or not (forward.module.training and torch.is_grad_enabled()):
         return forward.__wrapped__(*args, **kwargs)
-    with forward.recorder.recording(ModuleCall(forward.name, forward.module, forward.__wrapped__, args, kwargs)):
+    with forward.recorder.recording(forward.name):
         return forward.__wrapped__(*args, **kwargs)

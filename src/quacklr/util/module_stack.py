@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quacklr.util.modules import named_modules
-from quacklr.util.torch_functions import tensors_in
-
-
-@dataclass(slots=True, eq=False)
-class ModuleCall:
-    """A call of a module's forward that is running: its arguments, and the autocast state at its start.
-
-    `attentions`: number of attentions that have run since it began. `number`: the call's number in a ModuleStack.
-    """
-
-    name: str
-    module: nn.Module
-    forward: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    number: int = 0
-    attentions: int = 0
-    autocast: tuple[str, bool, torch.dtype] = field(init=False)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, positional ones first."""
-        return tensors_in((self.args, self.kwargs))
-
-    def __post_init__(self) -> None:
-        device = next((tensor.device.type for tensor in self.tensors), "cpu")
-        self.autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 @dataclass(slots=True)
 class ModuleStack:
-    """The calls of modules that are running, outermost first."""
+    """The names and the numbers of the calls that are running, outermost first.
 
-    forwards: tuple[ModuleCall, ...] = ()
+    The first ones, "" and 0, are those of the code around the model.
+    """
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Names of the running modules, after "" for code around the model."""
-        return ("", *(call.name for call in self.forwards))
-
-    @property
-    def calls(self) -> tuple[int, ...]:
-        """Numbers of the running calls, after 0 for code around the model."""
-        return (0, *(call.number for call in self.forwards))
+    modules: tuple[str, ...] = ("",)
+    calls: tuple[int, ...] = (0,)
 
 
 @contextmanager
@@ -66,15 +32,16 @@ def module_stack(model: nn.Module) -> Iterator[ModuleStack]:
     numbers = count(1)
     hooks: list[Any] = []
 
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        stack.forwards += (ModuleCall(name, module, module.forward, args, kwargs, next(numbers)),)
+    def begin(name: str, *_: Any) -> None:
+        stack.modules += (name,)
+        stack.calls += (next(numbers),)
 
     def end(*_: Any) -> None:
-        stack.forwards = stack.forwards[:-1]
+        stack.modules, stack.calls = stack.modules[:-1], stack.calls[:-1]
 
     for name, module in named_modules(model):
         if not isinstance(module, nn.Softmax):
-            hooks.append(module.register_forward_pre_hook(partial(begin, name), with_kwargs=True))
+            hooks.append(module.register_forward_pre_hook(partial(begin, name)))
             hooks.append(module.register_forward_hook(end, always_call=True))
     try:
         yield stack

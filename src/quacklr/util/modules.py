@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from quacklr.util.torch_functions import tensors_in
 
@@ -125,17 +127,7 @@ class Arguments(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
         """The same arguments with a function applied to every tensor."""
-        return Arguments(_mapped(function, self.args), _mapped(function, self.kwargs))
-
-
-def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(function, each) for each in value))
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(function, each) for each in value)
-    return {key: _mapped(function, each) for key, each in value.items()} if type(value) is dict else value
+        return tree_map_only(Tensor, function, self)
 
 
 def run(model: nn.Module, probe: Any) -> Any:
@@ -163,8 +155,18 @@ def copied_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_attributes(module: nn.Module) -> Iterator[None]:
-    """On exit, restore every attribute and submodule of the module and of the modules in it."""
+    """On exit, restore every attribute and submodule of the module and of the modules in it.
+
+    Lists, dicts and sets that are attributes, or are in such ones, have their contents restored too.
+    """
     kept = [(each, dict(vars(each)), dict(each._modules)) for each in module.modules()]
+    contents = [
+        (container, copy.copy(container))
+        for _, attributes, _ in kept
+        for name, value in attributes.items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        for container in _containers_in(value)
+    ]
     try:
         yield
     finally:
@@ -173,3 +175,15 @@ def restored_attributes(module: nn.Module) -> Iterator[None]:
             vars(each).update(attributes)
             each._modules.clear()
             each._modules.update(submodules)
+        for container, content in contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _containers_in(value: Any) -> Iterator[Any]:
+    """The lists, dicts and sets in a value, with itself."""
+    if isinstance(value, list | dict | set):
+        yield value
+    if isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _containers_in(each)

@@ -1,20 +1,18 @@
-"""Functions of torch, as a TorchFunctionMode gets them: sets of equivalent functions, and copies of their arguments.
+"""Functions of torch, as a TorchFunctionMode gets them: sets of equivalent functions, and their arguments.
 
 Some names here are internal to torch: tests/util/test_torch_contract.py fails if a version of torch changes them.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 SDPA: Any = F.scaled_dot_product_attention
 MULTIHEAD: Any = F.multi_head_attention_forward
@@ -53,94 +51,9 @@ multihead_opened.__kwdefaults__ = MULTIHEAD.__kwdefaults__
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value: itself, or those in lists, tuples and dicts, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for each in values for tensor in tensors_in(each)]
-
-
-def is_product(func: Any) -> bool:
-    """Whether a function multiplies matrices."""
-    return func in MATMUL or func in ADDED_MATMUL or func is torch.einsum
-
-
-def factors_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a function multiplies as matrices; empty if it does not."""
-    if not is_product(func):
-        return []
-    return tensors_in((args, kwargs))[1 if func in ADDED_MATMUL else 0 :]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def bound(args: Sequence[Any], kwargs: dict[str, Any], *names: str) -> list[Any]:
     """The first arguments of a call, positional or named; None for those that were not given."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
-
-
-def copied(given: Any, recorded: Any = None, deep: bool = False) -> Any:
-    """The arguments of a call with copies of its floating point tensors. `recorded`: arguments to copy these from.
-
-    Tensors in tuples, lists and dicts are copied too. A tensor that occurs twice is copied once, and views of one
-    tensor become views of one copy. Everything else is shared; with `deep`, other objects (caches of keys and values)
-    are copied too, and those that cannot be copied become None.
-    """
-    return _Copies(given if recorded is None else recorded, deep).of(given, given if recorded is None else recorded)
-
-
-class _Copies:
-    """Copies the arguments of one call."""
-
-    def __init__(self, given: Any, deep: bool) -> None:
-        self.deep = deep
-        self._memo: dict[tuple[int, int], Any] = {}
-        self._storages: dict[int, Any] = {}
-        several: dict[int, set[int]] = {}
-        for tensor in filter(_is_plain, tensors_in(given)):
-            several.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
-        self._shared = {storage for storage, tensors in several.items() if len(tensors) > 1}
-
-    def of(self, given: Any, recorded: Any) -> Any:
-        """The copy of one argument."""
-        key = id(given), id(recorded)
-        if key not in self._memo:
-            self._memo[key] = self._new(given, recorded)
-        return self._memo[key]
-
-    def _new(self, given: Any, recorded: Any) -> Any:
-        if isinstance(given, Tensor):
-            return self._tensor(recorded) if given.is_floating_point() else given
-        if isinstance(given, tuple | list) and type(given) is type(recorded) and len(given) == len(recorded):
-            items = [self.of(*pair) for pair in zip(given, recorded, strict=True)]
-            if all(new is old for new, old in zip(items, given, strict=True)):
-                return given
-            return type(given)(*items) if hasattr(given, "_fields") else type(given)(items)
-        if type(given) is dict and given.keys() == recorded.keys():
-            values = {name: self.of(value, recorded[name]) for name, value in given.items()}
-            return given if all(value is given[name] for name, value in values.items()) else values
-        if self.deep and not isinstance(given, nn.Module):
-            with suppress(Exception), _Cloning():
-                return copy.deepcopy(given)
-            return None
-        return given
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage() if _is_plain(tensor) else None
-        if storage is None or storage._cdata not in self._shared:
-            return tensor.detach().clone()
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = storage.clone()
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-class _Cloning(TorchFunctionMode):
-    """While entered, deepcopy clones tensors. Without this, it raises for tensors with a graph."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__:
-            return args[0].detach().clone()
-        return func(*args, **(kwargs or {}))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a strided floating point tensor, and of no subclass but Parameter."""
-    return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.is_floating_point()

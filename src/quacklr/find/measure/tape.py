@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from quacklr.find.measure.einsum import ProductLabels, einsum_labels, matmul_labels, split_einsum
 from quacklr.find.measure.records import Attention, Factor, Product, ProductSearch, Projection, recorded_in
 from quacklr.util.module_stack import ModuleStack
+from quacklr.util.products import ProductLabels, einsum_labels, matmul_labels, split_einsum
 from quacklr.util.torch_functions import (
     ADD,
     ADDED_MATMUL,

@@ -1,0 +1,53 @@
+"""Products, softmaxes and attentions are read from the calls of torch's functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from quacklr.util.products import attention_of, einsum_labels, product_of, softmax_of
+
+ADDED, LEFT, RIGHT = torch.zeros(2, 3, 5), torch.ones(2, 3, 4), torch.ones(2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs"),
+    [
+        (torch.baddbmm, (ADDED, LEFT, RIGHT), {"beta": 0}),
+        (torch.bmm, (LEFT,), {"mat2": RIGHT}),
+        (torch.matmul, (LEFT, RIGHT), {"out": torch.empty(2, 3, 5)}),
+        (torch.einsum, ("bij, bjk -> bik", LEFT, RIGHT), {}),
+        (torch.einsum, ("bij,bjk->bik", [LEFT, RIGHT]), {}),
+    ],
+    ids=["baddbmm", "bmm", "matmul", "einsum", "einsum of a list"],
+)
+def test_a_product_has_its_factors_and_labels_that_compute_it(func: Any, args: Any, kwargs: Any) -> None:
+    product = product_of(func, args, kwargs)
+    assert product is not None
+    assert [id(each) for each in product.factors] == [id(LEFT), id(RIGHT)]
+    assert (product.summand is ADDED) == (func is torch.baddbmm)
+    labels = product.labels
+    assert labels is not None
+    by_labels = torch.einsum(f"{labels.left},{labels.right}->{labels.out}", LEFT, RIGHT)
+    torch.testing.assert_close(by_labels, LEFT @ RIGHT)
+
+
+def test_other_functions_are_none_of_these() -> None:
+    for of in (product_of, softmax_of, attention_of):
+        assert of(torch.add, (LEFT, LEFT), {}) is None
+    assert softmax_of(Tensor.softmax, (LEFT,), {"dim": -1}) == (LEFT, -1)
+    call = attention_of(scaled_dot_product_attention, (LEFT, RIGHT), {"value": ADDED, "scale": 2.0})
+    assert call is not None
+    assert call.value is ADDED
+    assert call.scale == 2.0
+
+
+@pytest.mark.parametrize(
+    ("equation", "axis"), [("bhid,bhjd->bhij", -2), ("bihd,bjhd->bihj", -3), ("ibhd,jbhd->ibhj", -4)]
+)
+def test_the_rows_of_a_product_are_what_one_factor_has_and_the_other_has_not(equation: str, axis: int) -> None:
+    assert einsum_labels(equation, 4, 4).rows_axis() == axis
