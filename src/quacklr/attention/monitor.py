@@ -28,7 +28,7 @@ from quacklr.sharded.collectives import (
     resharded,
 )
 from quacklr.sharded.validate import validate_no_tensor_parallel
-from quacklr.util.modules import copied_buffers, named_modules, run, undisturbed, unwrapped
+from quacklr.util.modules import named_modules, run, undisturbed, unwrapped
 
 HEAD_COUNTS = ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads")
 DIFFERENT = "the ranks ran different attentions, so their statistics cannot be combined; give all the same probe."
@@ -85,7 +85,7 @@ class LogitMonitor:
 
         model = unwrapped(self.model)
         capturing = capture_logits(model, on_logits, self._heads, self._orders)
-        with undisturbed(model), copied_buffers(model), resharded(model), capturing:
+        with undisturbed(model), resharded(model), capturing:
             run(model, self.probe)
         groups = groups_of(self.model)
         shapes = [(name, len(stats.max_H)) for name, stats in found.items()]

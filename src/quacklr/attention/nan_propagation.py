@@ -20,7 +20,7 @@ from torch import Tensor
 from quacklr.attention.axes import HeadOrder
 from quacklr.attention.interceptor import AttentionInterceptor, leading_shape
 from quacklr.util.module_stack import ModuleCall
-from quacklr.util.modules import Arguments, copied_buffers, restored_attributes, undisturbed
+from quacklr.util.modules import Arguments, undisturbed
 from quacklr.util.torch_functions import CONVOLUTION, bound, copied, factors_of
 
 INPUTS = 4  # arguments, or inputs of projections, that are tried
@@ -98,8 +98,6 @@ def rerun(
     with (
         suppress(Exception),  # the model's own forward pass did not raise this error
         undisturbed(call.module),
-        copied_buffers(call.module),
-        restored_attributes(call.module),
         torch.autocast(device, dtype, enabled, cache_enabled=False),
         run,
     ):

@@ -21,7 +21,7 @@ from quacklr.attention.logits import Logits
 from quacklr.checking.expected_rows import ExpectedLayer
 from quacklr.checking.inputs import Inputs
 from quacklr.checking.sandbox import Sandbox
-from quacklr.util.modules import copied_buffers, named_modules, run, undisturbed
+from quacklr.util.modules import named_modules, run, undisturbed
 from quacklr.util.torch_functions import copied
 
 ROUNDING = 1e-5  # relative to a head's largest logit: a smaller change is only rounding
@@ -136,7 +136,7 @@ class FrozenInputs:
         model = self.sandbox.model
         torch.clear_autocast_cache()  # it holds casts of weights that have changed since
         attention = capture_logits(model, keep, self._heads, self.sandbox.orders)
-        with undisturbed(model), copied_buffers(model), self._hooked(record), attention:
+        with undisturbed(model), self._hooked(record), attention:
             run(model, self.sandbox.batch)
 
     def _layers_of(self, name: str) -> list[int]:

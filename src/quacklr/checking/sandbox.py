@@ -17,7 +17,7 @@ from quacklr.checking.expected_rows import ExpectedRows
 from quacklr.core.path import LogitPath
 from quacklr.find import logit_paths
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.util.modules import copied_buffers, run, undisturbed, unwrapped
+from quacklr.util.modules import run, undisturbed, untouched, unwrapped
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -54,7 +54,7 @@ class Sandbox:
         """
         given = paths if paths is None or isinstance(paths, list) else list(paths)
         model, optimizers, found = _copied(unwrapped(model), optimizers, given)
-        with undisturbed(model), copied_buffers(model):
+        with undisturbed(model):
             run(model, batch)
         found, unmeasured, contradiction = _found_paths(model, batch) if found is None else (found, "", "")
         return cls(model, optimizers, found, batch, loss or default_loss, unmeasured, contradiction)
@@ -78,8 +78,11 @@ class Sandbox:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         torch.clear_autocast_cache()
-        with torch.enable_grad(), copied_buffers(self.model):
+        with torch.enable_grad(), untouched(self.model):
             self.loss(self.model, self.batch).backward()
+            gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
     def step(self) -> None:
         """One real step of all optimizers. Neither the training mode nor the buffers of the model are changed."""
