@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from quacklr.core.weight import Weight
-from quacklr.find.measure.einsum import einsum_labels
+from quacklr.util.products import einsum_labels
 
 PRODUCTS = {"matmul": 0, "__matmul__": 0, "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # index of the first factor
 

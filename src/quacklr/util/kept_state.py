@@ -1,8 +1,8 @@
 """The state of a model besides its parameters: everything that a forward can write into, kept and restored.
 
-State is what is reached from the model by attributes, lists, dicts, sets and tuples: buffers, hooks, a list of auxiliary
-losses, a cache of keys and values. An object that refers to a module or an optimizer (a Trainer) is not state, nor is
-one with a lock or a dataset; it stays as it is.
+State is what is reached from the model by attributes, lists, dicts, sets and tuples: buffers, hooks, a list of
+auxiliary losses, a cache of keys and values. An object that refers to a module or an optimizer (a Trainer) is
+not state, nor is one with a lock or a dataset; it stays as it is.
 """
 
 from __future__ import annotations
