@@ -14,13 +14,7 @@ from models import Latent, Separate, layers, train
 from quacklr import LogitPath, QuacK, logit_paths
 from quacklr.attention.axes import conventional_axes
 from quacklr.attention.capture import capture_logits
-<<<<<<< HEAD
-from quacklr.attention.head_order import HeadOrders
 from quacklr.find.discover import found_by_table
-=======
-from quacklr.find.discover import found_by_rule
-from quacklr.inspect.resolve import resolve
->>>>>>> attention
 from quacklr.util.modules import run
 from tiny_models import OTHERS, build
 

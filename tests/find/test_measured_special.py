@@ -191,6 +191,29 @@ class Eager(Plain):
         return self.change(query @ key.mT, query, key).softmax(-1) @ value
 
 
+class OneEinsum(Plain):
+    """Its logits are one einsum of queries, keys and learned numbers; or queries are a product themselves."""
+
+    def __init__(self, equation: str, *shape: int) -> None:
+        super().__init__(groups=4)
+        self.equation, self.scale = equation, nn.Parameter(torch.randn(shape))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if not self.equation:
+            return F.scaled_dot_product_attention((query @ key.mT) @ key, key, value)
+        return torch.einsum(self.equation, query, key, self.scale).softmax(-1) @ value
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape"),
+    [("...id,...jd,d->...ij", (8,)), ("bhid,bhjd,d->bhij", (8,)), ("...id,...jd,...->...ij", (2, 4)), ("", ())],
+)
+def test_an_einsum_of_three_factors_is_measured(equation: str, shape: tuple[int, ...]) -> None:
+    (finding,) = measured_paths(Model(HF, OneEinsum(equation, *shape)), SAMPLE).values()
+    assert [str(path) for path in finding.paths] == (["q . k"] if equation else [])
+    assert ("in other ways" in finding.reason) == (not equation)
+
+
 @called("LlamaAttention", "transformers.models.llama")
 class Mixed(Plain):
     """Each head's logits are those of the heads before it, too."""

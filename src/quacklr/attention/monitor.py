@@ -31,7 +31,7 @@ from quacklr.sharded.collectives import (
     resharded,
 )
 from quacklr.sharded.validate import validate_no_tensor_parallel
-from quacklr.util.modules import copied_buffers, named_modules, restored_attributes, run, undisturbed, unwrapped
+from quacklr.util.modules import named_modules, run, undisturbed, unwrapped
 from quacklr.util.torch_functions import tensors_in
 
 HEAD_COUNTS = ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads")
@@ -132,7 +132,7 @@ class LogitMonitor:
 
         model = unwrapped(self.model)
         capturing = capture_logits(model, on_logits, self._heads, partial(head_axes, one_sequence=one_sequence))
-        with undisturbed(model), copied_buffers(model), restored_attributes(model), resharded(model), capturing:
+        with undisturbed(model), resharded(model), capturing:
             try:
                 run(model, batch)
             except RuntimeError as error:

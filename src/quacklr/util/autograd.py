@@ -14,6 +14,11 @@ def gradients(of: Tensor, at: Sequence[Tensor], cotangent: Tensor) -> Sequence[T
     return torch.autograd.grad(of, at, cotangent, retain_graph=True, allow_unused=True) if at else ()
 
 
+def total_of(tensor: Tensor) -> float:
+    """The sum of all entries, in float32 at least. Not in float64, which some devices do not have."""
+    return float(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)))
+
+
 def leaves_of(tensor: Tensor) -> list[Tensor]:
     """The leaves of the autograd graph that a tensor was computed from."""
     leaves: list[Tensor] = []

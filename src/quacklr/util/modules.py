@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from quacklr.util.kept_state import KeptState
 from quacklr.util.torch_functions import tensors_in
 
 IN_PLACE = ("_orig_mod", "_fsdp_wrapped_module")  # of torch.compile and FSDP1, which also wrap modules inside a model
@@ -102,11 +104,49 @@ def trainable(model: nn.Module) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """While entered, the model is in eval mode without gradients; afterwards mode and random state are restored."""
-    devices = {param.device for param in model.parameters() if param.device.type != "cpu"}
+def untouched(model: nn.Module) -> Iterator[None]:
+    """On exit, the model is what it was: a forward or a backward inside leaves nothing behind.
+
+    Restored are: attributes, submodules, hooks, modes, buffers, gradients, every list, dict, set and object that an
+    attribute holds (a list of auxiliary losses, a cache of keys and values), and the random state. While entered, the
+    model has copies of its tensors, and no gradients; so a graph that was made before can still be differentiated.
+    Parameters are not copied: a forward that writes into a parameter changes it.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with _random_state_restored(model):
+        state = KeptState(model)
+        try:
+            state.replace_by_copies()
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+        finally:
+            state.restore()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+@contextmanager
+def _random_state_restored(model: nn.Module) -> Iterator[None]:
+    """On exit, restore the random state of Python, of NumPy if it is imported, and of torch on the model's devices."""
+    numpy, of_python = sys.modules.get("numpy"), random.getstate()
+    of_numpy = numpy.random.get_state() if numpy else None
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("cpu")}
+    devices = {device for device in devices if device.type != "meta"}
     kind = next((device.type for device in devices), "cuda")
-    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad(), evaluating(model):
+    try:
+        with torch.random.fork_rng(devices, device_type=kind):
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy:
+            numpy.random.set_state(of_numpy)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """While entered, the model is in eval mode without gradients; afterwards it is untouched."""
+    with untouched(model), torch.no_grad(), evaluating(model):
         yield
 
 
@@ -127,7 +167,7 @@ class Arguments(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
         """The same arguments with a function applied to every tensor."""
-        return tree_map_only(Tensor, function, self)
+        return Arguments(*tree_map_only(Tensor, function, (self.args, self.kwargs)))
 
 
 def run(model: nn.Module, probe: Any) -> Any:
@@ -137,53 +177,3 @@ def run(model: nn.Module, probe: Any) -> Any:
     if isinstance(probe, Mapping):
         return model(**probe)
     return model(*probe) if isinstance(probe, tuple) else model(probe)
-
-
-@contextmanager
-def copied_buffers(model: nn.Module) -> Iterator[None]:
-    """While entered, the model has copies of its buffers, so that writes (caches, counters) do not change its own."""
-    kept = [(module, dict(module._buffers)) for module in model.modules()]
-    try:
-        for module, buffers in kept:
-            module._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
-        yield
-    finally:
-        for module, buffers in kept:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-
-
-@contextmanager
-def restored_attributes(module: nn.Module) -> Iterator[None]:
-    """On exit, restore every attribute and submodule of the module and of the modules in it.
-
-    Lists, dicts and sets that are attributes, or are in such ones, have their contents restored too.
-    """
-    kept = [(each, dict(vars(each)), dict(each._modules)) for each in module.modules()]
-    contents = [
-        (container, copy.copy(container))
-        for _, attributes, _ in kept
-        for name, value in attributes.items()
-        if name not in ("_parameters", "_buffers", "_modules")
-        for container in _containers_in(value)
-    ]
-    try:
-        yield
-    finally:
-        for each, attributes, submodules in kept:
-            vars(each).clear()
-            vars(each).update(attributes)
-            each._modules.clear()
-            each._modules.update(submodules)
-        for container, content in contents:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
-
-
-def _containers_in(value: Any) -> Iterator[Any]:
-    """The lists, dicts and sets in a value, with itself."""
-    if isinstance(value, list | dict | set):
-        yield value
-    if isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _containers_in(each)

@@ -6,8 +6,9 @@ The axes of a product are einsum labels: one letter for each axis, for matmul an
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -52,35 +53,42 @@ def matmul_labels(left: int, right: int) -> ProductLabels:
 
 
 def einsum_labels(equation: str, left: int, right: int) -> ProductLabels:
-    """The labels of an einsum of two factors with these numbers of dimensions; `...` becomes upper case letters."""
-    inputs, arrow, out = equation.replace(" ", "").partition("->")
-    one, two = inputs.split(",")
-    rest = max(left - len(one.replace("...", "")), right - len(two.replace("...", "")))
-    free = "".join(c for c in string.ascii_uppercase if c not in equation)[: max(rest, 0)]
-    if not arrow:
-        once = [c for c in sorted(set(one + two) - {".", ","}) if (one + two).count(c) == 1]
-        out = ("..." if "..." in inputs else "") + "".join(once)
-
-    def expanded(labels: str, axes: int) -> str:
-        missing = axes - len(labels.replace("...", ""))
-        return labels.replace("...", free[len(free) - missing :] if missing else "")
-
-    return ProductLabels(expanded(one, left), expanded(two, right), out.replace("...", free))
+    """The labels of an einsum of two factors with these numbers of dimensions."""
+    (one, two), out = explicit_labels(equation, [left, right])
+    return ProductLabels(one, two, out)
 
 
-def split_einsum(equation: str, i: int, j: int) -> tuple[str, str] | None:
-    """An einsum of several factors as two: one of factors i and j, and one of the other factors and that result.
+def explicit_labels(equation: str, dimensions: Sequence[int]) -> tuple[list[str], str]:
+    """The labels of each factor and of the result of an einsum. `...` becomes upper case letters.
 
-    None if no label is summed over by factors i and j alone, or if the equation has `...` or no output.
+    `dimensions` has the number of dimensions of each factor. An equation without `->` keeps the labels that occur once.
     """
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     factors = inputs.split(",")
-    rest = [factor for n, factor in enumerate(factors) if n not in (i, j)]
-    later = set(out).union(*rest)
-    if not arrow or "." in equation or not (set(factors[i]) & set(factors[j])) - later:
-        return None
-    kept = "".join(label for label in dict.fromkeys(factors[i] + factors[j]) if label in later)
-    return f"{factors[i]},{factors[j]}->{kept}", f"{','.join([*rest, kept])}->{out}"
+    missing = [axes - len(f.replace("...", "")) for f, axes in zip(factors, dimensions, strict=True)]
+    free = "".join(c for c in string.ascii_uppercase if c not in equation)[: max(0, *missing)]
+    if not arrow:
+        once = [c for c in sorted(set(inputs) - {".", ","}) if inputs.count(c) == 1]
+        out = ("..." if "..." in inputs else "") + "".join(once)
+    factors = [f.replace("...", free[len(free) - axes :]) for f, axes in zip(factors, missing, strict=True)]
+    return factors, out.replace("...", free)
+
+
+def first_pair(factors: Sequence[str], out: str, weights: Collection[int]) -> tuple[int, int, str] | None:
+    """Which two factors of an einsum of several to multiply first, and the labels of their product. None if none fit.
+
+    Best are two activations that share a label that is summed over; `weights` are the positions of weights. Then a
+    weight and an activation that do; then two factors of which one has all labels of the other.
+    """
+    found = []
+    for i, j in combinations(range(len(factors)), 2):
+        one, two = set(factors[i]), set(factors[j])
+        later = set(out).union(*(factor for n, factor in enumerate(factors) if n not in (i, j)))
+        sums = bool((one & two) - later)
+        if sums or one <= two or two <= one:
+            kept = "".join(label for label in dict.fromkeys(factors[i] + factors[j]) if label in later)
+            found.append((not sums, i in weights or j in weights, i, j, kept))
+    return min(found)[2:] if found else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

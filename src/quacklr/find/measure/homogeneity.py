@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quacklr.find.measure.growth import Slope, SlopeChange
 from quacklr.find.measure.records import Attention, Factor, Projection
-from quacklr.util.autograd import gradients
+from quacklr.util.autograd import gradients, total_of
 
 Shares = list[tuple[float, list[float]]]  # for each random direction: the total, and each projection's share
 
@@ -160,12 +160,12 @@ class Homogeneity:
         self, tensor: Tensor, at: Tensor, output: Tensor, at_output: Tensor, found: list[Projection]
     ) -> tuple[float, list[float]]:
         """The sum of tensor * at, and each projection's share in it, from gradients of `output` at `at_output`."""
-        total = float((tensor.detach() * at).double().sum())
+        total = total_of(tensor.detach() * at)
         shares = []
         for projection, at_leaf in zip(found, gradients(output, [p.leaf for p in found], at_output), strict=True):
             if at_leaf is not None:
                 self.leaf_gradients.setdefault(projection, []).append(at_leaf)
-            shares.append(0.0 if at_leaf is None else float((projection.leaf.detach() * at_leaf).double().sum()))
+            shares.append(0.0 if at_leaf is None else total_of(projection.leaf.detach() * at_leaf))
         self.finite &= math.isfinite(total + sum(shares))
         return total, shares
 

@@ -65,7 +65,7 @@ def _head_of_logit(
 
 def _changes_softmax(derivative: Tensor, logits: Tensor) -> Tensor:
     """Which logits change, relative to the other logits of their row that are not masked."""
-    derivative, visible = derivative.double(), ~(logits <= MASKED)
+    derivative, visible = derivative.to(torch.promote_types(derivative.dtype, torch.float32)), ~(logits <= MASKED)
     count = visible.sum(-1, keepdim=True)
     if (count < 2).all():
         return derivative != 0

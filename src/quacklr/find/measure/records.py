@@ -117,6 +117,7 @@ class Attention:
     module: str  # the innermost running module in which a query or a key was projected
     call: int  # number of the call of that module
     fused: bool  # whether the logits are the product itself
+    nested: bool = False  # whether a query or a key is itself computed from a product of two activations
 
 
 R = TypeVar("R", Projection, Product)
@@ -135,12 +136,18 @@ class ProductSearch:
 
     DEPTH = 4
 
-    def __init__(self, call: int, projections: Mapping[int, Projection], products: Mapping[int, Product]) -> None:
+    def __init__(
+        self,
+        call: int,
+        projections: Mapping[int, Projection],
+        products: Mapping[int, Product],
+        known: Product | None = None,
+    ) -> None:
         self.call = call
         self.records: dict[int, Projection | Product] = {**projections, **products}
-        self.products: list[Product] = []
+        self.products: list[Product] = [] if known is None else [known]
         self.between: set[int] = set()
-        self._visited: dict[int, bool] = {}
+        self._visited = {id(product.leaf): True for product in self.products}
 
     def search(self, tensor: Tensor, depth: int = 0) -> bool:
         """Whether the tensor is computed from products. All its leaves are visited."""

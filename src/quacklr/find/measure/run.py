@@ -21,7 +21,7 @@ from quacklr.find.measure.tape import Tape
 from quacklr.find.measure.terms import Chain, TermFinder
 from quacklr.util.autograd import leaves_of
 from quacklr.util.module_stack import module_stack
-from quacklr.util.modules import copied_buffers, restored_attributes, run, run_uncompiled, undisturbed, unwrapped
+from quacklr.util.modules import run, run_uncompiled, undisturbed, unwrapped
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 SMALL = 2**16  # entries: in a larger parameter, only the first row is searched for zeros
@@ -128,8 +128,6 @@ def _run(model: nn.Module, sample: Any, on_attention: Callable[[Attention, Tape]
     """One forward pass with a tape."""
     with (
         undisturbed(model),
-        copied_buffers(model),
-        restored_attributes(model),
         torch.enable_grad(),
         run_uncompiled(),
         module_stack(model) as running,

@@ -17,7 +17,6 @@ forward pass the outputs of these operations are not replaced.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from quacklr.find.measure.records import Attention, Factor, Product, ProductSearch, Projection, recorded_in
 from quacklr.util.module_stack import ModuleStack
-from quacklr.util.products import ProductLabels, einsum_labels, matmul_labels, split_einsum
+from quacklr.util.products import ProductLabels, explicit_labels, first_pair, matmul_labels
 from quacklr.util.torch_functions import (
     ADD,
     ADDED_MATMUL,
@@ -153,19 +152,21 @@ class Tape(TorchFunctionMode):
         return self._multiply(output, left, right, None, labels) + beta * added
 
     def _einsum(self, equation: str, *factors: Tensor) -> Tensor:
-        """Split an einsum of more than two factors into pairs: first activations that share a summed axis."""
-        pairs = sorted(
-            combinations(range(len(factors)), 2), key=lambda pair: any(self._is_weight(factors[i]) for i in pair)
-        )
-        for i, j in pairs if len(factors) > 2 else []:
-            if (steps := split_einsum(equation, i, j)) is not None:
-                rest = [factor for n, factor in enumerate(factors) if n not in (i, j)]
-                return self._einsum(steps[1], *rest, self._einsum(steps[0], factors[i], factors[j]))
-        output = torch.einsum(equation, *factors)
-        if len(factors) != 2:
-            return output
-        left, right = factors
-        return self._multiply(output, left, right, None, einsum_labels(equation, left.ndim, right.ndim))
+        """Record an einsum. One of more than two factors is computed in pairs, so that q . k is a product."""
+        labels, out = explicit_labels(equation, [factor.ndim for factor in factors])
+        if len(factors) == 2:
+            output = torch.einsum(equation, *factors)
+            return self._multiply(output, *factors, None, ProductLabels(*labels, out))
+        weights = [i for i, factor in enumerate(factors) if self._is_weight(factor)]
+        if len(factors) < 2 or (first := first_pair(labels, out, weights)) is None:
+            return torch.einsum(equation, *factors)
+        i, j, kept = first
+        pair = f"{labels[i]},{labels[j]}->{kept}"
+        sums = not set(labels[i] + labels[j]) <= set(kept)
+        product = self._einsum(pair, factors[i], factors[j]) if sums else torch.einsum(pair, factors[i], factors[j])
+        rest = [n for n in range(len(factors)) if n not in (i, j)]
+        then = ",".join([*(labels[n] for n in rest), kept])
+        return self._einsum(f"{then}->{out}", *(factors[n] for n in rest), product)
 
     def _multiply(
         self, output: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, labels: ProductLabels
@@ -178,13 +179,12 @@ class Tape(TorchFunctionMode):
         axes = labels.summed_axes()
         if not (left.requires_grad and right.requires_grad) or len(axes) != 1:
             return output
-        product = self._product(output, Factor(left, axes[0][0]), Factor(right, axes[0][1]))
-        return output if product is None else product.leaf.clone()
-
-    def _product(self, output: Tensor, q: Factor, k: Factor) -> Product | None:
         self.count += 1
         if self.count in self.not_replaced:
-            return None
+            return output
+        return self._product(output, Factor(left, axes[0][0]), Factor(right, axes[0][1])).leaf.clone()
+
+    def _product(self, output: Tensor, q: Factor, k: Factor) -> Product:
         product = Product(self._leaf(output, signed=self.scale != 1), output, q, k, self.running.calls, self.count)
         self.products[id(product.leaf)] = product
         return product
@@ -234,32 +234,35 @@ class Tape(TorchFunctionMode):
         groups = query.shape[-3] // key.shape[-3] if kwargs.get("enable_gqa") else 1
         k = key.repeat_interleave(groups, dim=-3) if groups > 1 else key
         if query.requires_grad and k.requires_grad:
+            self.count += 1
             product = self._product(query @ k.mT, Factor(query, query.ndim - 1), Factor(k, k.ndim - 1))
-            assert product is not None
             biased = attn_mask if attn_mask is not None and attn_mask.requires_grad else None
             logits = product.leaf.clone() if biased is None else product.leaf + biased
-            self._attend(logits, -1, fused=biased is None)
+            self._attend(logits, -1, product, fused=biased is None)
         mask = None if attn_mask is None else attn_mask.detach()
         return SDPA(query.detach(), key.detach(), value, mask, *args, **kwargs).detach()
 
-    def _attend(self, logits: Tensor, dim: int | None, fused: bool = False) -> bool:
+    def _attend(self, logits: Tensor, dim: int | None, own: Product | None = None, fused: bool = False) -> bool:
         """Whether a softmax is an attention: it is over the last dimension of a tensor computed from products.
 
-        Calls `on_attention`, unless an operation on the logits was replaced.
+        Calls `on_attention`, unless an operation on the logits was replaced. `own` is the product of a fused attention,
+        which is never an operation on other logits.
         """
         if logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
             return False
         direct = recorded_in(logits, self.products)
         nearby = [product for product in self.products.values() if product.is_near(logits, self.running.calls)]
         module, call = self._attending(direct or nearby)
-        search = ProductSearch(call, self.projections, {id(product.leaf): product for product in direct + nearby})
+        search = ProductSearch(call, self.projections, {id(product.leaf): product for product in direct + nearby}, own)
         if not (direct or nearby) or not search.search(logits):
             return False
         for product in search.products:
             del self.products[id(product.leaf)]
         self.on_logits |= search.between
         if not search.between:
-            self.on_attention(Attention(logits, direct, module, call, fused))
+            of_own = (own.q.tensor, own.k.tensor) if own is not None else ()
+            nested = any(recorded_in(tensor, self.products) for tensor in of_own)
+            self.on_attention(Attention(logits, direct, module, call, fused, nested))
         return True
 
     def _attending(self, products: Sequence[Product]) -> tuple[str, int]:

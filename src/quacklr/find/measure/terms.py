@@ -13,7 +13,7 @@ from quacklr.find.measure.growth import Slope, SlopeChange
 from quacklr.find.measure.homogeneity import Homogeneity
 from quacklr.find.measure.mixing import Heads, are_mixed
 from quacklr.find.measure.records import Attention, Factor, Product, Projection, RowMask, recorded_in
-from quacklr.util.autograd import gradients
+from quacklr.util.autograd import gradients, total_of
 
 Chain = tuple[RowMask, ...]  # from the projection next to the logit to the one that reads the input
 MIXED = "it mixes the logits of its heads before the softmax"
@@ -66,6 +66,8 @@ class TermFinder:
             return SPARSE
         if self.mixed:
             return MIXED
+        if self.attention.nested:
+            return OTHER_WAYS
         direct = recorded_in(self.logits, self.projections)
         if any(p in direct for f in self.factors for p in found.contributing[f] if p.output is not None):
             return OTHER_WAYS
@@ -85,7 +87,7 @@ class TermFinder:
             for product, gradient in zip(self.products, at, strict=True):
                 assert gradient is not None
                 self.homogeneity.finite &= bool(gradient.isfinite().all())
-                shares.append(float((gradient * product.leaf.detach()).double().sum()))
+                shares.append(total_of(gradient * product.leaf.detach()))
                 bounds.append(1e-4 * float(gradient.norm() * product.leaf.detach().norm()))
                 alone[product] &= abs(shares[-1]) <= bounds[-1]
             together &= abs(sum(shares)) <= sum(bounds)
