@@ -96,9 +96,9 @@ class QuacK:
         paths, in_groups = self._attachment.paths, self._attachment.in_groups
         validate_not_meta(weight for path in paths for weight in path.weights)
         compiled = CompiledPaths(all_rated(paths) if self.rule.rates_all else paths, blocks_of)
-        others = [other for other in _attached if other is not self._scaler and other.paths is not None]
-        sharing = [other.paths for other in others if not set(other.optimizers).isdisjoint(self.optimizers)]
-        validate_not_attached_twice(compiled.weights, [weight for paths in sharing for weight in paths.weights])
+        others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
+        taken = [other.paths for other in others if other is not self._scaler and other.paths is not None]
+        validate_not_attached_twice(compiled.weights, [weight for paths in taken for weight in paths.weights])
         with self._attachment.engine.filled_groups():
             validate_stepped(compiled.weights, self.optimizers, in_groups)
             if self.rule.linear:

@@ -18,7 +18,6 @@ from quacklr.inspect.command import progress, quiet, target_parser
 from quacklr.inspect.resolve import resolve
 from quacklr.inspect.target import BadTargetError, one_line
 from quacklr.util.arguments import Parser
-from quacklr.util.terminal import os_error_message, print_result
 
 ABOUT = """\
 Does QuacK scale the right rows of a model? The rows are compared with those that are
@@ -48,11 +47,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         with quiet():
             report = checked(options)
-        print_result(str(report))
-    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
-        return 1
+        print(report)
     except (ValueError, OSError, BadTargetError) as error:
-        print(f"quacklr check: {os_error_message(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        print(f"quacklr check: {error}", file=sys.stderr)
         return 1 if isinstance(error, ValueError) else 2
     return 0 if report.ok else 1
 
@@ -78,7 +75,7 @@ def checked(options: argparse.Namespace) -> CheckReport:
     model, batch = target.runnable()
     torch.manual_seed(0)
     optimizers = target.optimizers or OPTIMIZERS[options.optimizer](model, options.lr)
-    progress(f"checking {type(model).__name__} on {target.measured_on or 'its batch'} ...")
+    progress(f"checking {type(model).__name__} on its batch ...")
     try:
         return check(model, optimizers, batch, tau=options.tau, steps=options.steps, growth=options.growth)
     except (RuntimeError, TypeError, AttributeError, IndexError, KeyError, AssertionError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -9,16 +10,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from quacklr.attach.optimizers import is_idle
 from quacklr.checking.report import CheckReport, LayerReport
 from quacklr.checking.steps import Layer, Layers, Loss, Trial, default_loss, innermost
 from quacklr.core.path import LogitPath
+from quacklr.core.rule import Rule
+from quacklr.core.stepped import is_idle
 from quacklr.find import logit_paths
-from quacklr.find.compare import differences, wrong_rule
-from quacklr.find.discover import TAKE_MEASURED
+from quacklr.find.compare import TAKE_MEASURED, differences
 from quacklr.find.finding import is_inside
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.quack import QuacK
+from quacklr.quack import QuacK, chosen_rule
 from quacklr.sharded.validate import validate_not_sharded
 from quacklr.util.modules import named_modules, run_uncompiled, unwrapped
 
@@ -34,7 +35,8 @@ def check(
     loss: Loss | None = None,
     steps: int = 3,
     growth: float = 4.0,
-    **settings: Any,
+    rule: Rule | None = None,
+    tau: float | None = None,
 ) -> CheckReport:
     """Test that `QuacK(model, optimizer)` scales the right rows of every head, and changes no logit beyond its bound.
 
@@ -46,7 +48,7 @@ def check(
     `growth` after QuacK was attached, as if they had grown in a long training. For every head, the largest |change| of
     a logit in the step of its own rows is compared with the bound of docs/theory.md.
 
-    `settings` are the other arguments of QuacK, such as `tau`. `paths` defaults to `logit_paths(model, batch)`.
+    `rule` and `tau` are those of QuacK. `paths` defaults to `logit_paths(model, batch)`.
     `loss(model, batch)` defaults to the model's own loss, or to a distance to random numbers. Neither the model nor the
     optimizers are changed. Takes about 10 forward and backward passes, and holds four copies of the parameters.
     """
@@ -60,11 +62,12 @@ def check(
         trial = Trial(unwrapped(model), optimizers, given or [], batch, loss or default_loss).copy()
         if given is None:
             trial.paths = logit_paths(trial.model, batch)
-        QuacK(trial.paths, trial.optimizers, **settings).remove()  # raises if it refuses the settings or the paths
+        rule = chosen_rule(tau, rule)
+        QuacK(trial.paths, trial.optimizers, rule=copy.deepcopy(rule)).remove()  # raises if it refuses the paths
         layers, unmeasured = compared_layers(trial.model, trial.paths, batch)
-        start = trial.copy().changes(layers, steps, 1.0, settings)
+        start = trial.copy().changes(layers, steps, 1.0, rule)
         plain = trial.copy().changes(layers, steps, growth, None)
-        quack = trial.copy().changes(layers, steps, growth, settings)
+        quack = trial.copy().changes(layers, steps, growth, rule)
     trains = [any(w.trains for i in of for w in trial.paths[i].weights) for of in layers.values()]
     numbers = zip(layers, start, plain, quack, trains, strict=True)
     reports = [LayerReport(*layer, unmeasured.get(layer, ""), a, b, c, d) for layer, a, b, c, d in numbers]
@@ -99,7 +102,9 @@ def compared_layers(model: nn.Module, paths: list[LogitPath], batch: Any) -> tup
         elif of_module:
             ruled = [paths[i] for layer in of_module for i in layers[layer]]
             if wrong := differences(ruled, [path for finding in found for path in finding.paths], model):
-                raise wrong_rule(name, module, wrong, TAKE_MEASURED)
+                raise ValueError(
+                    f"{name or 'the model'}: the paths of {type(module).__name__} are wrong; {wrong}; {TAKE_MEASURED}"
+                )
     return layers, unmeasured
 
 

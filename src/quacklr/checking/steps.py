@@ -26,14 +26,15 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from quacklr.attach.optimizers import first_after_step
 from quacklr.attention.monitor import LogitMonitor
 from quacklr.checking.report import Change
 from quacklr.core.path import LogitPath
+from quacklr.core.rule import Rule
+from quacklr.core.step_scaler import first_after_step
 from quacklr.core.weight import Weight, distinct
 from quacklr.find.finding import is_inside
 from quacklr.quack import QuacK
-from quacklr.util.modules import copied_buffers, named_modules, run
+from quacklr.util.modules import named_modules, run
 from quacklr.util.torch_functions import ADDED_MATMUL, CONVOLUTION, MATMUL
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -69,13 +70,13 @@ class Trial:
             raise ValueError(f"{kind} cannot be copied, and only a copy is ever stepped: {error}") from error
         return Trial(model, optimizers, paths, self.batch, self.loss)
 
-    def changes(self, layers: Layers, steps: int, growth: float, settings: dict[str, Any] | None) -> list[Change]:
-        """For each layer, the largest changes in some steps; without QuacK if settings are None.
+    def changes(self, layers: Layers, steps: int, growth: float, rule: Rule | None) -> list[Change]:
+        """For each layer, the largest changes in some steps; without QuacK if there is no rule.
 
         The weights are multiplied by `growth` after QuacK is attached.
         """
         torch.manual_seed(0)
-        quack = None if settings is None else QuacK(self.paths, self.optimizers, **settings)
+        quack = None if rule is None else QuacK(self.paths, self.optimizers, rule=copy.deepcopy(rule))
         stepper = Stepper(self, layers, quack)
         with torch.no_grad():
             for part in stepper.parts:
@@ -90,7 +91,7 @@ class Trial:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         torch.clear_autocast_cache()
-        with torch.enable_grad(), copied_buffers(self.model):
+        with kept_buffers(self.model), torch.enable_grad():
             self.loss(self.model, self.batch).backward()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has stepped before QuacK was attached
@@ -249,6 +250,16 @@ def _compared(one_BHIJ: Tensor, other_BHIJ: Tensor | None) -> Tensor:
     mean_H = change_BHIJ.square().sum((0, 2, 3)) / count_H
     largest = [each.abs().amax((0, 2, 3)) for each in (change_BHIJ, one_BHIJ.masked_fill(masked_BHIJ, 0))]
     return torch.stack([largest[0], mean_H.sqrt(), largest[1]]).where(count_H > 0, torch.nan).cpu()
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """On exit, restore the values of the buffers."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, value in kept:
+            buffer.copy_(value)
 
 
 def _assign(values: Values) -> None:

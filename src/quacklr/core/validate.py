@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,10 +36,10 @@ def validate_floor(floor: object) -> None:
     _validate_float32(floor=floor)
 
 
-def validate_nats(nats: object, finite: bool) -> None:
+def validate_nats(nats: Any, finite: bool) -> None:
     """A change of logits must be a positive number; with a rule that only scales down it may be inf."""
-    number = isinstance(nats, int | float) and not isinstance(nats, bool)
-    if not number or not nats > 0 or (finite and nats == float("inf")):
+    is_number = isinstance(nats, int | float) and not isinstance(nats, bool)
+    if not is_number or not nats > 0 or (finite and nats == float("inf")):
         raise ValueError(f"nats={nats!r}: the change of logits must be a positive number; start with 0.02")
     if nats < float("inf"):
         _validate_float32(nats=nats)

@@ -176,7 +176,8 @@ class FirstBatch:
     def _measured(self, call: Call, found: Mapping[str, Finding]) -> tuple[dict[str, Finding], str]:
         """The findings by measurement, and the reason if there is none. A slice that shows too little is enlarged."""
         module, measured, why = call.module(), dict[str, Finding](), TOO_LONG
-        for part in slices(call.arguments) if module is not None else ():
+        assert module is not None
+        for part in slices(call.arguments):
             try:
                 self._measuring = True
                 seen = measured_paths(module, part)

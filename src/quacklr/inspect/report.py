@@ -93,7 +93,7 @@ class Report:
 def report(name: str, target: Target) -> Report:
     """Find the attention of a model by `logit_paths`, with the batch if there is one, and try to attach QuacK."""
     call = f"QuacK({'model' if target.batch is None else 'logit_paths(model, batch)'}, optimizer)"
-    paths, error = LogitPaths({}), ""
+    paths, error = LogitPaths({}, target.model), ""
     try:
         paths = logit_paths(target.model, target.batch)
         if not _on_meta(target.model):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -87,7 +87,7 @@ class TensorCopies:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         storage = _storage(tensor)
-        if isinstance(tensor, nn.Parameter | UninitializedTensorMixin) or storage in self._of_parameters:
+        if isinstance(tensor, nn.Parameter) or is_lazy(tensor) or storage in self._of_parameters:
             return tensor
         if storage is None:
             copy = tensor.detach().clone()
@@ -163,7 +163,8 @@ def _attributes(value: Any) -> dict[str, Any]:
 def _slots(cls: type) -> list[str]:
     if cls.__module__ == "builtins" or "__slots__" not in vars(cls):
         return []
-    names = [cls.__slots__] if isinstance(cls.__slots__, str) else list(cls.__slots__)
+    slots: Any = vars(cls)["__slots__"]
+    names = [slots] if isinstance(slots, str) else list(slots)
     return [name for name in names if not name.startswith("__")]
 
 

@@ -156,7 +156,7 @@ class Tape(TorchFunctionMode):
         labels, out = explicit_labels(equation, [factor.ndim for factor in factors])
         if len(factors) == 2:
             output = torch.einsum(equation, *factors)
-            return self._multiply(output, *factors, None, ProductLabels(*labels, out))
+            return self._multiply(output, *factors, None, ProductLabels(labels[0], labels[1], out))
         weights = [i for i, factor in enumerate(factors) if self._is_weight(factor)]
         if len(factors) < 2 or (first := first_pair(labels, out, weights)) is None:
             return torch.einsum(equation, *factors)
