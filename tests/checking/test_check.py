@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     **{name: partial(tiny, name, CAUSAL) for name in ("gpt2", "gpt_neox", "deepseek_v3")},
 }
 OPTIMIZERS = dict(zip(MODELS, ["adamw", "sgd", "muon"] * 2, strict=True))
-WRONG_ROWS = "the rule for .* is wrong here; it says that a head reads .*, but the measurement says that a head reads"
+WRONG_ROWS = "(the table|what is declared) for .* is wrong here; it says that a head reads .*, but the measurement says that a head reads"
 
 
 def decoder(spec: MHA | MLA) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
@@ -121,12 +121,12 @@ def test_a_model_that_no_rule_knows_is_measured() -> None:
 
 
 def test_a_rule_that_is_contradicted_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_rule(one: Any) -> Finding | None:
+    def by_table(one: Any) -> Finding | None:
         if not isinstance(one, Unruled):
             return None
         return Finding(mha(*packed(one.first, ("q", 4, 4)), *packed(one.second, (None, 4, 4), ("k", 4, 4))))
 
-    monkeypatch.setattr(discover, "by_rule", by_rule)
+    monkeypatch.setattr(discover, "by_table", by_table)
     model = stack(Unruled)
     with pytest.raises(ValueError, match=f"^0: {WRONG_ROWS}"):
         checked(model)

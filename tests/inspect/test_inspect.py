@@ -35,24 +35,24 @@ def inspected(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0
 
 EXPECTED = {  # the table and what follows it
     "llama": """
-model.layers.{0-31}.self_attn LlamaAttention by rule 32 q[32] k[32] 0.08839 q_proj, k_proj
+model.layers.{0-31}.self_attn LlamaAttention by table 32 q[32] k[32] 0.08839 q_proj, k_proj
 QuacK(model, optimizer) attaches to 32 of 32 attention layers""",
     "deepseek_v3": """
-model.layers.{0-60}.self_attn DeepseekV3Attention by rule 128 uq[128] uk[128] + qr[128] kr 0.07217 q_b_proj, kv_b_proj,\
+model.layers.{0-60}.self_attn DeepseekV3Attention by table 128 uq[128] uk[128] + qr[128] kr 0.07217 q_b_proj, kv_b_proj,\
  kv_a_proj_with_mqa
 model.layers.{0-60}.self_attn.dq: cut off by the norm on the latent: the logit does not depend on its scale
 model.layers.{0-60}.self_attn.dkv: cut off by the norm on the latent: the logit does not depend on its scale
 QuacK(model, optimizer) attaches to 61 of 61 attention layers""",
     "gpt2": """
-transformer.h.{0-11}.attn GPT2Attention by rule 12 q[12] k[12] 0.125 c_attn
+transformer.h.{0-11}.attn GPT2Attention by table 12 q[12] k[12] 0.125 c_attn
 QuacK(model, optimizer) attaches to 12 of 12 attention layers""",
     "jamba": """
-model.layers.{4,12,20,28}.self_attn JambaAttention by rule 32 q[32] k[8] 0.08839 q_proj, k_proj
+model.layers.{4,12,20,28}.self_attn JambaAttention by table 32 q[32] k[8] 0.08839 q_proj, k_proj
 QuacK(model, optimizer) attaches to 4 of 4 attention layers""",
     "t5": """
-encoder.block.{0-5}.layer.0.SelfAttention T5Attention by rule 8 q[8] k[8] 1 q, k
-decoder.block.{0-5}.layer.0.SelfAttention T5Attention by rule 8 q[8] k[8] 1 q, k
-decoder.block.{0-5}.layer.1.EncDecAttention T5Attention by rule 8 q[8] k[8] 1 q, k
+encoder.block.{0-5}.layer.0.SelfAttention T5Attention by table 8 q[8] k[8] 1 q, k
+decoder.block.{0-5}.layer.0.SelfAttention T5Attention by table 8 q[8] k[8] 1 q, k
+decoder.block.{0-5}.layer.1.EncDecAttention T5Attention by table 8 q[8] k[8] 1 q, k
 QuacK(model, optimizer) attaches to 18 of 18 attention layers""",
 }
 
@@ -98,7 +98,7 @@ def test_a_config_is_a_file_or_a_folder_with_one(
     for target in ("./bert", "bert/config.json", str(tmp_path / "bert")):
         text = inspected(capsys, target)
         assert f"{target}: BertForMaskedLM, shapes only" in text
-        assert "bert.encoder.layer.{0-1}.attention.self BertSelfAttention by rule 3 q[3] k[3]" in text
+        assert "bert.encoder.layer.{0-1}.attention.self BertSelfAttention by table 3 q[3] k[3]" in text
     assert "encoder.layer.{0-11}" in inspected(capsys, "bert"), "the type, not the folder"
 
 
@@ -114,7 +114,7 @@ def test_a_batch_measures_the_model(capsys: pytest.CaptureFixture[str], mine: st
 
 def test_frozen_zero_and_unknown_weights_are_reported(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     text = inspected(capsys, f"{mine}:half_frozen")
-    assert "{0-2} MultiheadAttention by rule 2 q[2] k[2]" in text
+    assert "{0-2} MultiheadAttention by table 2 q[2] k[2]" in text
     assert "0.q: frozen: no rate, counts in its partners' norms" in text
     assert "raises: 1.q: its partner 1.k is all zeros" in inspected(capsys, f"{mine}:silent", code=1)
     assert "Linear has no attention that QuacK can control" in inspected(capsys, f"{mine}:without", code=1)

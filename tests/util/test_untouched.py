@@ -18,7 +18,7 @@ from quacklr.find.measure.assemble import measured_paths
 from quacklr.util.modules import untouched
 from stand_ins_kit import HF, Model, Plain
 
-SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
+SAMPLE = torch.randint(61, (3, 5), generator=torch.Generator().manual_seed(0))
 
 
 class AuxiliaryLosses(Plain):
@@ -52,8 +52,8 @@ class Cached(Plain):
 
 @dataclass(slots=True)
 class Layer:
-    keys: Tensor = field(default_factory=lambda: torch.zeros(2, 2, 5, 8))
-    last: tuple[Tensor, int] = field(default_factory=lambda: (torch.zeros(2, 2, 5, 8), 0))
+    keys: Tensor = field(default_factory=lambda: torch.zeros(3, 2, 5, 8))
+    last: tuple[Tensor, int] = field(default_factory=lambda: (torch.zeros(3, 2, 5, 8), 0))
 
 
 class KeyCache:

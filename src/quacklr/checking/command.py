@@ -25,16 +25,14 @@ measured on a batch. Then copies of the model take a few real steps, and the cha
 every head's logits is compared with its bound.
 
 TARGET is one of
-  llama                      a model type of transformers, with small sizes
-  path/to/config.json        a config of transformers, or a folder with one
-  vit_tiny_patch16_224       a model of timm
   package.module:factory     a function of yours that returns (model, batch), where
   path/to/file.py:factory    batch is the model's input, or (model, optimizer, batch)
+  vit_tiny_patch16_224       a model of timm
 """
 EXAMPLES = """\
 examples:
-  quacklr check deepseek_v3                     seconds: a small model, random weights
-  quacklr check gpt2 --optimizer muon --lr 0.02
+  quacklr check train.py:make                   make() returns a small model and a batch
+  quacklr check train.py:make --optimizer muon --lr 0.02
 
 exit code: 0 if QuacK scales the right rows; 1 if it does not, if that cannot be shown, or if QuacK cannot be
 attached; 2 if there is no such model, or an option is wrong

@@ -16,7 +16,7 @@ from quacklr.core.path import LogitPath
 from quacklr.core.rule import Rule
 from quacklr.core.stepped import is_idle
 from quacklr.find import logit_paths
-from quacklr.find.compare import TAKE_MEASURED, differences
+from quacklr.find.compare import contradiction, differences
 from quacklr.find.finding import is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.quack import QuacK, chosen_rule
@@ -102,9 +102,7 @@ def compared_layers(model: nn.Module, paths: list[LogitPath], batch: Any) -> tup
         elif of_module:
             ruled = [paths[i] for layer in of_module for i in layers[layer]]
             if wrong := differences(ruled, [path for finding in found for path in finding.paths], model):
-                raise ValueError(
-                    f"{name or 'the model'}: the paths of {type(module).__name__} are wrong; {wrong}; {TAKE_MEASURED}"
-                )
+                raise contradiction("what is declared", name, module, wrong)
     return layers, unmeasured
 
 

@@ -29,9 +29,14 @@ def verified(by_table: Finding, measured: Finding, name: str, module: nn.Module,
     else:
         wrong = differences(by_table.paths, measured.paths, model)
     if wrong:
-        where = f"{name or 'the model'}: the table for {type(module).__name__}"
-        raise ValueError(f"{where} is wrong here; {wrong}; {TAKE_MEASURED}")
+        raise contradiction("the table", name, module, wrong)
     return replace(by_table, origin=VERIFIED, note="")
+
+
+def contradiction(source: str, name: str, module: nn.Module, wrong: str) -> ValueError:
+    """The error for paths that a measurement contradicts. `source` is where the paths are from."""
+    where = f"{name or 'the model'}: {source} for {type(module).__name__}"
+    return ValueError(f"{where} is wrong here; {wrong}; {TAKE_MEASURED}")
 
 
 def differences(by_table: Sequence[LogitPath], measured: Sequence[LogitPath], model: nn.Module) -> str:
