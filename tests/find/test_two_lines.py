@@ -430,7 +430,6 @@ def test_an_own_latent_attention_is_measured_with_its_latents() -> None:
         assert found[f"blocks.{i}"] == {frozenset([*downs, *of_head]) for of_head in ups}
 
 
-@pytest.mark.xfail(reason="QuacK does not yet attach to attention that it measures at the first step", strict=True)
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
 def test_two_lines_are_enough(kind: Any) -> None:
     torch.manual_seed(0)

@@ -139,7 +139,8 @@ def test_with_a_gradient_scaler_a_step_is_scaled_or_skipped(overflow: bool) -> N
 
 def test_what_is_refused_is_refused_inside_the_wrapper() -> None:
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(make_model(), torch.optim.LBFGS(make_model().parameters()))
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="LBFGS is not linear in lr"):
         QuacK(model, optimizer)
 

@@ -225,7 +225,7 @@ def is_free(model: nn.Module, trainer: Trainer) -> bool:
 def test_what_quack_refuses_is_refused_and_nothing_stays_attached(tmp_path: Path) -> None:
     without = Regression()
     without.attention = nn.Identity()  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="Regression has no attention that QuacK can control"):
+    with pytest.raises(RuntimeError, match="Regression: no attention was found by table or declaration"):
         fit(make_trainer(tmp_path, QuacKCallback()), without)
     first = make_trainer(tmp_path, QuacKCallback())
     fit(first, Regression())

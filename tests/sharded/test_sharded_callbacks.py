@@ -90,7 +90,7 @@ def trained_by_trainer(
             args=args,
             train_dataset=[{"input_ids": row, "labels": row.roll(1)} for row in tokens],
             eval_dataset=[{"input_ids": row, "labels": row.roll(1)} for row in tokens[:4]],
-            callbacks=[QuacKCallback(tau=2.0, rule=Paper(norm=norm))],
+            callbacks=[QuacKCallback(rule=Paper(2.0, norm=norm))],
         )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         assert isinstance(trainer.model, nn.Module)

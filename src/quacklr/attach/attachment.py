@@ -48,6 +48,8 @@ class Attachment:
         verify: bool,
     ) -> None:
         self._given = None if as_module(model) is not None else as_paths(model, "the model must be an nn.Module or")
+        if self._given == []:
+            raise ValueError("there is no path to control: the list of paths is empty")
         self.module = model.model() if isinstance(model, LogitPaths) else as_module(model)
         self.engine = engine_of(self.module, optimizer)
         self.optimizers = as_optimizers(self.engine.optimizers or optimizer, linear)
@@ -58,7 +60,8 @@ class Attachment:
             with self.engine.whole_shapes():
                 found = found_by_table(self.module)
         elif isinstance(model, LogitPaths) and self.module is not None:
-            self._given = relocated(model, self.module, self.engine.shards)
+            with self.engine.whole_shapes():
+                self._given = relocated(model, self.module, self.engine.shards)
         self._first_batch = None
         if self.module is not None:
             self._first_batch = FirstBatch(self.module, found, self.engine.gathers, verify)
@@ -70,7 +73,8 @@ class Attachment:
 
     def _set_found(self, found: Mapping[str, Finding]) -> None:
         self.found = found
-        paths = LogitPaths(found, self.module) if self.module is not None else None
+        with self.engine.whole_shapes():
+            paths = LogitPaths(found, self.module) if self.module is not None else None
         self.left_alone: Mapping[str, str] = paths.left_alone if paths is not None else {}
         known = self._given if self._given is not None else paths or []
         self.paths = self.engine.located(known)

@@ -104,7 +104,7 @@ class FirstBatch:
             self._did_run.add(name)
             if not self._measuring and outer is not None:
                 self._calls[id(self._latest[outer])] = self._latest[outer]
-        if name != outer:
+        if name != outer and not self._measuring:  # a measurement restores the hooks of the model
             self._unhook(name)
 
     def measure(self) -> dict[str, Finding] | None:

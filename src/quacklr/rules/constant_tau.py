@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from typing_extensions import override
 
 from quacklr.core.rule import Rule, Step
 from quacklr.core.validate import validate_tau
@@ -27,7 +26,6 @@ class ConstantTau(Rule):
         validate_tau(tau)
         self._tau = tau
 
-    @override
     def after(self, step: Step) -> Tensor:
         """tau for all blocks."""
         return self.rates.fill_(self.tau)

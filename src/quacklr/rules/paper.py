@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from quacklr.core.blocks import Copies
 from quacklr.core.norms import Norm, frobenius
@@ -123,7 +122,6 @@ class Paper(Rule):
         self._rates(norms, out=self.rates)
         return copies
 
-    @override
     def after(self, step: Step) -> Tensor:
         """The rates that were computed before the step."""
         return self.rates
