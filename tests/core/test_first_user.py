@@ -166,7 +166,7 @@ MODEL = nn.Sequential(Separate())
             lambda o: QuacK(MODEL.parameters(), o),  # type: ignore[arg-type]
             "the model must be an nn.Module or a list of LogitPath, not Parameter",
         ),
-        (lambda o: QuacK(o, MODEL), r"Separate is not a torch.optim.Optimizer; call QuacK\(model, optimizer\)"),  # type: ignore[arg-type]
+        (lambda o: QuacK(o, MODEL), "the model must be an nn.Module or a list of LogitPath, not SGD"),  # type: ignore[arg-type]
         (lambda _: QuacK(MODEL, None), "NoneType is not a torch.optim.Optimizer"),  # type: ignore[arg-type]
         (
             lambda o: QuacK(MODEL, o, rule=Paper(norm="spectral")),

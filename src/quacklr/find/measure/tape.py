@@ -149,7 +149,8 @@ class Tape(TorchFunctionMode):
             return self._multiply(func(*args, **kwargs), left, right, added, labels)
         beta = kwargs.get("beta", 1)
         output = func(added.detach(), left, right, beta=0, alpha=kwargs.get("alpha", 1))
-        return self._multiply(output, left, right, None, labels) + beta * added
+        product = self._multiply(output, left, right, None, labels)
+        return product + beta * added if beta else product  # with beta=0, `added` may be uninitialised memory
 
     def _einsum(self, equation: str, *factors: Tensor) -> Tensor:
         """Record an einsum. One of more than two factors is computed in pairs, so that q . k is a product."""
