@@ -25,9 +25,9 @@ def scaled(model: nn.Module, factor: float) -> nn.Module:
     return model
 
 
-def test_finite_weights_whose_norm_a_float32_cannot_hold_are_not_called_nan() -> None:
+def test_finite_weights_whose_norm_a_float32_cannot_hold_are_refused() -> None:
     model = scaled(layers(1, Separate), 1e21)
-    with pytest.raises(ValueError, match=r"^0.q: its norm is too large for float32 \(largest entry 2.*e\+20\)"):
+    with pytest.raises(ValueError, match="^0.q: holds NaN or inf, or its norm is more than float32 can hold"):
         QuacK(model, sgd(model))
 
 
@@ -74,7 +74,7 @@ def test_setting_tau_later_is_refused_in_the_same_words() -> None:
     quack = QuacK(model, sgd(model))
     for tau in (1e308, -1.0, float("nan"), "1"):
         with pytest.raises(ValueError, match="tau"):
-            quack.rule.tau = tau  # type: ignore[assignment]
+            quack.rule.tau = tau  # type: ignore[attr-defined]
     assert isinstance(quack.rule, Paper)
     assert quack.rule.tau == 1.0
     assert quack.rates()["0.q"].tolist() == [1.0] * 4

@@ -42,9 +42,7 @@ class FirstStep:
             self._start()
             self._more = False
         if self.check is not None:
-            tensors, stepped = self._scaler.tensors_of(optimizer), self._scaler.rule.stepped
-            begins = not stepped or not stepped.isdisjoint(tensors)
-            self.check.before_step(tensors, stepped if begins else ())
+            self.check.before_step()
         return None
 
     def _with_closure(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:

@@ -43,10 +43,10 @@ KEEPS_A_COPY = (
 
 
 class StepCheck:
-    """Raises RuntimeError if no weight on a path is stepped, and warns once if only some are.
+    """Raises RuntimeError if no weight on a path is stepped, and warns if only some are.
 
-    `linear`: whether QuacK has tested that the optimizers are linear in lr. With a budget it has not; then this class
-    also warns of copies of the weights in their state.
+    `linear`: whether QuacK has tested that the optimizers are linear in lr. If it has not, this class also warns of
+    copies of the weights in their state.
     """
 
     def __init__(
@@ -57,68 +57,38 @@ class StepCheck:
         linear: bool,
         in_groups: Stepped = PLAIN,
     ) -> None:
-        self._linear, self._in_groups = linear, in_groups
+        self._linear, self._in_groups, self._optimizers = linear, in_groups, optimizers
         self._parts = [part for weight in weights for part in weight.parts if weight.rated]
-        self._optimizers = optimizers
         self._model: ReferenceType[nn.Module] | None = None if model is None else ref(model)
         own = set() if model is None else {id(param) for param in model.parameters()}
         self._of_model = [part for part in self._parts if id(original(part.param)) in own]
-        self._groups = [optimizer.param_groups for optimizer in optimizers]
-        self._in_use = self._all_stepped = False  # not checked yet
         self._stepped: set[Optimizer] = set()
         self._had_gradient: set[int] = set()
 
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to check."""
-        return self._in_use and self._all_stepped and len(self._stepped) == len(self._optimizers)
+        return len(self._stepped) == len(self._optimizers)
 
-    def before_step(self, tensors: Collection[int], last_iteration: Collection[int]) -> None:
-        """Check that the param groups still hold the parameters on the paths, and that the model still uses them.
-
-        Args:
-            tensors: ids of the tensors on the paths that are about to step.
-            last_iteration: ids of those that stepped in the last iteration, if a new one begins.
-        """
-        if len(self._stepped) < len(self._optimizers):  # some optimizers clear gradients in `step`
-            self._had_gradient.update(id(part.param) for part in self._parts if gradient_of(part.param) is not None)
-        if tensors and self._in_use and (self._all_stepped or not last_iteration):
+    def before_step(self) -> None:
+        """Check that the param groups still hold the parameters on the paths, and that the model still uses them."""
+        self._had_gradient.update(id(part.param) for part in self._parts if gradient_of(part.param) is not None)
+        if self._stepped:
             return
         trained = [part for part in self._parts if part.param.requires_grad]
         in_groups = self._in_groups.known.union(*map(self._in_groups.by, self._optimizers))
         missing = [part for part in trained if id(part.param) not in in_groups]
         if missing and len(missing) == len(trained):
             raise RuntimeError(NONE_STEPPED.format(missing[0].name))
-        if not self._in_use:
-            self._check_in_use()
-        if not self._all_stepped:
-            self._check_all_stepped(missing, last_iteration)
-
-    def _check_in_use(self) -> None:
-        """Check that the model still has the parameters on the paths."""
-        model = self._model() if self._model is not None else None
-        if model is not None:
-            own = {id(param) for param in model.parameters()}
-            replaced = [part for part in self._of_model if id(original(part.param)) not in own]
-            if replaced and len(replaced) == len(self._of_model):
-                raise RuntimeError(REPLACED.format(replaced[0].name, "all"))
-            if replaced:
-                some = f"{len(replaced)} of {len(self._of_model)}"
-                warn(REPLACED.format(replaced[0].name, some))
-        self._in_use = True
-
-    def _check_all_stepped(self, missing: Iterable[Weight], last_iteration: Collection[int]) -> None:
-        """Warn of parameters that are no longer in the param groups.
-
-        DeepSpeed replaces the list of groups for a part of a step, so a parameter may step later in the iteration. If
-        the list was replaced, the check is made in the second iteration.
-        """
-        lists = zip(self._optimizers, self._groups, strict=True)
-        if not last_iteration and any(optimizer.param_groups is not groups for optimizer, groups in lists):
-            return
-        self._all_stepped = True
-        if missing := [part for part in missing if id(part.param) not in last_iteration]:
+        if missing:
             warn(NOT_IN_GROUPS.format(missing[0].name))
+        model = self._model() if self._model is not None else None
+        own = {id(param) for param in model.parameters()} if model is not None else set()
+        replaced = [part for part in self._of_model if model is not None and id(original(part.param)) not in own]
+        if replaced and len(replaced) == len(self._of_model):
+            raise RuntimeError(REPLACED.format(replaced[0].name, "all"))
+        if replaced:
+            warn(REPLACED.format(replaced[0].name, f"{len(replaced)} of {len(self._of_model)}"))
 
     def after_step(self, optimizer: Optimizer, tensors: Collection[int], moved: Callable[[], bool]) -> None:
         """Check that a weight on a path had a gradient in this optimizer's first step, or moved without one."""

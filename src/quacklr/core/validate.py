@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quacklr.core.flat_tensor import original
-from quacklr.core.local import is_sharded, local_tensor
+from quacklr.core.local import is_sharded
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.stepped import PLAIN, Stepped
 from quacklr.core.weight import Weight
@@ -99,7 +99,10 @@ def validate_norms(compiled: CompiledPaths, norms: Tensor, sensitivity: Tensor) 
     """Norms must be finite and sensitivities positive, since Lemma 1 needs a lower bound on every norm."""
     weight_of = {int(b): weight for weight, index in compiled.blocks.flat_index.items() for b in index}
     for block in (~norms.isfinite()).nonzero().flatten().tolist():
-        _raise_not_finite(weight_of[block], bool(norms[block].isnan()))
+        raise ValueError(
+            f"{weight_of[block].name}: holds NaN or inf, or its norm is more than float32 can hold; attach QuacK to a "
+            "model whose weights are finite"
+        )
     rated = torch.tensor([weight_of[b].rated for b in range(len(norms))], device=norms.device)
     invalid = (rated & ~((sensitivity > 0) & sensitivity.isfinite())).nonzero().flatten().tolist()
     if not invalid:
@@ -117,20 +120,4 @@ def validate_norms(compiled: CompiledPaths, norms: Tensor, sensitivity: Tensor) 
     raise ValueError(
         f"{name}: its {partner} all zeros, so its rate has no bound; initialise what is zero, or pass floor=c to bound "
         "every norm from below by c"
-    )
-
-
-def _raise_not_finite(weight: Weight, is_nan: bool) -> None:
-    """Raise the error for a norm that is not finite, because entries are not finite or because they are too large.
-
-    For a sharded weight only the norm is used: it is equal in all processes, and all must raise the same error.
-    """
-    entries = [local_tensor(part.param) for part in weight.parts]
-    sharded = any(is_sharded(part.param) for part in weight.parts)
-    if is_nan or sharded or not all(bool(each.isfinite().all()) for each in entries):
-        raise ValueError(f"{weight.name}: holds NaN or inf; attach QuacK to a model whose weights are finite")
-    largest = max(float(each.abs().max()) for each in entries if each.numel())
-    raise ValueError(
-        f"{weight.name}: its norm is too large for float32 (largest entry {largest:.3g}); scale its weights, or keep "
-        "them in float64"
     )

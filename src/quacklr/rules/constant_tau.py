@@ -26,7 +26,7 @@ class ConstantTau(Rule):
         validate_tau(tau)
         self._tau = tau
 
-    def after(self, step: Step) -> Tensor:
+    def after(self, step: Step) -> Tensor:  # noqa: ARG002
         """tau for all blocks."""
         return self.rates.fill_(self.tau)
 

@@ -122,7 +122,7 @@ class Paper(Rule):
         self._rates(norms, out=self.rates)
         return copies
 
-    def after(self, step: Step) -> Tensor:
+    def after(self, step: Step) -> Tensor:  # noqa: ARG002
         """The rates that were computed before the step."""
         return self.rates
 
