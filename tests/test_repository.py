@@ -119,3 +119,9 @@ def test_the_public_names_are_there() -> None:
     assert all(hasattr(quacklr, name) for name in quacklr.__all__)
     assert set(quacklr.__all__) <= set(dir(quacklr))
     assert not hasattr(quacklr, "nonsense")
+
+
+def test_the_rule_on_the_page_of_rules_is_that_of_the_example() -> None:
+    (shown,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs/rules.md").read_text(), re.DOTALL)
+    assert shown in (ROOT / "examples/own_rule.py").read_text()
+    assert 15 <= len(shown.splitlines()) <= 25
