@@ -221,6 +221,8 @@ def pending_modules(found: Mapping[str, Finding]) -> str:
 
 def chosen_rule(tau: float | None, rule: Rule | None) -> Rule:
     """The rule that is given, or the paper's with tau."""
+    if isinstance(tau, Optimizer):
+        raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
     if rule is None:
         return Paper(1.0 if tau is None else tau)
     if tau is not None:

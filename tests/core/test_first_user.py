@@ -169,8 +169,8 @@ MODEL = nn.Sequential(Separate())
         (lambda o: QuacK(o, MODEL), "the model must be an nn.Module or a list of LogitPath, not SGD"),  # type: ignore[arg-type]
         (lambda _: QuacK(MODEL, None), "NoneType is not a torch.optim.Optimizer"),  # type: ignore[arg-type]
         (lambda _: Paper(norm="spectral"), "norm='spectral': a norm is a function"),  # type: ignore[arg-type]
-        (lambda o: QuacK(MODEL, o, tau="1"), "tau is a str: .* must be a positive number"),  # type: ignore[arg-type]
-        (lambda o: QuacK(MODEL, o, rule=Paper(floor=None)), "floor=None: .* must be a number from 0 up"),  # type: ignore[arg-type]
+        (lambda o: QuacK(MODEL, o, tau="1"), "tau='1': .* must be a positive number"),  # type: ignore[arg-type]
+        (lambda o: QuacK(MODEL, o, rule=Paper(floor=None)), "floor=None: .* must be 0 or a positive number"),  # type: ignore[arg-type]
         (lambda _: packed(nn.Linear(2, 4), "q", 2, 2), "q: a segment is .name, blocks, rows of a block."),  # type: ignore[arg-type]
         (lambda _: packed(nn.Linear(2, 4), ("q", 2, 4 / 2)), "a segment is .name, blocks, rows of a block."),  # type: ignore[arg-type]
         (lambda _: packed(nn.Linear(2, 4), ("q", -2, -2)), "two positive whole numbers"),

@@ -25,7 +25,6 @@ from quacklr.find.finding import Finding
 from quacklr.find.first_batch import FirstBatch, _examples, slices
 from quacklr.util.modules import Arguments
 
-
 RUNS: list[tuple[int, ...]] = []  # the shapes of the inputs of all attentions, in the order they ran
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,43 +17,19 @@ from quacklr.core.weight import Weight
 FLOAT32 = torch.finfo(torch.float32)
 
 
-def validate_tau(tau: object) -> None:
-    """tau must be a positive number in the range of float32."""
-    if isinstance(tau, Optimizer):
-        raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
-    if not isinstance(tau, int | float) or isinstance(tau, bool):
-        raise ValueError(f"tau is a {type(tau).__name__}: the rate relative to lr must be a positive number")
-    if not 0 < tau < float("inf"):
-        raise ValueError(f"tau={tau!r}: the rate relative to lr must be a positive number; 1.0 is where to start")
-    _validate_float32(tau=tau)
-
-
-def validate_floor(floor: object) -> None:
-    """The least norm of a block must be 0 or a positive number in the range of float32."""
-    if not isinstance(floor, int | float) or isinstance(floor, bool) or not 0 <= floor < float("inf"):
-        raise ValueError(f"floor={floor!r}: the least norm of a block must be a number from 0 up")
-    _validate_float32(floor=floor)
-
-
-def validate_nats(nats: Any, finite: bool) -> None:
-    """A change of logits must be a positive number; with a rule that only scales down it may be inf."""
-    is_number = isinstance(nats, int | float) and not isinstance(nats, bool)
-    if not is_number or not nats > 0 or (finite and nats == float("inf")):
-        raise ValueError(f"nats={nats!r}: the change of logits must be a positive number; start with 0.02")
-    if nats < float("inf"):
-        _validate_float32(nats=nats)
+def validate_number(name: str, value: object, meaning: str, *, zero: bool = False, infinite: bool = False) -> None:
+    """A setting must be a positive number that float32 can hold; with `zero` also 0, with `infinite` also inf."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    exceptions = [0.0] * zero + [float("inf")] * infinite
+    if not is_number or not (FLOAT32.tiny <= value <= FLOAT32.max or value in exceptions):  # type: ignore[operator]
+        kinds = "0 or a positive number" if zero else "a positive number"
+        raise ValueError(f"{name}={value!r}: {meaning} must be {kinds} that float32 can hold")
 
 
 def validate_norm(norm: object) -> None:
     """A norm must be a function."""
     if not callable(norm):
         raise ValueError(f"norm={norm!r}: a norm is a function, quacklr.frobenius or quacklr.spectral")
-
-
-def _validate_float32(**values: float) -> None:
-    for name, value in values.items():
-        if value and not FLOAT32.tiny <= value <= FLOAT32.max:
-            raise ValueError(f"{name}={value!r}: rates and norms are float32, which cannot hold it")
 
 
 def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer], in_groups: Stepped = PLAIN) -> None:

@@ -15,7 +15,7 @@ from quacklr.core.rule import Rule, Step
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.state import norm_name, read_state, write_state
 from quacklr.core.stepped import Stepped, has_stepped
-from quacklr.core.validate import FLOAT32, validate_floor, validate_norm, validate_norms, validate_tau
+from quacklr.core.validate import FLOAT32, validate_norm, validate_norms, validate_number
 from quacklr.util.caller import warn
 
 RESUMED_ALONE = (
@@ -45,7 +45,7 @@ class Paper(Rule):
 
     def __init__(self, tau: float = 1.0, *, norm: Norm = frobenius, floor: float = 0.0) -> None:
         validate_norm(norm)
-        validate_floor(floor)
+        validate_number("floor", floor, "the least norm of a block", zero=True)
         self._norm, self._floor = norm, floor
         self._start, self._largest = torch.zeros(0), 0.0
         self._warning, self._loaded = "", False
@@ -69,7 +69,7 @@ class Paper(Rule):
 
     @tau.setter
     def tau(self, tau: float) -> None:
-        validate_tau(tau)
+        validate_number("tau", tau, "the rate relative to lr")
         if tau * self._largest > FLOAT32.max:
             raise ValueError(f"tau={tau!r}: with these weights, tau * sensitivity is more than float32 can hold")
         self._tau, self._target = tau, tau * self._start
