@@ -67,8 +67,7 @@ class StepScaler:
 
     def set_paths(self, paths: CompiledPaths) -> None:
         """Scale the weights on these paths from now on. Called again if more paths are found."""
-        start = self.rule.start if self.paths is None else self.rule.extend
-        start(paths, self.optimizers, self.in_groups)
+        self.rule.start(paths, self.optimizers, self.in_groups)
         self.paths, self.on_paths = paths, {id(part.param) for part in paths.parts}
 
     def tensors_of(self, optimizer: Optimizer) -> set[int]:
