@@ -78,7 +78,7 @@ class Tape(TorchFunctionMode):
         self.products: dict[int, Product] = {}
         self.outputs: dict[int, tuple[Tensor, Projection]] = {}  # the tensors returned to the model in place of outputs
         self.on_logits: set[int] = set()
-        self.count = 0  # of projections and products
+        self.count = 0  # of projections, products and learned tensors
         self.idle: list[Tensor] = []
         self.generators: dict[torch.device, torch.Generator] = {}
 
@@ -186,7 +186,9 @@ class Tape(TorchFunctionMode):
         return self._product(output, Factor(left, axes[0][0]), Factor(right, axes[0][1])).leaf.clone()
 
     def _product(self, output: Tensor, q: Factor, k: Factor) -> Product:
-        product = Product(self._leaf(output, signed=self.scale != 1), output, q, k, self.running.calls, self.count)
+        product = Product(
+            self._leaf(output, self.scale, signed=self.scale != 1), output, q, k, self.running.calls, self.count
+        )
         self.products[id(product.leaf)] = product
         return product
 
@@ -199,7 +201,9 @@ class Tape(TorchFunctionMode):
         if not output.numel():
             self.idle.append(weight)
         bias = bias if bias is not None and self._is_weight(bias) else None
-        projection = Projection(self._leaf(output), output, x, weight, bias, rows, self.running.calls, self.count)
+        projection = Projection(
+            self._leaf(output, self.scale), output, x, weight, bias, rows, self.running.calls, self.count
+        )
         self.projections[id(projection.leaf)] = projection
         returned = projection.leaf.clone()  # so that the model may write into it
         self.outputs[id(returned)] = returned, projection
@@ -222,8 +226,9 @@ class Tape(TorchFunctionMode):
             return [self._replace_learned(each) for each in arg]
         if not self._is_weight(arg):
             return arg
+        self.count += 1
         rows = tuple((axis, axis) for axis in range(arg.ndim))
-        projection = Projection(self._leaf(arg), None, None, arg, None, rows, self.running.calls, -1)
+        projection = Projection(self._leaf(arg, 1.0), None, None, arg, None, rows, self.running.calls, self.count)
         self.projections[id(projection.leaf)] = projection
         return projection.leaf.clone()
 
@@ -278,14 +283,17 @@ class Tape(TorchFunctionMode):
     def _is_weight(self, tensor: Any) -> bool:
         return id(tensor) in self.weights
 
-    def _leaf(self, output: Tensor, signed: bool = False) -> Tensor:
-        """Random numbers to replace an output. They are positive by default, so that a ReLU has gradients."""
+    def _leaf(self, output: Tensor, scale: float, signed: bool = False) -> Tensor:
+        """Random numbers to replace an output. They are positive by default, so that a ReLU has gradients.
+
+        None of these is near 0, so that at a larger scale a bounded function is flat.
+        """
         if not self.random and output.any():
-            return (output.detach() * self.scale).requires_grad_()
+            return (output.detach() * scale).requires_grad_()
         device = output.device
         generator = self.generators.setdefault(device, torch.Generator(device).manual_seed(0))
-        leaf = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=device) * self.scale
-        return (leaf if signed else leaf.abs_()).requires_grad_()
+        leaf = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=device)
+        return (scale * (leaf if signed else leaf.abs_() + 0.5)).requires_grad_()
 
 
 def _batch_norm(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, *_: Any) -> Tensor:
