@@ -35,7 +35,10 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     **{name: partial(tiny, name, CAUSAL) for name in ("gpt2", "gpt_neox", "deepseek_v3")},
 }
 OPTIMIZERS = dict(zip(MODELS, ["adamw", "sgd", "muon"] * 2, strict=True))
-WRONG_ROWS = "(the table|what is declared) for .* is wrong here; it says that a head reads .*, but the measurement says that a head reads"
+WRONG_ROWS = (
+    "(the table|what is declared) for .* is wrong here; it says that a head reads .*, "
+    "but the measurement says that a head reads"
+)
 
 
 def decoder(spec: MHA | MLA) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
