@@ -25,21 +25,21 @@ class StatsAccumulator:
     """
 
     def __init__(self, logits: Logits, before_BHIJ: Tensor | None, parts: int = 1) -> None:
-        batch, heads, device = logits.batch, logits.heads, logits.device
-        self.keys, self.heads_known = logits.keys, logits.heads_known
+        batch, heads, queries, self.keys = logits.shape
+        device, self.heads_known = logits.source.device, logits.heads_known
         self.rounding = torch.finfo(logits.source.dtype).eps ** 0.5
         self.max_BH = torch.full((batch, heads), -torch.inf, device=device)
         self.compared_H, self.entropy_H, self.see_one_H, self.see_two_H = torch.zeros(4, heads, device=device)
         self.first_BH = torch.full((batch, heads), self.keys, device=device)
         self.sink_BH, self.learned_H = torch.zeros(batch, heads, device=device), torch.zeros(heads, device=device)
-        self.sampled, self.stride = evenly_spaced(logits, KEPT // parts)
+        self.sampled, self.stride = evenly_spaced(queries, batch * heads * self.keys, KEPT // parts)
         kept = (batch, heads, len(self.sampled), -(-self.keys // self.stride))
         self.kept_BHIJ = torch.full(kept, MASKED, device=device)
         comparable = before_BHIJ is not None and before_BHIJ.shape == self.kept_BHIJ.shape
         self.change_H = torch.full((heads,), 0.0 if comparable else torch.nan, device=device)
-        for sequences, queries, logit_BHIJ in logits.chunks():
-            visible_BHIJ = logits.visible(sequences, queries, logit_BHIJ)
-            self._keep(sequences, queries, logit_BHIJ, visible_BHIJ, before_BHIJ if comparable else None)
+        for sequences, part, logit_BHIJ in logits.chunks():
+            visible_BHIJ = (logit_BHIJ < MASKED).logical_not_()
+            self._keep(sequences, part, logit_BHIJ, visible_BHIJ, before_BHIJ if comparable else None)
             self._add(sequences, logit_BHIJ, visible_BHIJ)
 
     @property
@@ -61,10 +61,9 @@ class StatsAccumulator:
         if len(rows) < logit_BHIJ.shape[2]:
             logit_BHIJ, visible_BHIJ = logit_BHIJ[:, :, rows], visible_BHIJ[:, :, rows]
         logit_BHIJ, visible_BHIJ = (each[..., : self.keys : self.stride] for each in (logit_BHIJ, visible_BHIJ))
-        batch, heads, _, width = logit_BHIJ.shape
-        self.compared_H += visible_BHIJ.sum((2, 3)).expand(batch, heads).sum(0)
+        self.compared_H += visible_BHIJ.sum((0, 2, 3))
         kept_BHIJ = self.kept_BHIJ[sequences, :, start:stop]
-        kept_BHIJ[..., :width] = logit_BHIJ.clamp(min=MASKED)
+        kept_BHIJ[..., : logit_BHIJ.shape[-1]] = logit_BHIJ.clamp(min=MASKED)
         if before_BHIJ is not None:
             change_BHIJ = (kept_BHIJ - before_BHIJ[sequences, :, start:stop]).abs_()
             if change_BHIJ.numel() and change_BHIJ.amax() > -MASKED / 2:  # masked before or now: not compared
@@ -77,7 +76,7 @@ class StatsAccumulator:
         """Add the maxima, entropies and sink shares of a chunk."""
         max_BHI = logit_BHIJ[..., : self.keys].amax(-1)
         self.max_BH[sequences] = torch.maximum(self.max_BH[sequences], max_BHI.amax(2))
-        count_BHI = visible_BHIJ[..., : self.keys].sum(-1).expand_as(max_BHI)
+        count_BHI = visible_BHIJ[..., : self.keys].sum(-1)
         see_one_BHI, see_two_BHI = count_BHI > 0, count_BHI > 1
         first_BH = self._first_visible(sequences, visible_BHIJ[..., : self.keys])
 
@@ -108,8 +107,10 @@ class StatsAccumulator:
         return self.first_BH[sequences]
 
 
-def evenly_spaced(logits: Logits, limit: int) -> tuple[list[int], int]:
-    """The queries to keep, spread over the sequence, and the stride of their keys: all queries and 1 if they fit."""
-    row = logits.batch * logits.heads * logits.keys
-    count = max(1, min(logits.queries, limit // row))
-    return [(i + 1) * logits.queries // count - 1 for i in range(count)], -(-row // max(1, limit))
+def evenly_spaced(queries: int, row: int, limit: int) -> tuple[list[int], int]:
+    """The queries to keep, spread over the sequence, and the stride of their keys: all queries and 1 if they fit.
+
+    `row` is the number of logits of a query, in all sequences and heads.
+    """
+    count = max(1, min(queries, limit // row))
+    return [(i + 1) * queries // count - 1 for i in range(count)], -(-row // max(1, limit))

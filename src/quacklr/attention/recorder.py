@@ -57,9 +57,9 @@ class MaxLogitRecorder:
 
     def _on_logits(self, logits: Logits) -> None:
         name = self._running[-1]
-        if not logits.heads_known and logits.heads % self.heads[name] == 0:
+        if not logits.heads_known and logits.shape[1] % self.heads[name] == 0:
             raise ValueError(MERGED.format(name or "the model"))
-        if logits.heads == self.heads[name]:
+        if logits.shape[1] == self.heads[name]:
             self.on_max(name, logits.max_per_head())
 
     def remove(self) -> None:
