@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -42,15 +42,13 @@ class MaxLogitRecorder:
         """While entered, logits belong to the module of this name."""
         self._running.append(name)
         try:
-            with self._intercepting() if len(self._running) == 1 else nullcontext():
+            if len(self._running) > 1:  # in the forward of another recorded module
+                yield
+                return
+            with run_uncompiled(), AttentionInterceptor(self._on_logits, self._axes_of):
                 yield
         finally:
             self._running.pop()
-
-    @contextmanager
-    def _intercepting(self) -> Iterator[None]:
-        with run_uncompiled(), AttentionInterceptor(self._on_logits, self._axes_of):
-            yield
 
     def _axes_of(self, lead: tuple[int, ...]) -> HeadAxes:
         return conventional_axes(lead, self.heads[self._running[-1]])
@@ -76,12 +74,18 @@ class RecordedForward:
         self.name, self.module = name, module
         self.before = vars(module).get("forward")
         self.__wrapped__ = module.forward  # read by inspect.signature
-        self._run: Any = torch.compiler.disable(_run_recorded)
+        self._run: Any = torch.compiler.disable(self._recorded)
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, recorded in training."""
-        return self._run(self, args, kwargs)
+        return self._run(args, kwargs)
+
+    def _recorded(self, args: Any, kwargs: Any) -> Any:
+        if self.recorder is None or not (self.module.training and torch.is_grad_enabled()):
+            return self.__wrapped__(*args, **kwargs)
+        with self.recorder.recording(self.name):
+            return self.__wrapped__(*args, **kwargs)
 
     def remove(self) -> None:
         """Restore the module's own forward."""
@@ -102,10 +106,3 @@ class RecordedForward:
 def plain_forward(module: nn.Module, before: Any) -> Any:
     """The forward of a module that is not recorded: `before` if the instance had one, else that of its class."""
     return MethodType(type(module).forward, module) if before is None else before
-
-
-def _run_recorded(forward: RecordedForward, args: Any, kwargs: Any) -> Any:
-    if forward.recorder is None or not (forward.module.training and torch.is_grad_enabled()):
-        return forward.__wrapped__(*args, **kwargs)
-    with forward.recorder.recording(forward.name):
-        return forward.__wrapped__(*args, **kwargs)
