@@ -94,7 +94,7 @@ class QKClip:
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         validate_not_attached_twice(weights, [weight for other in others for weight in other._canonical], "QKClip")
         self._paths, self._canonical = attachment.by_module, distinct(weights)
-        self._rows = {part: local_rows(part) for weight in weights for part in weight.parts}
+        self._rows = {part: local_rows(part) for weight in self._canonical for part in weight.parts}
         self._groups = engine.data_groups if engine.data_groups and is_distributed() else groups_of(module)
         if not self._groups and is_distributed():
             warn(ALONE)
@@ -102,7 +102,7 @@ class QKClip:
             warn(STUCK.format(named(stuck)))
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
-        self._missing: set[str] = set()  # modules that a warning has named
+        self._warned = False
         self._check: StepCheck | None = StepCheck(module, weights, self.optimizers, True, attachment.in_groups)
         self._recorder = MaxLogitRecorder(module, {n: each[0].heads for n, each in self._paths.items()}, self._record)
         eager: Any = torch.compiler.disable
@@ -122,21 +122,10 @@ class QKClip:
         if is_idle(optimizer):
             return
         if self._attachment.has_batch:
-            self._verify()
+            self._attachment.measure()
         if self._check is not None:
             self._check.before_step(self._attachment.in_groups.by(optimizer), ())
             self._check = None
-
-    def _verify(self) -> None:
-        """Measure the first batch: ValueError if it contradicts a table, a warning if it has more attention."""
-        if self._attachment.measure():
-            self._warn({name for name, each in self._attachment.found.items() if each.paths} - self._paths.keys())
-
-    def _warn(self, names: Iterable[str]) -> None:
-        """Warn once of modules whose logits were not recorded."""
-        if missing := sorted(set(names) - self._missing):
-            self._missing.update(missing)
-            warn(NOT_RECORDED.format(named(missing)))
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
@@ -144,7 +133,7 @@ class QKClip:
             return
         idle = is_idle(optimizer)
         if self._attachment.waits and not idle:
-            self._verify()
+            self._attachment.measure()
         params = self._attachment.in_groups.by(optimizer)
         stepped = self._stepped.get(optimizer)
         if stepped is None:  # else an engine steps the next part of the parameters
@@ -180,7 +169,10 @@ class QKClip:
             maxima = {name: of for name, of in found if name in maxima or bool((of > -torch.inf).any())}
         if not maxima and not idle:
             raise RuntimeError(UNSEEN)
-        self._warn(self._paths.keys() - maxima.keys())
+        missing = [name for name, each in self._attachment.found.items() if each.paths and name not in maxima]
+        if missing and not self._warned:
+            warn(NOT_RECORDED.format(named(missing)))
+        self._warned |= bool(missing)
         return maxima
 
     def max_logits(self) -> dict[str, Tensor]:

@@ -42,10 +42,6 @@ UNKNOWN = (
     "or of another length"
 )
 APART = ", and the sequences of the probe, run one by one, do not have the logits that they have together"
-CUT = (
-    "LogitMonitor ran the model on one sequence of the probe, because its logits do not show which axes are the heads; "
-    "give a probe of one sequence"
-)
 DIFFERENT = "the ranks ran different attentions, so their statistics cannot be combined; give all the same probe."
 
 
@@ -136,12 +132,7 @@ class LogitMonitor:
 
         interceptor = AttentionInterceptor(on_logits, axes_of)
         with undisturbed(model), resharded(model), module_stack(model) as running, run_uncompiled(), interceptor:
-            try:
-                run(model, batch)
-            except RuntimeError as error:
-                if one_sequence:
-                    error.add_note(CUT)
-                raise
+            run(model, batch)
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -174,13 +165,12 @@ def sequences_of(probe: Any) -> list[Any]:
 
 def validate_apart(found: Mapping[str, list[StatsAccumulator]], whole: Mapping[str, list[StatsAccumulator]]) -> None:
     """Raise ValueError if heads are still not known, or if the sequences do not have the logits of the whole batch."""
-    count = max(len(parts) for parts in found.values())
     for name in {**whole, **found}:
         parts = found.get(name, [])
-        same_shape = len(parts) == count and len({part.kept_BHIJ.shape for part in parts}) == 1
         if not all(part.heads_known for part in parts):
             raise ValueError(UNKNOWN.format(name or "the model", ""))
-        if not same_shape or (whole and not (name in whole and has_maxima_of(parts, whole[name]))):
+        same_shape = len({part.kept_BHIJ.shape for part in parts}) == 1
+        if not (same_shape and name in whole and has_maxima_of(parts, whole[name])):
             raise ValueError(UNKNOWN.format(name or "the model", APART))
 
 

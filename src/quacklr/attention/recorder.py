@@ -6,7 +6,6 @@ uncompiled, because a compiled graph does not expose its logits.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
@@ -95,9 +94,6 @@ class RecordedForward:
             del self.module.forward
         else:
             self.module.forward = self.before
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return plain_forward(memo[id(self.module)], copy.deepcopy(self.before, memo))
 
     def __reduce__(self) -> Any:
         return plain_forward, (self.module, self.before)
