@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from quacklr.attach.attachment import Attachment
 from quacklr.attach.step_check import StepCheck
 from quacklr.attention.interceptor import SUPPORTED
-from quacklr.attention.recorder import MaxLogitRecorder
+from quacklr.attention.recorder import record_max_logits
 from quacklr.core.flat_tensor import original
 from quacklr.core.local import Box, local_boxes
 from quacklr.core.path import LogitPath
@@ -104,7 +104,8 @@ class QKClip:
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
         self._check: StepCheck | None = StepCheck(module, weights, self.optimizers, True, attachment.in_groups)
-        self._recorder = MaxLogitRecorder(module, {n: each[0].heads for n, each in self._paths.items()}, self._record)
+        heads = {name: each[0].heads for name, each in self._paths.items()}
+        self._forwards = record_max_logits(module, heads, self._record)
         eager: Any = torch.compiler.disable
         self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
         self._hooks += [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
@@ -186,9 +187,8 @@ class QKClip:
         """Remove the hooks, and unwrap the forwards."""
         _attached.discard(self)
         self._attachment.remove()
-        self._recorder.remove()
-        for hook in self._hooks:
-            hook.remove()
+        for each in (*self._hooks, *self._forwards):
+            each.remove()
 
     def __enter__(self) -> Self:
         return self

@@ -183,7 +183,7 @@ def has_maxima_of(parts: Sequence[StatsAccumulator], whole: Sequence[StatsAccumu
 
 def reduced(found: Sequence[Sequence[StatsAccumulator]], groups: Groups) -> list[LogitStats]:
     """The statistics of each attention, over all sequences and ranks."""
-    maxima = all_reduce_max([torch.stack([part.max_per_head for part in parts]).amax(0) for parts in found], groups)
+    maxima = all_reduce_max([torch.cat([part.max_BH for part in parts]).amax(0) for parts in found], groups)
     sums = all_reduce_sum([torch.stack([part.sums() for part in parts]).sum(0) for parts in found], groups)
     return [
         LogitStats(max_H, change_H / compared_H, entropy_H / see_one_H, sink_H / see_two_H)
