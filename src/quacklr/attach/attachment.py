@@ -79,7 +79,11 @@ class Attachment:
         self.left_alone: Mapping[str, str] = paths.left_alone if paths is not None else {}
         known = self._given if self._given is not None else paths or []
         self.paths = self.engine.located(known)
-        self.by_module = by_module(self.paths)
+        module_of = {path.weights[0].name: name for name, each in by_module(paths or known).items() for path in each}
+        self.by_module: dict[str, list[LogitPath]] = {}
+        for path in self.paths:
+            name = path.weights[0].name
+            self.by_module.setdefault(module_of.get(name, name.rpartition(".")[0]), []).append(path)
 
     @property
     def waits(self) -> bool:
