@@ -27,16 +27,16 @@ X_BTD = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 class Attention(nn.Module):
-    """Queries with a bias, keys without."""
+    """Queries with a bias, keys without. `gain` is 1 at the start and on no path."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.q, self.k = nn.Linear(WIDTH, HEADS * SIZE), nn.Linear(WIDTH, HEADS * SIZE, bias=False)
-        self.out = nn.Linear(WIDTH, 1)
+        self.out, self.gain = nn.Linear(WIDTH, 1), nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        q, k = (of(x_BTD).unflatten(2, (HEADS, SIZE)).transpose(1, 2) for of in (self.q, self.k))
+        q, k = (of(self.gain * x_BTD).unflatten(2, (HEADS, SIZE)).transpose(1, 2) for of in (self.q, self.k))
         return self.out(F.scaled_dot_product_attention(q, k, x_BTD.unsqueeze(1).expand(-1, HEADS, -1, -1)))
 
     def logit_paths(self) -> list[LogitPath]:
