@@ -18,10 +18,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quacklr import Budget, check
-<<<<<<< HEAD
-from quacklr.checking.command import OPTIMIZERS
-=======
->>>>>>> checking
 
 BUDGET, LENGTH, HEAD_SIZE, LR = 0.02, 64, 16, 1e-3
 HEAD = "| heads | steps of training before | AdamW | Muon |"
@@ -62,13 +58,8 @@ def trained(heads: int, steps: int) -> Any:
 def changes(heads: int, steps: int, optimizer: str) -> str:
     torch.manual_seed(0)
     model = trained(heads, steps)
-<<<<<<< HEAD
-    report = check(model, OPTIMIZERS[optimizer](model, LR), batch(), rule=Budget(BUDGET), growth=1.0, steps=2)
-    ratios = sorted(float(layer.quack.mean()) / BUDGET for layer in report.layers)
-=======
     report = check(model, OPTIMIZERS[optimizer](model), batch(), rule=Budget(BUDGET), growth=1.0, steps=2)
     ratios = sorted(float(layer.measured.mean()) / BUDGET for layer in report.layers)
->>>>>>> checking
     return f"{ratios[0]:.1f} to {ratios[-1]:.1f}"
 
 

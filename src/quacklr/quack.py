@@ -140,19 +140,18 @@ class QuacK:
         self._changes = self._changes or LogitChanges(self._scaler.paths)
         return self._changes.by_module(self._scaler.measured)
 
-    def rate_of(self, param: Tensor, last: bool = False) -> Tensor | None:
+    def rate_of(self, param: Tensor) -> Tensor | None:
         """The multipliers of lr for one weight or bias parameter, broadcastable to it; 1 for rows on no path.
 
         None if the parameter is frozen, or if none of its rows is on a path. For a sharded parameter this is a
-        collective call, except with Limit and Budget, and the result is a plain tensor for the whole parameter. With
-        `last`, these are the multipliers of the last step.
+        collective call, except with Limit and Budget, and the result is a plain tensor for the whole parameter.
         """
         known = self._scaler.paths.weights if self._scaler.paths is not None else []
         rated = [weight for weight in known if weight.rated]
         parts = [(weight, part) for weight in rated for part in weight.parts if original(part.param) is param]
         if not parts or not param.requires_grad:
             return None
-        rates = self.rates(last)
+        rates = self.rates()
         if any(weight.name not in rates for weight, _ in parts):
             return None
         of_row = torch.ones(len(parts[0][1].block_of_row), device=param.device, dtype=torch.float32)
