@@ -52,7 +52,7 @@ def flex_logits(
             return logit.masked_fill(~mask(*indices, *mask_buffers), -torch.inf)
 
     k_BGJD = key.detach().expand(query.shape[0], *key.shape[1:])
-    return QKLogits(query.detach(), k_BGJD, scale, score_mod=modified)
+    return QKLogits(query.detach(), key.shape[2], k_BGJD, scale, score_mod=modified)
 
 
 def run_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
