@@ -53,7 +53,7 @@ def statistics(logits: list[Tensor], extra: int = 0) -> dict[str, list[float]]:
 def check(logits: Sequence[Logits], expected: dict[str, list[float]]) -> None:
     now, before = logits
     stats = StatsAccumulator(now, StatsAccumulator(before, None).kept_BHIJ)
-    change, compared, entropy, seeing, sink, choosing = stats.sums()
+    change, entropy, sink, compared, seeing, choosing = stats.sums()
     measured = {"max": stats.max_BH.amax(0), "change": change / compared, "entropy": entropy / seeing}
     for name, of_heads in (measured | {"sink": sink / choosing}).items():
         wanted = torch.tensor(expected[name])
@@ -86,7 +86,7 @@ def test_what_a_model_wrote_is_counted_where_its_queries_may_look(case: dict[str
     known_mask = {"all": hidden, "some": hidden & (torch.arange(Q) % 2 == 0)[:, None], "none": None}[known]
     logits = [(3 * random(B, H, Q, K, seed=case["seed"] + n)).to(case["dtype"]) for n in range(2)]
     expected = statistics([each.float().masked_fill(hidden, -torch.inf) for each in logits], case["extra"])
-    written = [EagerLogits(each.masked_fill(hidden, value), known_mask, extra=case["extra"]) for each in logits]
+    written = [EagerLogits(each.masked_fill(hidden, value), keys, known_mask) for each in logits]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quacklr.attention.logits, "CHUNK", case["chunk"])
         check(written, expected)
@@ -122,7 +122,7 @@ def test_what_a_kernel_made_is_made_again(
         logits = [each.masked_fill(ahead, -torch.inf) for each in logits]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quacklr.attention.logits, "CHUNK", chunk)
-        made = [QKLogits(q, k, 0.5, offset, given_mask) for q in queries]
+        made = [QKLogits(q, K, k, 0.5, offset, given_mask) for q in queries]
         check(made, statistics(logits))
 
 
@@ -130,11 +130,11 @@ def test_a_sample_of_queries_and_keys_is_always_the_same_one(monkeypatch: pytest
     logits = [random(B, H, Q, K, seed=n) for n in range(2)]
     for kept, queries, keys in ((2 * B * H * K, [1, 4], slice(None)), (B * H * 2, [4], slice(None, None, 3))):
         monkeypatch.setattr(quacklr.attention.accumulator, "KEPT", kept)
-        first = StatsAccumulator(EagerLogits(logits[0]), None)
+        first = StatsAccumulator(EagerLogits(logits[0], K), None)
         assert first.kept_BHIJ.numel() <= kept
-        second = StatsAccumulator(EagerLogits(logits[1]), first.kept_BHIJ)
+        second = StatsAccumulator(EagerLogits(logits[1], K), first.kept_BHIJ)
         expected = (logits[1] - logits[0])[:, :, queries][..., keys].abs().mean((0, 2, 3))
-        torch.testing.assert_close(second.sums()[0] / second.sums()[1], expected)
+        torch.testing.assert_close(second.sums()[0] / second.sums()[3], expected)
 
 
 AXES = [  # leading axes, heads, one sequence: the axes that are the heads; None if the shape does not show it
@@ -153,7 +153,7 @@ AXES = [  # leading axes, heads, one sequence: the axes that are the heads; None
     ((4, 1, 4), 4, True, None),
     ((2, 1, 2), 4, True, (0, 1, 2)),
     ((8,), 4, True, None),  # with windows
-    ((1, 4), None, True, (1,)),
+    ((1, 4), None, True, (0, 1)),
     ((4,), 3, True, (0,)),  # of another attention than the one with 3 heads
 ]
 

@@ -43,9 +43,9 @@ class StatsAccumulator:
             self._add(sequences, logit_BHIJ)
 
     def sums(self) -> Tensor:
-        """(6, heads): sum and count of |changes|, of entropies, and of sink shares."""
+        """(6, heads): the sums of |changes|, entropies and sink shares, then the number of each."""
         sink_H = self.sink_BH.sum(0) + self.learned_H
-        return torch.stack([self.change_H, self.compared_H, self.entropy_H, self.see_one_H, sink_H, self.see_two_H])
+        return torch.stack([self.change_H, self.entropy_H, sink_H, self.compared_H, self.see_one_H, self.see_two_H])
 
     def _keep(self, sequences: slice, queries: slice, logit_BHIJ: Tensor, before_BHIJ: Tensor | None) -> None:
         """Keep the sampled queries of a chunk, MASKED where masked, and compare them with those kept before."""

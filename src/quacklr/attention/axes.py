@@ -51,7 +51,7 @@ def head_axes(lead: Sequence[int], heads: int | None, one_sequence: bool = False
     heads = None if heads is None or count % heads else heads
     all_heads = heads == count and (one_sequence or len(axes) == 1)
     if all_heads or count == 1 or (heads is None and one_sequence and len(axes) == 1):
-        return HeadAxes(count, (1,) if len(lead) == 2 and lead[0] == 1 else tuple(range(len(lead))))
+        return HeadAxes(count, tuple(range(len(lead))))
     if heads == 1:
         return HeadAxes(1)
     runs = [axes[i:j] for j in range(len(axes) + 1) for i in range(j) if math.prod(lead[a] for a in axes[i:j]) == heads]

@@ -25,7 +25,7 @@ from quacklr.attach.first_step import WeightsOnPaths
 from quacklr.attention.interceptor import SUPPORTED
 from quacklr.attention.recorder import record_max_logits
 from quacklr.core.flat_tensor import original
-from quacklr.core.local import Box, local_boxes
+from quacklr.core.local import local_boxes
 from quacklr.core.path import LogitPath
 from quacklr.core.step_scaler import steps_on_stack
 from quacklr.core.stepped import is_idle
@@ -94,12 +94,14 @@ class QKClip:
         validate_not_attached_twice(weights, [weight for other in others for weight in other._canonical], "QKClip")
         self._paths = attachment.by_module
         self._canonical: dict[Weight, Weight] = distinct(weights)
-        self._rows = {part: local_rows(part) for weight in self._canonical for part in weight.parts}
+        parts = [part for weight in self._canonical for part in weight.parts]
+        boxes = [(part, box) for part in parts for box in local_boxes(part.param)]
+        self._boxes = [(p, box._replace(indices=()), p.blocks_in(box).to(p.param.device)) for p, box in boxes]
         self._groups = engine.data_groups if engine.data_groups and is_distributed() else groups_of(module)
         if not self._groups and is_distributed():
             warn(ALONE)
-        if stuck := [name for name, each in self._paths.items() if not all(map(scalable, each))]:
-            warn(STUCK.format(named(stuck)))
+        if stuck := [name or "the model" for name, each in self._paths.items() if not all(map(scalable, each))]:
+            warn(STUCK.format(", ".join(stuck)))
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
@@ -145,19 +147,18 @@ class QKClip:
                 warn(SPENT)
             return
         self._stepped[optimizer] = params | (stepped or set())
-        for weight, factor_B in self._factors(self._maxima[optimizer]).items():
-            for part in weight.parts:
-                if id(part.param) in params and part.param.requires_grad:
-                    for box, block_of_row in self._rows[part]:
-                        scale(part.rows_first(box), block_of_row, factor_B)
+        factor_of = self._factors(self._maxima[optimizer])
+        for part, box, block_of_row in self._boxes:
+            if part in factor_of and id(part.param) in params and part.param.requires_grad:
+                scale(part.rows_first(box), block_of_row, factor_of[part])
 
     def _factors(self, maxima: Mapping[str, Tensor]) -> dict[Weight, Tensor]:
-        """For each weight to scale, the (blocks,) factors; the least one, if several modules share the weight."""
+        """For each weight to scale, and its bias, the (blocks,) factors; the least, if several modules share it."""
         found: dict[Weight, Tensor] = {}
         for name, max_H in maxima.items():
             for weight, factor_B in factors(self._paths[name], gamma(max_H, self.threshold)).items():
-                first = self._canonical[weight]
-                found[first] = torch.minimum(found[first], factor_B) if first in found else factor_B
+                for part in self._canonical[weight].parts:
+                    found[part] = torch.minimum(found[part], factor_B) if part in found else factor_B
         return found
 
     def _reduced(self, maxima: dict[str, Tensor], idle: bool) -> dict[str, Tensor]:
@@ -172,8 +173,8 @@ class QKClip:
             raise RuntimeError(UNSEEN)
         missing = [name for name, each in self._attachment.found.items() if each.paths and name not in maxima]
         if missing and not self._warned:
-            warn(NOT_RECORDED.format(named(missing)))
-        self._warned |= bool(missing)
+            self._warned = True
+            warn(NOT_RECORDED.format(", ".join(name or "the model" for name in missing)))
         return maxima
 
     def max_logits(self) -> dict[str, Tensor]:
@@ -196,17 +197,6 @@ class QKClip:
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
-
-
-def named(modules: Iterable[str]) -> str:
-    """The names of modules in a message."""
-    return ", ".join(name or "the model" for name in modules)
-
-
-def local_rows(part: Weight) -> list[tuple[Box, Tensor]]:
-    """The boxes of a parameter that are in this process, each with the block of each of its rows."""
-    boxes = local_boxes(part.param)
-    return [(box._replace(indices=()), part.blocks_in(box).to(part.param.device)) for box in boxes]
 
 
 def gamma(max_H: Tensor, threshold: float) -> Tensor:

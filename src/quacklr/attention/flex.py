@@ -42,24 +42,21 @@ def flex_logits(
     mask: Any = _vmap_for_bhqkv(block_mask[-1], prefix=(), suffix=(None,) * len(mask_buffers))
 
     def modified(logit_BHIJ: Tensor, sequence: int, query_index: int) -> Tensor:
-        starts = (sequence, 0, query_index, 0)
-        indices = [
-            torch.arange(start, start + size, device=query.device)
-            for start, size in zip(starts, logit_BHIJ.shape, strict=True)
-        ]
+        sizes = zip((sequence, 0, query_index, 0), logit_BHIJ.shape, strict=True)
+        indices = [torch.arange(start, start + size, device=query.device) for start, size in sizes]
         with TransformGetItemToIndex():
             logit: Tensor = score(logit_BHIJ, *indices, *score_buffers)
             return logit.masked_fill(~mask(*indices, *mask_buffers), -torch.inf)
 
     k_BGJD = key.detach().expand(query.shape[0], *key.shape[1:])
-    return QKLogits(query.detach(), k_BGJD, scale, score_mod=modified)
+    return QKLogits(query.detach(), key.shape[2], k_BGJD, scale, score_mod=modified)
 
 
 def run_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs of the operator, without gradients, in chunks: torch's own code holds all logits in memory."""
     logits = flex_logits(query, key, value, *args, **kwargs)
-    v_BHJD = value.float().expand(query.shape[0], *value.shape[1:])
-    v_BHJD = v_BHJD.repeat_interleave(logits.shape[1] // value.shape[1], dim=1)
+    v_BGJD = value.float().expand(query.shape[0], *value.shape[1:])
+    v_BHJD = v_BGJD.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     output = query.new_empty(*query.shape[:3], value.shape[3])
     lse, maxima = (torch.empty(query.shape[:3], device=query.device) for _ in range(2))
     for sequences, queries, logit_BHIJ in logits.chunks():

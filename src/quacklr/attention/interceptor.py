@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ SUPPORTED = (
     "attention), there are no logits. Other kernels, such as flash attention, are not seen: switch the model to sdpa "
     "or eager"
 )
-AxesOf = Callable[[tuple[int, ...]], HeadAxes]
 
 
 class AttentionInterceptor(TorchFunctionMode):
@@ -38,17 +38,18 @@ class AttentionInterceptor(TorchFunctionMode):
     sizes of the leading axes of its logits. Functions inside of torch.compile are not intercepted.
     """
 
-    def __init__(self, on_logits: Callable[[Logits], None], axes_of: AxesOf) -> None:
+    def __init__(self, on_logits: Callable[[Logits], None], axes_of: Callable[[tuple[int, ...]], HeadAxes]) -> None:
         super().__init__()
         self.on_logits, self.axes_of, self.provenance = on_logits, axes_of, ProvenanceTracker()
-        self._heads: int | None = None  # of torch.nn.MultiheadAttention, while it runs
         self._reported: Any = WeakTensorKeyDictionary()  # a model may compute a softmax of the same logits twice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch, and report its logits if it is an attention."""
         kwargs = kwargs or {}
         if func is MULTIHEAD:
-            return self._multihead(args, kwargs)
+            heads = bound(args, kwargs, "query", "key", "value", "embed_dim_to_check", "num_heads")[4]
+            with AttentionInterceptor(self.on_logits, partial(last_axis, heads=heads)):
+                return multihead_opened(*args, **kwargs)
         if call := attention_of(func, args, kwargs):
             self._report(self._sdpa_logits, call)
         elif softmax := softmax_of(func, args, kwargs):
@@ -61,17 +62,6 @@ class AttentionInterceptor(TorchFunctionMode):
             self.provenance.track(func, args, kwargs, output)
         return output
 
-    def _multihead(self, args: Any, kwargs: Any) -> Any:
-        self._heads = bound(args, kwargs, "query", "key", "value", "embed_dim_to_check", "num_heads")[4]
-        try:
-            with self:
-                return multihead_opened(*args, **kwargs)
-        finally:
-            self._heads = None
-
-    def _axes(self, lead: tuple[int, ...]) -> HeadAxes:
-        return self.axes_of(lead) if self._heads is None else last_axis(lead, self._heads)
-
     def _softmax_logits(self, logits: Tensor, dim: int | None) -> Logits | None:
         origin = self.provenance.origin_of(logits)
         if origin is None or logits.ndim < 3 or dim not in (-1, logits.ndim - 1) or logits in self._reported:
@@ -80,7 +70,7 @@ class AttentionInterceptor(TorchFunctionMode):
         if not logits.numel():
             return None
         shape = logits.movedim(origin.queries, -2).shape
-        axes = self._axes(tuple(shape[:-2]))
+        axes = self.axes_of(tuple(shape[:-2]))
 
         def arranged(tensor: Tensor) -> Tensor:
             tensor = tensor.detach().expand_as(logits)
@@ -89,8 +79,7 @@ class AttentionInterceptor(TorchFunctionMode):
             return axes.arrange(tensor.movedim(origin.queries, -2), shape)
 
         masked, subtracted = (arranged(t) if t.ndim else None for t in (origin.masked, origin.subtracted))
-        extra = shape[-1] - origin.keys
-        return EagerLogits(arranged(logits), masked, subtracted, extra=extra, heads_known=axes.known)
+        return EagerLogits(arranged(logits), origin.keys, masked, subtracted, heads_known=axes.known)
 
     def _sdpa_logits(self, call: AttentionCall) -> Logits | None:
         """The logits of scaled_dot_product_attention; None for nested tensors. With groups, heads are the last axis."""
@@ -105,7 +94,7 @@ class AttentionInterceptor(TorchFunctionMode):
             axes = last_axis(lead)
         else:
             lead = tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
-            axes = self._axes(lead)
+            axes = self.axes_of(lead)
             key = axes.arrange(key, (*lead, *key.shape[-2:]))
         bias = sys.modules.get("torch.nn.attention.bias")  # its import takes 1.5 seconds
         if bias is not None and isinstance(mask, bias.CausalBias):
@@ -115,7 +104,7 @@ class AttentionInterceptor(TorchFunctionMode):
             mask = axes.arrange(mask.detach(), (*lead, query.shape[-2], key.shape[-2]))
         query = axes.arrange(query, (*lead, *query.shape[-2:]))
         scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        return QKLogits(query, key, scale, offset, mask, heads_known=axes.known)
+        return QKLogits(query, key.shape[-2], key, scale, offset, mask, heads_known=axes.known)
 
     def _report(self, logits_of: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:
         device = tensors_in((args, kwargs))[0].device.type

@@ -27,18 +27,13 @@ ScoreMod = Callable[[Tensor, int, int], Tensor]  # (logits of a chunk, its first
 class Logits(ABC):
     """The input of the softmax of one attention. `source` is (B, H, I, ...): the queries, or the logits themselves.
 
-    `extra`: number of columns of the softmax after the keys, such as learned sinks. `heads_known`: False if the shape
-    does not show which entries belong to which head; then (1, all entries, I, ...).
+    `keys` is the number of keys. `heads_known`: False if the shape does not show which entries belong to which head;
+    then (1, all entries, I, ...).
     """
 
     source: Tensor
-    extra: int = field(default=0, kw_only=True)
+    keys: int
     heads_known: bool = field(default=True, kw_only=True)
-
-    @property
-    @abstractmethod
-    def keys(self) -> int:
-        """Number of keys."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -50,16 +45,15 @@ class Logits(ABC):
     def chunk(self, sequences: slice, queries: slice) -> Tensor:
         """(B, H, I, columns) logits in float32, below MASKED where masked; the caller must not write into them.
 
-        The columns are the keys and then the extra ones. The last keys are left out if they are masked for all of
-        these queries.
+        The columns are the keys and then others, such as learned sinks. The last keys are left out if they are masked
+        for all of these queries.
         """
 
     def chunks(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """All chunks in order: (sequences, queries, logits)."""
         batch, heads, length, keys = self.shape
-        row = heads * (keys + self.extra)
-        queries = min(length, max(1, CHUNK // row))
-        sequences = max(1, CHUNK // (row * queries)) if queries == length else 1
+        queries = min(length, max(1, CHUNK // (heads * keys)))
+        sequences = max(1, CHUNK // (heads * keys * queries)) if queries == length else 1
         for b in range(0, batch, sequences):
             for i in range(0, length, queries):
                 part = slice(b, min(b + sequences, batch)), slice(i, min(i + queries, length))
@@ -84,11 +78,6 @@ class QKLogits(Logits):
     offset: int | None = None
     mask_BHIJ: Tensor | None = None
     score_mod: ScoreMod | None = None
-
-    @property
-    def keys(self) -> int:
-        """Number of keys."""
-        return self.k_BGJD.shape[2]
 
     @cached_property
     def _float_keys(self) -> Tensor:
@@ -125,11 +114,6 @@ class EagerLogits(Logits):
 
     masked_BHIJ: Tensor | None = None
     subtracted_BHIJ: Tensor | None = None
-
-    @property
-    def keys(self) -> int:
-        """Number of columns that are keys."""
-        return self.source.shape[3] - self.extra
 
     def chunk(self, sequences: slice, queries: slice) -> Tensor:
         """The model's values, with what it subtracted, and with -inf for its masks."""

@@ -23,14 +23,7 @@ from quacklr.attention.logits import Logits
 from quacklr.find.discover import found_by_table
 from quacklr.find.tables.facts import int_attributes
 from quacklr.find.tables.naming import HEADS
-from quacklr.sharded.collectives import (
-    Groups,
-    all_ranks_agree,
-    all_reduce_max,
-    all_reduce_sum,
-    groups_of,
-    resharded,
-)
+from quacklr.sharded.collectives import all_ranks_agree, all_reduce_max, all_reduce_sum, groups_of, resharded
 from quacklr.sharded.validate import validate_no_tensor_parallel
 from quacklr.util.module_stack import module_stack
 from quacklr.util.modules import named_modules, run, run_uncompiled, undisturbed, unwrapped
@@ -93,7 +86,7 @@ class LogitMonitor:
             validate_apart(found, whole)
         if keep:
             self._last = {name: torch.cat([part.kept_BHIJ for part in parts]) for name, parts in found.items()}
-        return dict(zip(found, reduced(list(found.values()), groups_of(self.model)), strict=True))
+        return self._reduced(found)
 
     def _run(self, batches: Sequence[Any], one_sequence: bool = False) -> dict[str, list[StatsAccumulator]]:
         """Run batches one after the other; for each attention, the sums of each batch."""
@@ -134,6 +127,16 @@ class LogitMonitor:
         with undisturbed(model), resharded(model), module_stack(model) as running, run_uncompiled(), interceptor:
             run(model, batch)
         return found
+
+    def _reduced(self, found: Mapping[str, list[StatsAccumulator]]) -> dict[str, LogitStats]:
+        """The statistics of each attention, over all sequences and ranks."""
+        groups = groups_of(self.model)
+        maxima = all_reduce_max(
+            [torch.cat([part.max_BH for part in parts]).amax(0) for parts in found.values()], groups
+        )
+        sums = all_reduce_sum([torch.stack([part.sums() for part in parts]).sum(0) for parts in found.values()], groups)
+        means = [totals / counts for totals, counts in (each.view(2, 3, -1) for each in sums)]
+        return {name: LogitStats(max_H, *of) for name, max_H, of in zip(found, maxima, means, strict=True)}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The kept logits, so that a resumed run measures its first change from the last kept measurement."""
@@ -179,13 +182,3 @@ def has_maxima_of(parts: Sequence[StatsAccumulator], whole: Sequence[StatsAccumu
     found, wanted = (torch.cat([of.max_BH.flatten() for of in each]).sort().values for each in (parts, whole))
     tolerance = parts[0].rounding * float(wanted.nan_to_num(0, 0, 0).abs().max())
     return found.shape == wanted.shape and torch.allclose(found, wanted, 0, tolerance, equal_nan=True)
-
-
-def reduced(found: Sequence[Sequence[StatsAccumulator]], groups: Groups) -> list[LogitStats]:
-    """The statistics of each attention, over all sequences and ranks."""
-    maxima = all_reduce_max([torch.cat([part.max_BH for part in parts]).amax(0) for parts in found], groups)
-    sums = all_reduce_sum([torch.stack([part.sums() for part in parts]).sum(0) for parts in found], groups)
-    return [
-        LogitStats(max_H, change_H / compared_H, entropy_H / see_one_H, sink_H / see_two_H)
-        for max_H, (change_H, compared_H, entropy_H, see_one_H, sink_H, see_two_H) in zip(maxima, sums, strict=True)
-    ]

@@ -33,8 +33,8 @@ def record_max_logits(
     `heads`: the number of heads of each module. An attention in it that has another number of heads is ignored.
     """
     running: list[str] = []
-    modules = [(name, module) for name, module in named_modules(model) if name in heads]
-    return [RecordedForward(name, module, heads[name], on_max, running) for name, module in modules]
+    modules = dict(named_modules(model))
+    return [RecordedForward(name, modules[name], count, on_max, running) for name, count in heads.items()]
 
 
 class RecordedForward:
