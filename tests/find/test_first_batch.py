@@ -25,7 +25,6 @@ from quacklr.find.finding import Finding
 from quacklr.find.first_batch import FirstBatch, _examples, slices
 from quacklr.util.modules import Arguments
 
-
 RUNS: list[tuple[int, ...]] = []  # the shapes of the inputs of all attentions, in the order they ran
 
 
@@ -297,6 +296,19 @@ def test_a_part_that_runs_in_a_later_batch_is_measured_then() -> None:
     model(tokens(), tokens())
     assert origins(batch.measure()) == {"text.layers.0": "measured", "images.layers.0": "measured"}
     assert not hooked(model)
+
+
+@pytest.mark.usefixtures("no_table")
+def test_a_first_batch_of_text_alone_steps_and_images_are_controlled_when_they_run() -> None:
+    model = TextAndImages()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    quack = QuacK(model, optimizer)
+    step(model, optimizer, tokens())
+    assert {name.split(".")[0] for name in quack.rates()} == {"text"}
+    assert "will be measured" in repr(quack)
+    step(model, optimizer, tokens(), tokens())
+    assert {name.split(".")[0] for name in quack.rates()} == {"text", "images"}
+    assert "will be measured" not in repr(quack)
 
 
 @pytest.mark.usefixtures("no_table")
