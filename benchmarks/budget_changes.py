@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quacklr import check
+from quacklr import Budget, check
 from quacklr.checking.command import OPTIMIZERS
 
 BUDGET, LENGTH, HEAD_SIZE, LR = 0.02, 64, 16, 1e-3
@@ -48,8 +48,8 @@ def trained(heads: int, steps: int) -> Any:
 def changes(heads: int, steps: int, optimizer: str) -> str:
     torch.manual_seed(0)
     model = trained(heads, steps)
-    report = check(model, OPTIMIZERS[optimizer](model, LR), batch(), budget=BUDGET, growth=1.0, steps=2)
-    ratios = sorted(float(layer.quack.root_mean_square.mean()) / BUDGET for layer in report.layers)
+    report = check(model, OPTIMIZERS[optimizer](model, LR), batch(), rule=Budget(BUDGET), growth=1.0, steps=2)
+    ratios = sorted(float(layer.quack.mean()) / BUDGET for layer in report.layers)
     return f"{ratios[0]:.1f} to {ratios[-1]:.1f}"
 
 

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from quacklr.attach.attachment import Attachment
 from quacklr.attach.first_step import FirstStep
 from quacklr.attach.linearity import validate_linear
-from quacklr.attach.step_check import StepCheck
 from quacklr.core.changes import HeadChange, LogitChanges
 from quacklr.core.flat_tensor import original
 from quacklr.core.path import LogitPath, all_rated
@@ -104,8 +103,7 @@ class QuacK:
             if self.rule.linear:
                 validate_linear(self.optimizers, (part.param for part in compiled.parts), in_groups)
             self._scaler.set_paths(compiled)
-        weights, module = compiled.weights, self._attachment.module
-        self._first_step.check = StepCheck(module, weights, self.optimizers, self.rule.linear, in_groups)
+        self._first_step.set_parts(compiled.weights)
         self._changes = None
         if self._state is not None:
             state, self._state = self._state, None
@@ -142,18 +140,19 @@ class QuacK:
         self._changes = self._changes or LogitChanges(self._scaler.paths)
         return self._changes.by_module(self._scaler.measured)
 
-    def rate_of(self, param: Tensor) -> Tensor | None:
+    def rate_of(self, param: Tensor, last: bool = False) -> Tensor | None:
         """The multipliers of lr for one weight or bias parameter, broadcastable to it; 1 for rows on no path.
 
         None if the parameter is frozen, or if none of its rows is on a path. For a sharded parameter this is a
-        collective call, except with Limit and Budget, and the result is a plain tensor for the whole parameter.
+        collective call, except with Limit and Budget, and the result is a plain tensor for the whole parameter. With
+        `last`, these are the multipliers of the last step.
         """
         known = self._scaler.paths.weights if self._scaler.paths is not None else []
         rated = [weight for weight in known if weight.rated]
         parts = [(weight, part) for weight in rated for part in weight.parts if original(part.param) is param]
         if not parts or not param.requires_grad:
             return None
-        rates = self.rates()
+        rates = self.rates(last)
         if any(weight.name not in rates for weight, _ in parts):
             return None
         of_row = torch.ones(len(parts[0][1].block_of_row), device=param.device, dtype=torch.float32)
@@ -221,6 +220,8 @@ def pending_modules(found: Mapping[str, Finding]) -> str:
 
 def chosen_rule(tau: float | None, rule: Rule | None) -> Rule:
     """The rule that is given, or the paper's with tau."""
+    if isinstance(tau, Optimizer):
+        raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
     if rule is None:
         return Paper(1.0 if tau is None else tau)
     if tau is not None:

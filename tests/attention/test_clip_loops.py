@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from lab_runs import block
 from models import assert_equal
-from quacklr import LogitPath, QKClip, QuacK, Weight, mha, packed
+from quacklr import LogitPath, QKClip, QuacK, logit_paths, mha, packed
 from quacklr.lab.model import MHA, Decoder, Shape, build
 
 SHAPE = Shape(d_model=32, layers=2, d_ff=48, context=12, vocab=50, init_std=0.4)
@@ -184,14 +184,35 @@ def test_data_parallel_is_refused() -> None:
         QKClip(model, SGD(model.parameters(), lr=0.1))
 
 
-def test_a_weight_that_is_the_models_own_has_its_place() -> None:
-    """Paths by hand, of a model without a module for its attention."""
-    torch.manual_seed(0)
+def test_paths_without_a_model_are_refused() -> None:
     model = Attention()
-    heads = torch.arange(2).repeat_interleave(4)
-    path = LogitPath((Weight("q", model.q.weight, heads), Weight("k", model.k.weight, heads)), heads=2)
+    with pytest.raises(ValueError, match=r"pass the model, or the paths that logit_paths\(model, batch\) returns"):
+        QKClip(model.logit_paths(), SGD(model.parameters(), lr=0.1))
+
+
+class Unknown(Attention):
+    """A class that neither declares its paths nor is in a table."""
+
+    logit_paths: Any = None
+
+
+def test_attention_that_no_table_has_is_measured_before_and_clipped_in_the_first_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Unknown())
     optimizer = SGD(model.parameters(), lr=1e-12)
-    QKClip(model, optimizer, 0.05, paths=[path])
+    with pytest.raises(ValueError, match=r"^0: no table has the class Unknown, .*logit_paths\(model, batch\)"):
+        QKClip(model, optimizer, 0.05)
+    QKClip(logit_paths(model, X), optimizer, 0.05)
     model(X).square().mean().backward()
     optimizer.step()
-    torch.testing.assert_close(model.largest(), torch.full((2,), 0.05))
+    torch.testing.assert_close(model[0].largest(), torch.full((2,), 0.05))
+
+
+def test_parameters_that_were_replaced_after_attaching_are_an_error() -> None:
+    model = Attention()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    QKClip(model, optimizer, 0.05)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model(X).square().mean().backward()
+    with pytest.raises(RuntimeError, match="q: all parameters on the paths were replaced"):
+        optimizer.step()

@@ -54,7 +54,7 @@ def check(logits: Sequence[Logits], expected: dict[str, list[float]]) -> None:
     now, before = logits
     stats = StatsAccumulator(now, StatsAccumulator(before, None).kept_BHIJ)
     change, compared, entropy, seeing, sink, choosing = stats.sums()
-    measured = {"max": stats.max_per_head, "change": change / compared, "entropy": entropy / seeing}
+    measured = {"max": stats.max_BH.amax(0), "change": change / compared, "entropy": entropy / seeing}
     for name, of_heads in (measured | {"sink": sink / choosing}).items():
         wanted = torch.tensor(expected[name])
         assert torch.allclose(of_heads, wanted, rtol=1e-4, atol=1e-5, equal_nan=True), (name, of_heads, wanted)
@@ -90,9 +90,6 @@ def test_what_a_model_wrote_is_counted_where_its_queries_may_look(case: dict[str
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quacklr.attention.logits, "CHUNK", case["chunk"])
         check(written, expected)
-    torch.testing.assert_close(
-        written[0].rows(slice(1, 3)), logits[0].float().masked_fill(hidden, -torch.inf)[:, :, 1:3], rtol=0, atol=0
-    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -109,7 +106,7 @@ def test_what_a_kernel_made_is_made_again(
     k = random(B, groups, K, 3, seed=seed)
     queries = [random(B, H, Q, 3, seed=seed + n) for n in (1, 2)]
     logits = [0.5 * q @ k.repeat_interleave(H // groups, 1).mT for q in queries]
-    given_mask = None
+    given_mask: Tensor | None = None
     if mask == "bool":
         given_mask = random(B, 1, Q, K, seed=seed) > 0
         logits = [each.masked_fill(~given_mask, -torch.inf) for each in logits]
@@ -119,6 +116,7 @@ def test_what_a_kernel_made_is_made_again(
         given_mask[..., -1] = -1e9
         for each in logits:
             each[..., -1] = -torch.inf
+        given_mask = given_mask.expand(B, H, Q, K)
     if offset is not None:
         ahead = torch.arange(K) > torch.arange(Q)[:, None] + offset
         logits = [each.masked_fill(ahead, -torch.inf) for each in logits]
@@ -126,7 +124,6 @@ def test_what_a_kernel_made_is_made_again(
         patch.setattr(quacklr.attention.logits, "CHUNK", chunk)
         made = [QKLogits(q, k, 0.5, offset, given_mask) for q in queries]
         check(made, statistics(logits))
-        torch.testing.assert_close(made[0].rows(slice(None)), logits[0])
 
 
 def test_a_sample_of_queries_and_keys_is_always_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +165,12 @@ def test_which_axes_are_the_heads_is_known_only_where_the_shape_shows_it(
     found = head_axes(lead, heads, one_sequence)
     assert (found.axes if found.known else None) == axes
     entries = torch.arange(math.prod(lead)).view(*lead, 1, 1)
-    assert found.arrange(entries).flatten().sort().values.tolist() == list(range(math.prod(lead)))
+    assert found.arrange(entries, entries.shape).flatten().sort().values.tolist() == list(range(math.prod(lead)))
 
 
 def test_axes_are_moved_to_sequences_and_heads() -> None:
-    found = head_axes((1, 4, 3), 4, one_sequence=True).arrange(torch.arange(12).view(1, 4, 3, 1, 1))
+    axes = head_axes((1, 4, 3), 4, one_sequence=True)
+    found = axes.arrange(torch.arange(12).view(4, 3, 1, 1), (1, 4, 3, 1, 1))
     assert found[..., 0, 0].tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 

@@ -79,6 +79,19 @@ def indices_of(q: Tensor, k: Tensor) -> Tensor:
     return scores.view(2, 3, 5, 5).masked_fill(~CAUSAL, -1e9).softmax(-1)
 
 
+def masked_in_a_buffer(q: Tensor, k: Tensor) -> Tensor:
+    scores = torch.zeros(2, 3, 5, 5)
+    for start in (0, 3):
+        rows = slice(start, start + 3)
+        scores[:, :, rows] = (q[:, :, rows] @ k.mT).masked_fill(~CAUSAL[rows], -1e9)
+    return scores.softmax(-1)
+
+
+def less_the_largest(q: Tensor, k: Tensor) -> Tensor:
+    scores = (q @ k.mT).masked_fill(~CAUSAL, -1e9)
+    return (scores - scores.max()).softmax(-1)
+
+
 WAYS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
     "padding alone": (lambda q, k: (q @ k.mT + torch.where(PADDED, 0, -1e9)).softmax(-1), PADDED),
     "padding, then causal": (
@@ -86,6 +99,18 @@ WAYS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
         PADDED & CAUSAL,
     ),
     "written into a buffer": (in_a_buffer, CAUSAL),
+    "written into a buffer with its mask": (masked_in_a_buffer, CAUSAL),
+    "less the largest of all": (less_the_largest, CAUSAL),
+    "heads one by one": (
+        lambda q, k: torch.cat(
+            [(q[:, [h]] @ k[:, [h]].mT).masked_fill(~CAUSAL, -1e9) for h in range(3)], dim=1
+        ).softmax(-1),
+        CAUSAL,
+    ),
+    "the sum of two products, one masked": (
+        lambda q, k: ((q @ k.mT / 2) + (q @ k.mT / 2).masked_fill(~CAUSAL, -1e9)).softmax(-1),
+        CAUSAL,
+    ),
     "a condition made of logits": (marked_condition, CAUSAL),
     "indices made of logits": (indices_of, CAUSAL),
     "in two halves": (lambda q, k: torch.cat([q @ k[:, :, :2].mT, q @ k[:, :, 2:].mT], -1).softmax(-1), CAUSAL | True),
@@ -139,6 +164,9 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "without batch and heads": lambda: F.scaled_dot_product_attention(Q[0, 0], K[0, 0], K[0, 0]),
     "queries for all sequences": lambda: F.scaled_dot_product_attention(Q[:1], K, K),
     "groups without a batch": lambda: F.scaled_dot_product_attention(Q[0].repeat(2, 1, 1), K[0], K[0], enable_gqa=True),
+    "groups with keys for all sequences": lambda: F.scaled_dot_product_attention(
+        Q.repeat(1, 2, 1, 1), K[:1], K[:1], enable_gqa=True
+    ),
     "by name": lambda: F.scaled_dot_product_attention(query=Q, key=K, value=K),
     "five dimensions": lambda: F.scaled_dot_product_attention(Q[None], K[None], K[None]),
 }
@@ -150,6 +178,7 @@ def test_every_legal_call_of_the_kernel_is_measured(call: str) -> None:
         "without batch and heads": (Q[0, 0] @ K[0, 0].mT)[None, None],
         "queries for all sequences": Q[:1] @ K.mT,
         "groups without a batch": (Q[0].repeat(2, 1, 1) @ K[0].repeat_interleave(2, 0).mT)[None],
+        "groups with keys for all sequences": Q.repeat(1, 2, 1, 1) @ K[:1].repeat_interleave(2, 1).mT,
     }.get(call, Q @ K.mT)
     stats = LogitMonitor(Written(lambda *_: CALLS[call]()), (Q, K)).measure()[""]
     torch.testing.assert_close(stats.max, largest.amax((0, 2, 3)) / 2)

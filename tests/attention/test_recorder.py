@@ -131,7 +131,7 @@ def test_an_attention_whose_roles_have_dots_is_found(given: bool) -> None:
     attention = Dotted()
     model = nn.Sequential(nn.Linear(8, 8), attention)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    clip = QKClip(model, optimizer, threshold=1e-6, paths=logit_paths(model) if given else None)
+    clip = QKClip(logit_paths(model) if given else model, optimizer, threshold=1e-6)
     before = attention.proj[0].get_parameter("weight").detach().clone()
     model(torch.randn(2, 5, 8)).square().mean().backward()
     optimizer.step()

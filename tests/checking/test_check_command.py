@@ -46,7 +46,7 @@ def test_exit_code_of_a_model_with_correct_rows(capsys: pytest.CaptureFixture[st
     code, out, _ = run(capsys, f"{mine}.py:with_optimizer", "--growth", "2", "--tau", "0.5", "--optimizer", "muon")
     assert code == 0
     assert out.splitlines()[-1].startswith("correct: 3 layers, 12 heads;")
-    assert "grown 2x, QuacK" in out
+    assert "from weights multiplied by 2" in out
 
 
 def test_exit_code_of_a_model_with_wrong_rows(capsys: pytest.CaptureFixture[str], mine: str) -> None:

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import DiaDecoderConfig, EsmConfig, EsmModel
 from transformers.models.dia.modeling_dia import DiaSelfAttention
 
 from models import Latent, Separate, layers, train
 from quacklr import LogitPath, QuacK, logit_paths
-from quacklr.attention.axes import conventional_axes
-from quacklr.attention.capture import capture_logits
 from quacklr.find.discover import found_by_table
+from quacklr.util.module_stack import ModuleStack, module_stack
 from quacklr.util.modules import run
+from quacklr.util.torch_functions import ADDED_MATMUL, MATMUL, SDPA, SOFTMAX
 from tiny_models import OTHERS, build
 
 
@@ -138,6 +139,28 @@ def test_several_layers_are_several_lines() -> None:
     assert len(repr(QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))).splitlines()) == 5
 
 
+class Scales(TorchFunctionMode):
+    """By the running module, the derivative of the input of its softmax with respect to the product of q and k."""
+
+    def __init__(self, running: ModuleStack) -> None:
+        super().__init__()
+        self.running, self.found = running, dict[str, float]()
+        self.products: list[tuple[Tensor, float]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, self.running.modules[-1]
+        output = func(*args, **kwargs)
+        if func is SDPA:
+            self.found[name] = kwargs["scale"] if kwargs.get("scale") is not None else args[0].shape[-1] ** -0.5
+        elif func in MATMUL | ADDED_MATMUL | {torch.einsum}:
+            self.products.append((output, kwargs.get("alpha", 1.0)))
+        elif func in SOFTMAX:
+            product, alpha = self.products[-1]
+            (gradient,) = torch.autograd.grad(args[0].sum(), product, retain_graph=True)
+            self.found[name] = abs(alpha) * float(gradient.abs().max())
+        return output
+
+
 @pytest.mark.parametrize("kind", ["llama", "granite", "t5", "gpt_neo", "whisper", "deepseek_v3", "bloom", "mpt", "esm"])
 def test_the_scale_of_the_logit_is_the_one_that_the_model_uses(kind: str) -> None:
     """Judged by a forward pass: the ratio of logits to the products of queries and keys as the weights make them."""
@@ -150,20 +173,16 @@ def test_the_scale_of_the_logit_is_the_one_that_the_model_uses(kind: str) -> Non
     else:
         model, batch = build(kind, OTHERS)
     found = {name: finding for name, finding in found_by_table(model).items() if finding.paths}
-    seen: dict[str, float] = {}
-    heads = {name: finding.paths[0].heads for name, finding in found.items()}
     scales_its_queries = kind in ("whisper", "esm")  # before the product, by 1 / sqrt(head size)
-    with (
-        torch.no_grad(),
-        capture_logits(model, lambda name, logits: seen.update({name: abs(logits.scale)}), heads, conventional_axes),
-    ):
+    with module_stack(model) as running, Scales(running) as scales:
         run(model, batch)
-    assert seen
-    for name, real in seen.items():
+    assert scales.found.keys() & found.keys()
+    for name in scales.found.keys() & found.keys():
         paths = found[name].paths
         size = sum(int(path.weights[path.meeting].rows_of_block[0]) for path in paths)
         scale = paths[0].scale if paths[0].scale is not None else size**-0.5
-        assert scale == pytest.approx(real * (size**-0.5 if scales_its_queries else 1.0), rel=1e-5)
+        wanted = scales.found[name] * (size**-0.5 if scales_its_queries else 1.0)
+        assert scale == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_scale_that_is_a_whole_number_is_read() -> None:

@@ -26,6 +26,7 @@ from quacklr.lab.methods import (
     QKClipping,
     QKNorm,
     Quack,
+    QuacKAndClip,
     SigmaReparametrised,
     SoftCap,
     rates,
@@ -151,7 +152,7 @@ def test_quack_with_sigma_reparam_leaves_queries_and_keys_to_quack(corpus: Corpu
     assert {name.rpartition(".")[2] for name in rates(both.attached)} == {"dq", "uq", "qr", "dkv", "uk", "kr"}
 
 
-def test_a_budget_with_qk_clip_does_both_and_its_state_has_both(corpus: Corpus) -> None:
+def test_a_budget_with_qk_clip_does_both_and_its_state_is_quacks(corpus: Corpus) -> None:
     runs = {method: session(corpus, method) for method in (Budget(threshold=0.01), Budget(), QKClipping(0.01))}
     for run in runs.values():
         list(islice(run.rows(), 8))
@@ -160,9 +161,9 @@ def test_a_budget_with_qk_clip_does_both_and_its_state_has_both(corpus: Corpus) 
     assert sizes[0] < 0.5 * sizes[1], "it is clipped"
     assert sizes[0] != sizes[2], "its steps are scaled"
     assert rates(both.attached)
-    assert both.attached is not None
+    assert isinstance(both.attached, QuacKAndClip)
     state = both.attached.state_dict()
-    assert set(state) == {"quack", "clip"}
+    assert state == both.attached.quack.state_dict()
     both.attached.load_state_dict(state)
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crew import Crew
 from models import assert_equal
-from quacklr import LogitMonitor, LogitStats, QKClip, QuacK
+from quacklr import LogitMonitor, LogitPath, LogitStats, QKClip, QuacK, mha, packed
 from quacklr.lab.model import MHA, Shape, build
 
 SHAPE = Shape(d_model=32, layers=2, d_ff=48, context=12, vocab=50, init_std=0.4)
@@ -69,6 +69,30 @@ def check_drift_error(_: int) -> None:
     plain = model_of("plain")
     with pytest.warns(UserWarning, match="neither DistributedDataParallel nor sharded, but there are several ranks"):
         QKClip(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+
+
+class Unseen(nn.Module):
+    """A softmax that is written out with exp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = (self.q(x) @ self.k(x).mT).exp()
+        return share / share.sum(-1, keepdim=True)
+
+    def logit_paths(self) -> list[LogitPath]:
+        return mha(*packed(self.q, ("q", 1, 8)), *packed(self.k, ("k", 1, 8)))
+
+
+def check_unseen_error(_: int) -> None:
+    model = DistributedDataParallel(Unseen())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    QKClip(model, optimizer)
+    model(torch.randn(2, 5, 8)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="QK clip saw no attention logits"):
+        optimizer.step()
 
 
 class Sometimes(nn.Module):
@@ -140,6 +164,10 @@ def test_quack_attaches_to_shards_after_a_forward_that_left_them_unsharded(two: 
 
 def test_replicas_that_would_drift_apart_are_an_error(two: Crew) -> None:
     two(check_drift_error)
+
+
+def test_replicas_whose_logits_are_not_seen_are_an_error(two: Crew) -> None:
+    two(check_unseen_error)
 
 
 def test_ranks_that_record_different_attentions_are_an_error(two: Crew) -> None:

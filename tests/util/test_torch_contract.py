@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from quacklr.util.modules import untouched
-from quacklr.util.modules import compiled_modules, unwrapped
+from quacklr.util.modules import compiled_modules, untouched, unwrapped
 from quacklr.util.torch_functions import LAYOUT, MATRIX_T, MULTIHEAD, SDPA, SOFTMAX, multihead_opened
 
 TRIED = "2.13.0"

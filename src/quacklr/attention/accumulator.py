@@ -25,61 +25,50 @@ class StatsAccumulator:
     """
 
     def __init__(self, logits: Logits, before_BHIJ: Tensor | None, parts: int = 1) -> None:
-        batch, heads, device = logits.batch, logits.heads, logits.device
-        self.keys, self.heads_known = logits.keys, logits.heads_known
+        batch, heads, queries, self.keys = logits.shape
+        device, self.heads_known = logits.source.device, logits.heads_known
         self.rounding = torch.finfo(logits.source.dtype).eps ** 0.5
         self.max_BH = torch.full((batch, heads), -torch.inf, device=device)
         self.compared_H, self.entropy_H, self.see_one_H, self.see_two_H = torch.zeros(4, heads, device=device)
         self.first_BH = torch.full((batch, heads), self.keys, device=device)
         self.sink_BH, self.learned_H = torch.zeros(batch, heads, device=device), torch.zeros(heads, device=device)
-        self.sampled, self.stride = evenly_spaced(logits, KEPT // parts)
-        kept = (batch, heads, len(self.sampled), -(-self.keys // self.stride))
-        self.kept_BHIJ = torch.full(kept, MASKED, device=device)
+        row, limit = batch * heads * self.keys, max(1, KEPT // parts)
+        kept = max(1, min(queries, limit // row))  # queries, evenly spaced over the sequence
+        self.sampled, self.stride = [(i + 1) * queries // kept - 1 for i in range(kept)], -(-row // limit)
+        self.kept_BHIJ = torch.full((batch, heads, kept, -(-self.keys // self.stride)), MASKED, device=device)
         comparable = before_BHIJ is not None and before_BHIJ.shape == self.kept_BHIJ.shape
         self.change_H = torch.full((heads,), 0.0 if comparable else torch.nan, device=device)
-        for sequences, queries, logit_BHIJ in logits.chunks():
-            visible_BHIJ = logits.visible(sequences, queries, logit_BHIJ)
-            self._keep(sequences, queries, logit_BHIJ, visible_BHIJ, before_BHIJ if comparable else None)
-            self._add(sequences, logit_BHIJ, visible_BHIJ)
-
-    @property
-    def max_per_head(self) -> Tensor:
-        """(H,): the largest logit of each head."""
-        return self.max_BH.amax(0)
+        for sequences, part, logit_BHIJ in logits.chunks():
+            self._keep(sequences, part, logit_BHIJ, before_BHIJ if comparable else None)
+            self._add(sequences, logit_BHIJ)
 
     def sums(self) -> Tensor:
         """(6, heads): sum and count of |changes|, of entropies, and of sink shares."""
         sink_H = self.sink_BH.sum(0) + self.learned_H
         return torch.stack([self.change_H, self.compared_H, self.entropy_H, self.see_one_H, sink_H, self.see_two_H])
 
-    def _keep(
-        self, sequences: slice, queries: slice, logit_BHIJ: Tensor, visible_BHIJ: Tensor, before_BHIJ: Tensor | None
-    ) -> None:
+    def _keep(self, sequences: slice, queries: slice, logit_BHIJ: Tensor, before_BHIJ: Tensor | None) -> None:
         """Keep the sampled queries of a chunk, MASKED where masked, and compare them with those kept before."""
         start, stop = (bisect_left(self.sampled, edge) for edge in (queries.start, queries.stop))
         rows = [query - queries.start for query in self.sampled[start:stop]]
-        if len(rows) < logit_BHIJ.shape[2]:
-            logit_BHIJ, visible_BHIJ = logit_BHIJ[:, :, rows], visible_BHIJ[:, :, rows]
-        logit_BHIJ, visible_BHIJ = (each[..., : self.keys : self.stride] for each in (logit_BHIJ, visible_BHIJ))
-        batch, heads, _, width = logit_BHIJ.shape
-        self.compared_H += visible_BHIJ.sum((2, 3)).expand(batch, heads).sum(0)
+        logit_BHIJ = logit_BHIJ if len(rows) == logit_BHIJ.shape[2] else logit_BHIJ[:, :, rows]
+        logit_BHIJ = logit_BHIJ[..., : self.keys : self.stride]
         kept_BHIJ = self.kept_BHIJ[sequences, :, start:stop]
-        kept_BHIJ[..., :width] = logit_BHIJ.clamp(min=MASKED)
+        kept_BHIJ[..., : logit_BHIJ.shape[-1]] = logit_BHIJ.clamp(min=MASKED)
         if before_BHIJ is not None:
-            change_BHIJ = (kept_BHIJ - before_BHIJ[sequences, :, start:stop]).abs_()
-            if change_BHIJ.numel() and change_BHIJ.amax() > -MASKED / 2:  # masked before or now: not compared
-                masked_BHIJ = change_BHIJ > -MASKED / 2
-                change_BHIJ.masked_fill_(masked_BHIJ, 0)
-                self.compared_H -= (masked_BHIJ & (kept_BHIJ > MASKED)).sum((0, 2, 3))
-            self.change_H += change_BHIJ.sum((0, 2, 3))
+            before_BHIJ = before_BHIJ[sequences, :, start:stop]
+            masked_BHIJ = (kept_BHIJ <= MASKED).logical_or_(before_BHIJ <= MASKED)
+            self.change_H += (kept_BHIJ - before_BHIJ).abs_().masked_fill_(masked_BHIJ, 0).sum((0, 2, 3))
+            self.compared_H += masked_BHIJ.logical_not_().sum((0, 2, 3))
 
-    def _add(self, sequences: slice, logit_BHIJ: Tensor, visible_BHIJ: Tensor) -> None:
+    def _add(self, sequences: slice, logit_BHIJ: Tensor) -> None:
         """Add the maxima, entropies and sink shares of a chunk."""
         max_BHI = logit_BHIJ[..., : self.keys].amax(-1)
         self.max_BH[sequences] = torch.maximum(self.max_BH[sequences], max_BHI.amax(2))
-        count_BHI = visible_BHIJ[..., : self.keys].sum(-1).expand_as(max_BHI)
+        visible_BHIJ = (logit_BHIJ[..., : self.keys] < MASKED).logical_not_()
+        count_BHI = visible_BHIJ.sum(-1)
         see_one_BHI, see_two_BHI = count_BHI > 0, count_BHI > 1
-        first_BH = self._first_visible(sequences, visible_BHIJ[..., : self.keys])
+        first_BH = self._first_visible(sequences, visible_BHIJ)
 
         max_BHI = max_BHI if logit_BHIJ.shape[-1] <= self.keys else logit_BHIJ.amax(-1)
         below_BHIJ = (logit_BHIJ - max_BHI.clamp(min=MASKED)[..., None]).clamp_(min=NEGLIGIBLE)
@@ -106,10 +95,3 @@ class StatsAccumulator:
         self.sink_BH[sequences] *= first_BH >= known_BH
         self.first_BH[sequences] = torch.minimum(first_BH, known_BH)
         return self.first_BH[sequences]
-
-
-def evenly_spaced(logits: Logits, limit: int) -> tuple[list[int], int]:
-    """The queries to keep, spread over the sequence, and the stride of their keys: all queries and 1 if they fit."""
-    row = logits.batch * logits.heads * logits.keys
-    count = max(1, min(logits.queries, limit // row))
-    return [(i + 1) * logits.queries // count - 1 for i in range(count)], -(-row // max(1, limit))

@@ -28,18 +28,11 @@ class HeadAxes:
     axes: tuple[int, ...] = ()
     known: bool = True
 
-    def arrange(self, tensor: Tensor) -> Tensor:
-        """Rearrange (..., I, X) to (B, H, I, X)."""
-        others = [axis for axis in range(tensor.ndim - 2) if axis not in self.axes]
-        return tensor.permute(*others, *self.axes, -2, -1).reshape(-1, self.heads, *tensor.shape[-2:])
-
-    def arrange_mask(self, mask: Tensor, lead: Sequence[int]) -> Tensor:
-        """Rearrange a mask that broadcasts to (*lead, I, J) to one that broadcasts to (B, H, I, J)."""
-        if math.prod(mask.shape[:-2]) == 1:
-            return mask.reshape(1, 1, *mask[(None,) * (2 - mask.ndim)].shape[-2:])
-        if self.axes == (1,) and len(lead) == 2:
-            return mask[(None,) * (4 - mask.ndim)]
-        return self.arrange(mask.expand(*lead, *mask.shape[-2:]))
+    def arrange(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """Rearrange a tensor that broadcasts to this shape, (..., I, X), to (B, H, I, X)."""
+        others = [axis for axis in range(len(shape) - 2) if axis not in self.axes]
+        arranged = tensor.expand(*shape).permute(*others, *self.axes, -2, -1)
+        return arranged.reshape(-1, self.heads, *shape[-2:])
 
 
 def last_axis(lead: Sequence[int], heads: int | None = None) -> HeadAxes:

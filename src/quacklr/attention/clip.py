@@ -12,8 +12,7 @@ each query by the remaining factor, so that no head shrinks by more than its own
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -21,25 +20,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.attach.optimizers import as_optimizers
+from quacklr.attach.attachment import Attachment
+from quacklr.attach.step_check import StepCheck
 from quacklr.attention.interceptor import SUPPORTED
-from quacklr.attention.recorder import MaxLogitRecorder
+from quacklr.attention.recorder import record_max_logits
 from quacklr.core.flat_tensor import original
-from quacklr.core.local import local_boxes
-from quacklr.core.path import LogitPath, as_paths
+from quacklr.core.local import Box, local_boxes
+from quacklr.core.path import LogitPath
+from quacklr.core.step_scaler import steps_on_stack
 from quacklr.core.stepped import is_idle
 from quacklr.core.validate import validate_not_attached_twice, validate_stepped
 from quacklr.core.weight import Weight, distinct
-from quacklr.find import logit_paths
-from quacklr.find.discover import by_module
-from quacklr.find.finding import Finding
-from quacklr.find.first_batch import FirstBatch
-from quacklr.sharded.collectives import all_reduce_max, groups_of, is_distributed, reshard
-from quacklr.sharded.engines.read import as_module, engine_of
+from quacklr.find.discover import validate_known
+from quacklr.sharded.collectives import all_reduce_max, groups_of, is_distributed
 from quacklr.sharded.validate import validate_no_tensor_parallel
+from quacklr.util.caller import warn
 
 _attached: WeakSet[QKClip] = WeakSet()
 
+NO_MODEL = "QK clip records the logits of a model: pass the model, or the paths that logit_paths(model, batch) returns"
+REPLICAS = "QK clip cannot record the logits of the replicas of DataParallel; use DistributedDataParallel"
 UNSEEN = f"QK clip saw no attention logits in training mode before this step, so it cannot clip: {SUPPORTED}"
 ALONE = (
     "QK clip was given a model that is neither DistributedDataParallel nor sharded, but there are several ranks: each "
@@ -53,6 +53,7 @@ STUCK = (
     "QK clip cannot scale all terms of the logits of {}: every weight of some term is frozen, as under LoRA, or is "
     "shared by all heads"
 )
+NOT_RECORDED = "QK clip saw no logits of {} before this step, so they are not clipped"
 
 
 class QKClip:
@@ -64,69 +65,47 @@ class QKClip:
     of DistributedDataParallel or FSDP2. For this, all logits are computed a second time. Heads whose largest logit is
     not above the threshold (it may be negative) stay bitwise as they are. Forwards in eval mode or without gradients do
     not count. The attention modules of a compiled model run uncompiled. Frozen weights are not scaled. There is no
-    device synchronisation, unless a model computes its logits without a fused kernel.
+    device synchronisation. With `threshold=inf` nothing is scaled, and `max_logits()` shows the largest logits.
 
-    `clip=False` only records: `max_logits()` shows what would have been clipped. For a model that no rule recognises,
-    pass the `paths` that `logit_paths(model, batch)` measures. With `verify`, the paths that rules found are measured
-    on a few tokens of the first batch before the first step; if a rule is wrong, that step raises a ValueError.
+    `optimizer` and `verify` are those of QuacK. If no table has the model's attention, pass the paths that
+    `logit_paths(model, batch)` measures instead of the model.
     """
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Iterable[LogitPath],
         optimizer: Optimizer | Iterable[Optimizer],
         threshold: float = 100.0,
         *,
-        clip: bool = True,
-        paths: Iterable[LogitPath] | None = None,
         verify: bool = True,
     ) -> None:
-        if not 0 < float(threshold) < float("inf"):
+        if not float(threshold) > 0:
             raise ValueError(f"threshold={threshold!r}: the largest logit allowed must be a positive number")
-        module = as_module(model)
-        if module is None:
-            raise TypeError(f"QK clip needs a model, an nn.Module, and got a {type(model).__name__}")
-        model = module
-        if isinstance(model, nn.DataParallel):
-            raise ValueError(
-                "QK clip cannot record the logits of the replicas of DataParallel; use DistributedDataParallel"
-            )
-        self.threshold, self.clip = threshold, clip
-        engine = engine_of(model, optimizer)
-        self.optimizers, self._in_groups = as_optimizers(engine.optimizers or optimizer, linear=False), engine.stepped
-        reshard(model)
-        with engine.whole_shapes():
-            found = logit_paths(model) if paths is None else paths
-        as_paths(found, "paths must be")
-        self._paths = {name: engine.located(each) for name, each in by_module(found).items()}
-        weights = [weight for paths in self._paths.values() for path in paths for weight in path.weights]
-        validate_no_tensor_parallel(model, "QK clip", engine.tensor_parallel)
+        self.threshold = threshold
+        self._attachment = attachment = Attachment(model, optimizer, linear=False, verify=verify)
+        self.optimizers, module, engine = attachment.optimizers, attachment.module, attachment.engine
+        if module is None or isinstance(module, nn.DataParallel):
+            raise ValueError(NO_MODEL if module is None else REPLICAS)
+        validate_known(attachment.found, module)
+        validate_no_tensor_parallel(module, "QK clip", engine.tensor_parallel)
+        weights = [weight for path in attachment.paths for weight in path.weights]
         with engine.filled_groups():
-            validate_stepped(weights, self.optimizers, self._in_groups)
+            validate_stepped(weights, self.optimizers, attachment.in_groups)
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         validate_not_attached_twice(weights, [weight for other in others for weight in other._canonical], "QKClip")
-        self._canonical: dict[Weight, Weight] = distinct(weights)
-        self._groups = engine.data_groups if engine.data_groups and is_distributed() else groups_of(model)
-        self._device = original(weights[0].param).device
-        self._boxes = {
-            part: [
-                (box._replace(indices=()), part.blocks_in(box).to(part.param.device)) for box in local_boxes(part.param)
-            ]
-            for weight in weights
-            for part in weight.parts
-        }
+        self._paths, self._canonical = attachment.by_module, distinct(weights)
+        self._rows = {part: local_rows(part) for weight in self._canonical for part in weight.parts}
+        self._groups = engine.data_groups if engine.data_groups and is_distributed() else groups_of(module)
         if not self._groups and is_distributed():
-            warnings.warn(ALONE, stacklevel=2)
+            warn(ALONE)
         if stuck := [name for name, each in self._paths.items() if not all(map(scalable, each))]:
-            warnings.warn(STUCK.format(", ".join(name or "the model" for name in stuck)), stacklevel=2)
+            warn(STUCK.format(named(stuck)))
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
-        self._stepping: set[Optimizer] = set()
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
-        known: Mapping[str, Finding] = getattr(found, "found", {}) if paths is None else {}
-        self._first_batch = FirstBatch(model, known, engine.gathers, verify) if known else None
+        self._check: StepCheck | None = StepCheck(module, weights, self.optimizers, True, attachment.in_groups)
         heads = {name: each[0].heads for name, each in self._paths.items()}
-        self._recorder = MaxLogitRecorder(model, heads, self._record)
+        self._forwards = record_max_logits(module, heads, self._record)
         eager: Any = torch.compiler.disable
         self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
         self._hooks += [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
@@ -136,46 +115,41 @@ class QKClip:
         """Update the maxima of each optimizer since its last step. NaNs and infinities are ignored."""
         max_H = max_H.masked_fill(max_H == torch.inf, torch.nan)
         for optimizer, maxima in self._maxima.items():
-            if optimizer in self._stepped:
-                del self._stepped[optimizer]
+            if self._stepped.pop(optimizer, None) is not None:
                 maxima.clear()
             maxima[name] = torch.fmax(maxima[name], max_H) if name in maxima else max_H
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._first_batch is not None and self._first_batch.has_batch and not is_idle(optimizer):
-            self._first_batch.measure()
-        self._stepping.add(optimizer)
+        if is_idle(optimizer):
+            return
+        if self._attachment.has_batch:
+            self._attachment.measure()
+        if self._check is not None:
+            self._check.before_step(self._attachment.in_groups.by(optimizer), ())
+            self._check = None
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer not in self._stepping:  # a step that calls the step of its parent class runs the hooks twice
+        if steps_on_stack(optimizer) > 1:  # a step that calls the step of its parent class runs the hooks twice
             return
-        self._stepping.remove(optimizer)
-        if self._first_batch is not None and not is_idle(optimizer):
-            self._first_batch.measure()
-        params = self._in_groups.by(optimizer)
-        if not self._stepped.get(optimizer, set()).isdisjoint(params):  # the maxima were used by an earlier step
-            if not is_idle(optimizer):
+        idle = is_idle(optimizer)
+        if self._attachment.waits and not idle:
+            self._attachment.measure()
+        params = self._attachment.in_groups.by(optimizer)
+        stepped = self._stepped.get(optimizer)
+        if stepped is None:  # else an engine steps the next part of the parameters
+            self._maxima[optimizer] = self._reduced(self._maxima[optimizer], idle)
+        elif not stepped.isdisjoint(params):  # the maxima were used by an earlier step
+            if not idle:
                 self._maxima[optimizer].clear()
-                warnings.warn(SPENT, stacklevel=4)
+                warn(SPENT)
             return
-        if optimizer not in self._stepped:  # else an engine steps the next part of the parameters
-            maxima = self._reduced(self._maxima[optimizer])
-            if not maxima and not is_idle(optimizer):
-                raise RuntimeError(UNSEEN)
-            self._maxima[optimizer] = maxima
-            self._warn(maxima)
-        self._stepped[optimizer] = self._stepped.get(optimizer, set()) | params
-        if self.clip:
-            self._scale(params, self._factors(self._maxima[optimizer]))
-
-    def _scale(self, params: Container[int], factors: Mapping[Weight, Tensor]) -> None:
-        """Multiply the rows of these parameters (by id) by the factors of their blocks."""
-        trained = [(part, factor_B) for weight, factor_B in factors.items() for part in weight.parts]
-        for part, factor_B in trained:
-            if id(part.param) in params and part.param.requires_grad:
-                for box, block_of_row in self._boxes[part]:
-                    scale(part.rows_first(box), block_of_row, factor_B)
+        self._stepped[optimizer] = params | (stepped or set())
+        for weight, factor_B in self._factors(self._maxima[optimizer]).items():
+            for part in weight.parts:
+                if id(part.param) in params and part.param.requires_grad:
+                    for box, block_of_row in self._rows[part]:
+                        scale(part.rows_first(box), block_of_row, factor_B)
 
     def _factors(self, maxima: Mapping[str, Tensor]) -> dict[Weight, Tensor]:
         """For each weight to scale, the (blocks,) factors; the least one, if several modules share the weight."""
@@ -186,21 +160,21 @@ class QKClip:
                 found[first] = torch.minimum(found[first], factor_B) if first in found else factor_B
         return found
 
-    def _reduced(self, maxima: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _reduced(self, maxima: dict[str, Tensor], idle: bool) -> dict[str, Tensor]:
         """The maxima over all ranks. A rank without any takes part in the all-reduce, because the others wait."""
-        if not self._groups:
-            return maxima
-        none = {n: torch.full((p[0].heads,), -torch.inf, device=self._device) for n, p in self._paths.items()}
-        local = {name: of.nan_to_num(nan=-torch.inf, posinf=torch.inf) for name, of in (none | maxima).items()}
-        found = dict(zip(local, all_reduce_max(list(local.values()), self._groups), strict=True))
-        return {name: of for name, of in found.items() if name in maxima or bool((of > -torch.inf).any())}
-
-    def _warn(self, maxima: Mapping[str, Tensor]) -> None:
-        """Warn once of modules whose logits were not recorded."""
-        missing = sorted(self._paths.keys() - maxima.keys())
+        if self._groups:
+            device = original(next(iter(self._canonical)).param).device
+            none = {n: torch.full((p[0].heads,), -torch.inf, device=device) for n, p in self._paths.items()}
+            local = {name: of.masked_fill(of.isnan(), -torch.inf) for name, of in (none | maxima).items()}
+            found = zip(local, all_reduce_max(list(local.values()), self._groups), strict=True)
+            maxima = {name: of for name, of in found if name in maxima or bool((of > -torch.inf).any())}
+        if not maxima and not idle:
+            raise RuntimeError(UNSEEN)
+        missing = [name for name, each in self._attachment.found.items() if each.paths and name not in maxima]
         if missing and not self._warned:
-            self._warned = True
-            warnings.warn(f"QK clip saw no logits of {', '.join(missing)}, so they are not clipped", stacklevel=5)
+            warn(NOT_RECORDED.format(named(missing)))
+        self._warned |= bool(missing)
+        return maxima
 
     def max_logits(self) -> dict[str, Tensor]:
         """For each attention module, (heads,): the largest logits since the last step.
@@ -209,27 +183,29 @@ class QKClip:
         """
         return dict(self._maxima[self.optimizers[0]])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: QK clip has no state between steps."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing: QK clip has no state."""
-
     def remove(self) -> None:
         """Remove the hooks, and unwrap the forwards."""
         _attached.discard(self)
-        if self._first_batch is not None:
-            self._first_batch.remove()
-        self._recorder.remove()
-        for hook in self._hooks:
-            hook.remove()
+        self._attachment.remove()
+        for each in (*self._hooks, *self._forwards):
+            each.remove()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
+
+
+def named(modules: Iterable[str]) -> str:
+    """The names of modules in a message."""
+    return ", ".join(name or "the model" for name in modules)
+
+
+def local_rows(part: Weight) -> list[tuple[Box, Tensor]]:
+    """The boxes of a parameter that are in this process, each with the block of each of its rows."""
+    boxes = local_boxes(part.param)
+    return [(box._replace(indices=()), part.blocks_in(box).to(part.param.device)) for box in boxes]
 
 
 def gamma(max_H: Tensor, threshold: float) -> Tensor:
@@ -276,4 +252,4 @@ def scalable(path: LogitPath) -> list[tuple[Weight, Tensor]]:
 def scale(rows: Tensor, block_of_row: Tensor, factor_B: Tensor) -> None:
     """Multiply each row by the factor of its block; rows of block -1 are not scaled."""
     factor = torch.where(block_of_row >= 0, factor_B.to(rows.device)[block_of_row.clamp(min=0)], 1.0)
-    rows.mul_(factor.view(-1, *[1] * (rows.ndim - 1)).to(rows.dtype))
+    rows.mul_(factor.view(-1, *[1] * (rows.ndim - 1)))  # 16 bits are multiplied in float32

@@ -59,7 +59,7 @@ def run_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: An
     """The outputs of the operator, without gradients, in chunks: torch's own code holds all logits in memory."""
     logits = flex_logits(query, key, value, *args, **kwargs)
     v_BHJD = value.float().expand(query.shape[0], *value.shape[1:])
-    v_BHJD = v_BHJD.repeat_interleave(logits.heads // value.shape[1], dim=1)
+    v_BHJD = v_BHJD.repeat_interleave(logits.shape[1] // value.shape[1], dim=1)
     output = query.new_empty(*query.shape[:3], value.shape[3])
     lse, maxima = (torch.empty(query.shape[:3], device=query.device) for _ in range(2))
     for sequences, queries, logit_BHIJ in logits.chunks():

@@ -79,45 +79,43 @@ class AttentionInterceptor(TorchFunctionMode):
         self._reported[logits] = None
         if not logits.numel():
             return None
-        masked, subtracted = origin.masked, origin.subtracted
-        if origin.first_key:  # move the columns that precede the keys to the end
-            masked = None if masked is None else masked.expand_as(logits).roll(-origin.first_key, -1)
-            logits = logits.roll(-origin.first_key, -1)
-        if origin.queries != -2:
-            masked, subtracted = (
-                None if t is None else t.expand_as(logits).movedim(origin.queries, -2) for t in (masked, subtracted)
-            )
-            logits = logits.movedim(origin.queries, -2)
-        lead = tuple(logits.shape[:-2])
-        axes = self._axes(lead)
-        masked, subtracted = (None if t is None else axes.arrange_mask(t, lead) for t in (masked, subtracted))
-        extra = logits.shape[-1] - origin.keys
-        return EagerLogits(
-            axes.arrange(logits.detach()), masked, subtracted, origin.factors, extra=extra, heads_known=axes.known
-        )
+        shape = logits.movedim(origin.queries, -2).shape
+        axes = self._axes(tuple(shape[:-2]))
+
+        def arranged(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach().expand_as(logits)
+            if origin.first_key:  # move the columns that precede the keys to the end
+                tensor = tensor.roll(-origin.first_key, -1)
+            return axes.arrange(tensor.movedim(origin.queries, -2), shape)
+
+        masked, subtracted = (arranged(t) if t.ndim else None for t in (origin.masked, origin.subtracted))
+        extra = shape[-1] - origin.keys
+        return EagerLogits(arranged(logits), masked, subtracted, extra=extra, heads_known=axes.known)
 
     def _sdpa_logits(self, call: AttentionCall) -> Logits | None:
         """The logits of scaled_dot_product_attention; None for nested tensors. With groups, heads are the last axis."""
-        query, key, mask, offset = call.query, call.key, call.attn_mask, 0 if call.is_causal else None
+        query, key, mask, offset = call.query.detach(), call.key.detach(), call.attn_mask, 0 if call.is_causal else None
         if query.is_nested or not (query.numel() and key.numel()):
             return None
         if query.ndim == 2:
             query, key = query[None], key[None]
         if call.enable_gqa:
-            lead, key = tuple(query.shape[:-2]), key.reshape(-1, *key.shape[-3:])
+            batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+            lead, key = (*batch, query.shape[-3]), key.expand(*batch, *key.shape[-3:]).reshape(-1, *key.shape[-3:])
             axes = last_axis(lead)
         else:
             lead = tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
             axes = self._axes(lead)
-            key = axes.arrange(key.expand(*lead, *key.shape[-2:]))
+            key = axes.arrange(key, (*lead, *key.shape[-2:]))
         bias = sys.modules.get("torch.nn.attention.bias")  # its import takes 1.5 seconds
         if bias is not None and isinstance(mask, bias.CausalBias):
             offset = key.shape[-2] - query.shape[-2] if mask.variant == bias.CausalVariant.LOWER_RIGHT else 0
             mask = None
-        mask = None if mask is None else axes.arrange_mask(mask, lead)
-        query = axes.arrange(query.expand(*lead, *query.shape[-2:]))
+        if mask is not None:
+            mask = axes.arrange(mask.detach(), (*lead, query.shape[-2], key.shape[-2]))
+        query = axes.arrange(query, (*lead, *query.shape[-2:]))
         scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        return QKLogits(query.detach(), key.detach(), scale, offset, mask, heads_known=axes.known)
+        return QKLogits(query, key, scale, offset, mask, heads_known=axes.known)
 
     def _report(self, logits_of: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:
         device = tensors_in((args, kwargs))[0].device.type

@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from quacklr.attention.accumulator import StatsAccumulator
-from quacklr.attention.axes import head_axes
-from quacklr.attention.capture import capture_logits
-from quacklr.attention.interceptor import SUPPORTED
+from quacklr.attention.axes import HeadAxes, head_axes
+from quacklr.attention.interceptor import SUPPORTED, AttentionInterceptor
 from quacklr.attention.logits import Logits
 from quacklr.find.discover import found_by_table
+from quacklr.find.tables.facts import int_attributes
+from quacklr.find.tables.naming import HEADS
 from quacklr.sharded.collectives import (
     Groups,
     all_ranks_agree,
@@ -31,20 +32,16 @@ from quacklr.sharded.collectives import (
     resharded,
 )
 from quacklr.sharded.validate import validate_no_tensor_parallel
-from quacklr.util.modules import named_modules, run, undisturbed, unwrapped
+from quacklr.util.module_stack import module_stack
+from quacklr.util.modules import named_modules, run, run_uncompiled, undisturbed, unwrapped
 from quacklr.util.torch_functions import tensors_in
 
-HEAD_COUNTS = ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads")
 UNKNOWN = (
     "{}: it cannot be seen which of its logits belong to which head{}. Give the heads an axis of their own, (batch, "
     "heads, queries, keys), and the module their number as an attribute, num_heads; or give a probe of one sequence, "
     "or of another length"
 )
 APART = ", and the sequences of the probe, run one by one, do not have the logits that they have together"
-CUT = (
-    "LogitMonitor ran the model on one sequence of the probe, because its logits do not show which axes are the heads; "
-    "give a probe of one sequence"
-)
 DIFFERENT = "the ranks ran different attentions, so their statistics cannot be combined; give all the same probe."
 
 
@@ -86,17 +83,14 @@ class LogitMonitor:
         validate_no_tensor_parallel(model, "LogitMonitor")
         self.model, self.probe = model, probe
         self._heads = heads_of(model)
-        self._cut: Any = None  # the probe, if it is known that its sequences can and must run one by one
         self._last: dict[str, Tensor] = {}
 
     def measure(self, keep: bool = True) -> dict[str, LogitStats]:
         """Run the probe. With `keep=False`, the next call still measures changes since the call before this one."""
-        is_cut = self._cut is self.probe
-        found = {} if is_cut else self._run([self.probe])
-        if is_cut or not all(part.heads_known for (part,) in found.values()):
+        found = self._run([self.probe])
+        if not all(part.heads_known for (part,) in found.values()):
             whole, found = found, self._run(sequences_of(self.probe), one_sequence=True)
             validate_apart(found, whole)
-            self._cut = self.probe
         if keep:
             self._last = {name: torch.cat([part.kept_BHIJ for part in parts]) for name, parts in found.items()}
         return dict(zip(found, reduced(list(found.values()), groups_of(self.model)), strict=True))
@@ -124,21 +118,21 @@ class LogitMonitor:
     ) -> dict[str, StatsAccumulator]:
         """Run one batch. `before`: the kept logits of it. `parts`: the number of batches of the probe."""
         found: dict[str, StatsAccumulator] = {}
+        model = unwrapped(self.model)
 
-        def on_logits(name: str, logits: Logits) -> None:
+        def on_logits(logits: Logits) -> None:
+            name = running.modules[-1]
             earlier = sum(other.partition("#")[0] == name for other in found)
             name = f"{name}#{earlier + 1}" if earlier else name
             found[name] = StatsAccumulator(logits, before.get(name), parts)
 
-        model = unwrapped(self.model)
-        capturing = capture_logits(model, on_logits, self._heads, partial(head_axes, one_sequence=one_sequence))
-        with undisturbed(model), resharded(model), capturing:
-            try:
-                run(model, batch)
-            except RuntimeError as error:
-                if one_sequence:
-                    error.add_note(CUT)
-                raise
+        def axes_of(lead: tuple[int, ...]) -> HeadAxes:
+            heads = [self._heads[name] for name in running.modules if name in self._heads]
+            return head_axes(lead, heads[-1] if heads else None, one_sequence)
+
+        interceptor = AttentionInterceptor(on_logits, axes_of)
+        with undisturbed(model), resharded(model), module_stack(model) as running, run_uncompiled(), interceptor:
+            run(model, batch)
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -153,12 +147,8 @@ class LogitMonitor:
 
 def heads_of(model: nn.Module) -> dict[str, int]:
     """The number of heads of each attention module, if a rule finds it, or an attribute of the module has it."""
-    attributes = {
-        name: value
-        for name, module in named_modules(model)
-        for value in (getattr(module, attribute, None) for attribute in HEAD_COUNTS)
-        if isinstance(value, int)
-    }
+    found = {name: int_attributes(module, HEADS) for name, module in named_modules(model)}
+    attributes = {name: counts[0] for name, counts in found.items() if counts}
     return attributes | {name: found.paths[0].heads for name, found in found_by_table(model).items() if found.paths}
 
 
@@ -175,13 +165,12 @@ def sequences_of(probe: Any) -> list[Any]:
 
 def validate_apart(found: Mapping[str, list[StatsAccumulator]], whole: Mapping[str, list[StatsAccumulator]]) -> None:
     """Raise ValueError if heads are still not known, or if the sequences do not have the logits of the whole batch."""
-    count = max(len(parts) for parts in found.values())
     for name in {**whole, **found}:
         parts = found.get(name, [])
-        same_shape = len(parts) == count and len({part.kept_BHIJ.shape for part in parts}) == 1
         if not all(part.heads_known for part in parts):
             raise ValueError(UNKNOWN.format(name or "the model", ""))
-        if not same_shape or (whole and not (name in whole and has_maxima_of(parts, whole[name]))):
+        same_shape = len({part.kept_BHIJ.shape for part in parts}) == 1
+        if not (same_shape and name in whole and has_maxima_of(parts, whole[name])):
             raise ValueError(UNKNOWN.format(name or "the model", APART))
 
 
@@ -194,7 +183,7 @@ def has_maxima_of(parts: Sequence[StatsAccumulator], whole: Sequence[StatsAccumu
 
 def reduced(found: Sequence[Sequence[StatsAccumulator]], groups: Groups) -> list[LogitStats]:
     """The statistics of each attention, over all sequences and ranks."""
-    maxima = all_reduce_max([torch.stack([part.max_per_head for part in parts]).amax(0) for parts in found], groups)
+    maxima = all_reduce_max([torch.cat([part.max_BH for part in parts]).amax(0) for parts in found], groups)
     sums = all_reduce_sum([torch.stack([part.sums() for part in parts]).sum(0) for parts in found], groups)
     return [
         LogitStats(max_H, change_H / compared_H, entropy_H / see_one_H, sink_H / see_two_H)

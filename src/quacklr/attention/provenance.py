@@ -2,13 +2,13 @@
 
 A softmax over experts or over a vocabulary looks like one over keys. The difference is where its input comes from: the
 input of an attention's softmax is a product of queries and keys that was scaled, capped, biased, masked or reshaped.
-The tracker also records what the values alone do not show: which logits were masked, by what they were scaled, what
-was subtracted, and which columns are not keys.
+The tracker also records what the values alone do not show: which logits were masked, what was subtracted, and which
+columns are not keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,52 +25,22 @@ from quacklr.util.torch_functions import bound, tensors_in
 END: set[Any] = {ops.SDPA, F.linear, F.layer_norm, F.rms_norm, *ops.SOFTMAX, *ops.CONVOLUTION}  # outputs are not logits
 
 
+NO_MASK, NO_SHIFT = torch.tensor(False, device="cpu"), torch.tensor(0.0, device="cpu")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
     """The recorded origin of a tensor that was computed from q . k.
 
-    Its columns from `first_key` on are `keys` keys; `queries` is the axis of the queries. `masked`: boolean, broadcasts
-    to the tensor. `factors`: what q . k was multiplied by. `subtracted`: numbers that were subtracted since, one for
-    each row.
+    Its columns from `first_key` on are `keys` keys; `queries` is the axis of the queries. `masked`: boolean.
+    `subtracted`: what was subtracted since, one number for each row. Both broadcast to the tensor.
     """
 
     keys: int
     first_key: int = 0
     queries: int = -2
-    masked: Tensor | None = None
-    factors: tuple[float | Tensor, ...] = ()
-    subtracted: Tensor | None = None
-
-    def masking(self, more: Tensor) -> Origin:
-        """The same origin with more logits masked."""
-        if self.masked is not None and is_broadcastable(self.masked, more):
-            more = self.masked | more
-        return replace(self, masked=more)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TrackedCall:
-    """A call of a torch function with at least one tracked tensor; `origins` has all of them, by id."""
-
-    func: Any
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    tensor: Tensor  # the first tracked one
-    origins: dict[int, Origin]
-
-    def bound(self, *names: str) -> list[Any]:
-        """Arguments by name."""
-        return bound(self.args, self.kwargs, *names)
-
-    def is_tracked(self, value: Any) -> bool:
-        """Whether a value is one of the tracked tensors."""
-        return id(value) in self.origins
-
-    def operand(self) -> Any:
-        """The other one of two operands; None if it is tracked as well."""
-        left, right = self.bound("input", "other")
-        other = right if left is self.tensor else left
-        return None if self.is_tracked(other) else other
+    masked: Tensor = NO_MASK
+    subtracted: Tensor = NO_SHIFT
 
 
 class ProvenanceTracker:
@@ -99,7 +69,7 @@ class ProvenanceTracker:
 
     def track(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Record the origin of a function's output, if it is a product or was computed from tracked tensors."""
-        changed = tensors_in(args[0] if func is ops.SET_ITEM else output)
+        changed = [t for t in tensors_in(args[0] if func is ops.SET_ITEM else output) if t.is_floating_point()]
         if func in END or not changed:
             return
         tensors = tensors_in((args, kwargs))
@@ -107,155 +77,100 @@ class ProvenanceTracker:
             self._track_product(product, kwargs, output)
         elif tensors and all(map(self.is_weight, tensors)):
             self._weights.update(dict.fromkeys(changed))
-        elif self._origins and (tracked := [tensor for tensor in tensors if tensor in self._origins]):
-            origins = {id(tensor): self._origins[tensor] for tensor in tracked}
-            self._track_change(TrackedCall(func, args, kwargs, tracked[0], origins), changed)
+        elif self._origins and (logits := next((t for t in tensors if t in self._origins), None)) is not None:
+            self._track_change(func, args, kwargs, logits, changed)
 
     def _track_product(self, product: Product, kwargs: dict[str, Any], output: Tensor) -> None:
         if output.ndim < 3 or len(product.factors) < 2 or any(map(self.is_weight, product.factors)):
             return
-        added, queries = product.summand, product.labels.rows_axis() if product.labels else -2
-        masked = None if added is None else kwargs.get("beta", 1) * added <= MASKING
-        factors = (float(kwargs.get("alpha", 1.0)),)
-        self._origins[output] = Origin(output.shape[-1], queries=queries, masked=masked, factors=factors)
+        queries = product.labels.rows_axis() if product.labels else -2
+        masked = NO_MASK if product.summand is None else self._masks(product.summand, kwargs.get("beta", 1))
+        self._origins[output] = Origin(output.shape[-1], queries=queries, masked=masked)
         self._shapes.add(tuple(sorted(output.shape)))
 
-    def _track_change(self, call: TrackedCall, changed: Sequence[Tensor]) -> None:
-        origin = call.origins[id(call.tensor)]
-        change = next((change for functions, change in CHANGES if call.func in functions), None)
-        origin = change(origin, call) if change else origin
+    def _track_change(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], logits: Tensor, changed: Sequence[Tensor]
+    ) -> None:
+        """Record the origin of tensors that a function has computed from logits."""
+        origin: Origin = self._origins[logits]
+        masked, subtracted = self._masked(func, args, kwargs, logits), origin.subtracted
+        if func in ops.CAT:
+            origin, subtracted = self._concatenated(origin, *bound(args, kwargs, "tensors", "dim")), NO_SHIFT
+        elif func is ops.SET_ITEM:
+            origin = self._origins.get(args[0], Origin(args[0].shape[-1]))
+        elif changed[0].shape[-1:] != logits.shape[-1:]:
+            origin = replace(origin, keys=changed[0].shape[-1] if changed[0].ndim else 1, first_key=0)
+        if func in ops.LAYOUT:  # a model that changes the order of axes is taken to bring the queries before the keys
+            origin, subtracted = replace(origin, queries=-2), same_layout(subtracted, func, args, kwargs, logits)
+        elif func in ops.SUBTRACT:
+            subtracted = subtracted + self._row(logits, *bound(args, kwargs, "input", "other"))
         for tensor in changed:
-            if not tensor.is_floating_point():
-                continue
-            self._origins[tensor] = reshaped(origin, call, tensor)
-            base = tensor._base
-            if tensor is call.tensor and origin.masked is not None and base is not None and base in self._origins:
-                self._origins[base] = self._origins[base].masking(mask_of_base(tensor, base, origin.masked))
+            masked_here = masked if fits(masked, tensor) else NO_MASK
+            shift = subtracted if fits(subtracted, tensor) else NO_SHIFT
+            self._origins[tensor] = replace(origin, masked=masked_here, subtracted=shift)
+            if tensor is logits and (base := tensor._base) is not None and base in self._origins:
+                in_base = torch.zeros_like(base, dtype=torch.bool)
+                in_base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(masked)
+                self._origins[base] = replace(self._origins[base], masked=self._masks(base) | in_base)
+
+    def _masks(self, value: Any, factor: float = 1) -> Tensor:
+        """Where a value masks the logit that it is added to or written over. Of logits: where they are masked."""
+        if isinstance(value, Tensor) and value in self._origins:
+            masked: Tensor = self._origins[value].masked
+            return masked
+        return (value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")) * factor <= MASKING
+
+    def _masked(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], logits: Tensor) -> Tensor:
+        """Which entries of the output of a function are masked."""
+        if func in ops.ADD or func in ops.SUBTRACT:
+            one, two = bound(args, kwargs, "input", "other")
+            sign = -1 if func in ops.SUBTRACT else 1
+            return self._masks(one) | self._masks(two, sign * kwargs.get("alpha", 1))
+        if func in ops.FILL:
+            given, mask, value = bound(args, kwargs, "input", "mask", "value")
+            return torch.where(mask, self._masks(value), self._masks(given))
+        if func in ops.WHERE:
+            condition, one, two = bound(args, kwargs, "condition", "input", "other")
+            if func is Tensor.where:  # x.where(condition, other)
+                condition, one = one, condition
+            return torch.where(condition, self._masks(one), self._masks(two))
+        if func is ops.SET_ITEM:
+            target, index, value = args
+            masked = self._masks(target).expand_as(target).clone()
+            masked[index] = self._masks(value)
+            return masked
+        if func in ops.CAT:
+            tensors, dim = bound(args, kwargs, "tensors", "dim")
+            return torch.cat([self._masks(each).expand_as(each) for each in tensors], dim or 0)
+        masked = self._masks(logits)
+        return same_layout(masked, func, args, kwargs, logits) if func in ops.LAYOUT else masked
+
+    def _row(self, logits: Tensor, one: Any, two: Any) -> Tensor:
+        """What logits - two subtracts from each row: the softmax does not depend on it."""
+        is_row = isinstance(two, Tensor) and two in self._origins and two.shape[-1:] in ((), (1,))
+        return torch.atleast_1d(two) if is_row and one is logits and logits.shape[-1] > 1 else NO_SHIFT
+
+    def _concatenated(self, origin: Origin, tensors: Sequence[Tensor], dim: int | None) -> Origin:
+        """The origin of logits that were concatenated with each other or with other columns."""
+        if dim not in (-1, tensors[0].ndim - 1):
+            return origin
+        widths = [each.shape[-1] for each in tensors]
+        tracked = [i for i, each in enumerate(tensors) if each in self._origins]
+        start, stop = tracked[0], tracked[-1] + 1
+        return replace(origin, first_key=sum(widths[:start]), keys=sum(widths[start:stop]))
 
 
-def mask_of_base(view: Tensor, base: Tensor, masked: Tensor) -> Tensor:
-    """The mask of a tensor, given the mask of a view of it."""
-    base_mask = torch.zeros_like(base, dtype=torch.bool)
-    base_mask.as_strided(view.shape, view.stride(), view.storage_offset()).copy_(masked)
-    return base_mask
-
-
-def is_masking(value: Any, like: Tensor) -> Tensor:
-    """Whether a value masks the logit that it replaces."""
-    return torch.as_tensor(value, device=like.device) <= MASKING
-
-
-def scaled(origin: Origin, call: TrackedCall) -> Origin:
-    """logits * number or tensor, logits / number or tensor."""
-    other = call.operand()
-    if other is None:
-        return origin
-    return replace(origin, factors=(*origin.factors, 1 / other if call.func in ops.DIVIDE else other))
-
-
-def added(origin: Origin, call: TrackedCall) -> Origin:
-    """logits + bias or mask."""
-    other = call.operand()
-    return origin.masking(other * call.kwargs.get("alpha", 1) <= MASKING) if isinstance(other, Tensor) else origin
-
-
-def subtracted(origin: Origin, call: TrackedCall) -> Origin:
-    """logits - mask, or logits - their largest in the row, which does not change the softmax."""
-    other = call.operand()
-    if isinstance(other, Tensor):
-        return origin.masking(other * call.kwargs.get("alpha", 1) >= -MASKING)
-    left, right = call.bound("input", "other")
-    of_row = right if left is call.tensor else left
-    if isinstance(of_row, Tensor) and of_row.shape[-1] == 1 < call.tensor.shape[-1]:
-        return replace(origin, subtracted=of_row if origin.subtracted is None else origin.subtracted + of_row)
-    return origin
-
-
-def filled(origin: Origin, call: TrackedCall) -> Origin:
-    """logits.masked_fill(mask, value)."""
-    target, mask, value = call.bound("input", "mask", "value")
-    return origin.masking(mask & is_masking(value, mask)) if target is call.tensor else origin
-
-
-def selected(origin: Origin, call: TrackedCall) -> Origin:
-    """torch.where(condition, logits, value), or with the value first."""
-    condition, first, second = call.bound("condition", "input", "other")
-    if call.func is Tensor.where:  # x.where(condition, other)
-        condition, first = first, condition
-    if first is call.tensor and not call.is_tracked(second):
-        return origin.masking(~condition & is_masking(second, condition))
-    return origin.masking(condition & is_masking(first, condition)) if second is call.tensor else origin
-
-
-def assigned(origin: Origin, call: TrackedCall) -> Origin:
-    """logits[index] = value, or tensor[index] = logits."""
-    target, index, value = call.bound("input", "index", "value")
-    if target is not call.tensor:
-        return Origin(target.shape[-1])
-    if call.is_tracked(value):
-        return origin
-    masked = torch.zeros_like(target, dtype=torch.bool)
-    masked[index] = is_masking(value, masked)
-    return origin.masking(masked)
-
-
-def concatenated(origin: Origin, call: TrackedCall) -> Origin:
-    """torch.cat of logits with each other or with other columns."""
-    tensors, dim = call.bound("tensors", "dim")
-    if dim not in (-1, call.tensor.ndim - 1):
-        return replace(origin, masked=None, subtracted=None)
-    origins = [call.origins.get(id(each)) for each in tensors]
-    if any(each.masked is not None for each in call.origins.values()):
-        masks = [mask_of(each, of) for each, of in zip(tensors, origins, strict=True)]
-        origin = replace(origin, masked=torch.cat(masks, dim=-1))
-    widths = [each.shape[-1] for each in tensors]
-    tracked = [i for i, of in enumerate(origins) if of is not None]
-    start, stop = tracked[0], tracked[-1] + 1
-    return replace(origin, first_key=sum(widths[:start]), keys=sum(widths[start:stop]), subtracted=None)
-
-
-def mask_of(tensor: Tensor, origin: Origin | None) -> Tensor:
-    """The mask of a tensor, in its shape."""
-    if origin is None or origin.masked is None:
-        return torch.zeros_like(tensor, dtype=torch.bool)
-    return origin.masked.expand(tensor.shape)
-
-
-def reshaped(origin: Origin, call: TrackedCall, output: Tensor) -> Origin:
-    """The origin of a function's output, whose shape may differ from that of its input.
-
-    A model that changes the order of axes after q . k is taken to bring the queries before the keys.
-    """
-    if output.shape[-1:] != call.tensor.shape[-1:] and call.func not in ops.CAT and call.func is not ops.SET_ITEM:
-        origin = replace(origin, keys=output.shape[-1] if output.ndim else 1, first_key=0)
-    masked, row_shift = origin.masked, origin.subtracted
-    if call.func in ops.LAYOUT:
-        origin = replace(origin, queries=-2)
-        masked, row_shift = same_layout(masked, call), same_layout(row_shift, call)
-    masked, row_shift = (t if t is not None and fits(t, output) else None for t in (masked, row_shift))
-    return replace(origin, masked=masked, subtracted=row_shift)
-
-
-def same_layout(mask: Tensor | None, call: TrackedCall) -> Tensor | None:
-    """A mask of the tracked tensor after the same change of shape."""
-    if mask is None or not fits(mask, call.tensor) or not call.args or call.args[0] is not call.tensor:
-        return None
-    changed: Tensor = call.func(mask.expand_as(call.tensor).contiguous(), *call.args[1:], **call.kwargs)
+def same_layout(of: Tensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any], logits: Tensor) -> Tensor:
+    """A tensor that broadcasts to logits, after the same change of shape."""
+    if not of.ndim:
+        return of
+    of = of.expand_as(logits).contiguous()
+    positional = [of if each is logits else each for each in args]
+    changed: Tensor = func(*positional, **{name: of if each is logits else each for name, each in kwargs.items()})
     return changed
-
-
-def is_broadcastable(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors can be broadcast to one shape."""
-    return all(1 in sizes or len(set(sizes)) == 1 for sizes in zip(one.shape[::-1], other.shape[::-1], strict=False))
 
 
 def fits(tensor: Tensor, other: Tensor) -> bool:
     """Whether a tensor can be broadcast to the shape of another."""
     sizes = zip(reversed(tensor.shape), reversed(other.shape), strict=False)
     return tensor.ndim <= other.ndim and all(size in (1, wanted) for size, wanted in sizes)
-
-
-CHANGES: tuple[tuple[set[Any], Callable[[Origin, TrackedCall], Origin]], ...] = (
-    *((ops.MULTIPLY | ops.DIVIDE, scaled), (ops.ADD, added), (ops.SUBTRACT, subtracted), (ops.FILL, filled)),
-    *((ops.WHERE, selected), ({ops.SET_ITEM}, assigned), (ops.CAT, concatenated)),
-)

@@ -6,16 +6,15 @@ uncompiled, because a compiled graph does not expose its logits.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quacklr.attention.axes import HeadAxes, conventional_axes
+from quacklr.attention.axes import conventional_axes
 from quacklr.attention.interceptor import AttentionInterceptor
 from quacklr.attention.logits import Logits
 from quacklr.util.modules import named_modules, run_uncompiled
@@ -26,74 +25,65 @@ MERGED = (
 )
 
 
-class MaxLogitRecorder:
-    """Calls `on_max(name, max_H)` for attention modules, in every forward in training mode with gradients.
+def record_max_logits(
+    model: nn.Module, heads: Mapping[str, int], on_max: Callable[[str, Tensor], None]
+) -> list[RecordedForward]:
+    """Call `on_max(name, max_H)` for attention modules, in every forward in training mode with gradients.
 
     `heads`: the number of heads of each module. An attention in it that has another number of heads is ignored.
     """
-
-    def __init__(self, model: nn.Module, heads: Mapping[str, int], on_max: Callable[[str, Tensor], None]) -> None:
-        self.heads, self.on_max = heads, on_max
-        self._running: list[str] = []
-        self._forwards = [RecordedForward(self, name, module) for name, module in named_modules(model) if name in heads]
-
-    @contextmanager
-    def recording(self, name: str) -> Iterator[None]:
-        """While entered, logits belong to the module of this name."""
-        self._running.append(name)
-        try:
-            with self._intercepting() if len(self._running) == 1 else nullcontext():
-                yield
-        finally:
-            self._running.pop()
-
-    @contextmanager
-    def _intercepting(self) -> Iterator[None]:
-        with run_uncompiled(), AttentionInterceptor(self._on_logits, self._axes_of):
-            yield
-
-    def _axes_of(self, lead: tuple[int, ...]) -> HeadAxes:
-        return conventional_axes(lead, self.heads[self._running[-1]])
-
-    def _on_logits(self, logits: Logits) -> None:
-        name = self._running[-1]
-        if not logits.heads_known and logits.heads % self.heads[name] == 0:
-            raise ValueError(MERGED.format(name or "the model"))
-        if logits.heads == self.heads[name]:
-            self.on_max(name, logits.max_per_head())
-
-    def remove(self) -> None:
-        """Unwrap the forwards."""
-        for forward in self._forwards:
-            forward.remove()
+    running: list[str] = []
+    modules = [(name, module) for name, module in named_modules(model) if name in heads]
+    return [RecordedForward(name, module, heads[name], on_max, running) for name, module in modules]
 
 
 class RecordedForward:
-    """The wrapped forward of a module. A deep copy or a pickle of the module has its plain forward."""
+    """The wrapped forward of a module. A deep copy or a pickle of the module has its plain forward.
 
-    def __init__(self, recorder: MaxLogitRecorder, name: str, module: nn.Module) -> None:
-        self.recorder: MaxLogitRecorder | None = recorder
-        self.name, self.module = name, module
+    `running`: the names of the recorded modules whose forward is running, innermost last.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, heads: int, on_max: Callable[[str, Tensor], None], running: list[str]
+    ) -> None:
+        self.name, self.module, self.heads, self.on_max, self.running = name, module, heads, on_max, running
+        self.records = True
         self.before = vars(module).get("forward")
         self.__wrapped__ = module.forward  # read by inspect.signature
-        self._run: Any = torch.compiler.disable(_run_recorded)
+        self._run: Any = torch.compiler.disable(self._recorded)
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, recorded in training."""
-        return self._run(self, args, kwargs)
+        return self._run(args, kwargs)
+
+    def _recorded(self, args: Any, kwargs: Any) -> Any:
+        if not (self.records and self.module.training and torch.is_grad_enabled()):
+            return self.__wrapped__(*args, **kwargs)
+        self.running.append(self.name)
+        try:
+            with run_uncompiled(), AttentionInterceptor(self._on_logits, partial(conventional_axes, heads=self.heads)):
+                return self.__wrapped__(*args, **kwargs)
+        finally:
+            self.running.pop()
+
+    def _on_logits(self, logits: Logits) -> None:
+        heads = logits.shape[1]
+        if self.running[-1] != self.name:  # the logits of a recorded module inside of this one
+            return
+        if not logits.heads_known and heads % self.heads == 0:
+            raise ValueError(MERGED.format(self.name or "the model"))
+        if heads == self.heads:
+            self.on_max(self.name, logits.max_per_head())
 
     def remove(self) -> None:
         """Restore the module's own forward."""
         if vars(self.module).get("forward") is not self:
-            self.recorder = None  # another wrapper calls this forward, so it stays, without recording
+            self.records = False  # another wrapper calls this forward, so it stays, without recording
         elif self.before is None:
             del self.module.forward
         else:
             self.module.forward = self.before
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return plain_forward(memo[id(self.module)], copy.deepcopy(self.before, memo))
 
     def __reduce__(self) -> Any:
         return plain_forward, (self.module, self.before)
@@ -102,10 +92,3 @@ class RecordedForward:
 def plain_forward(module: nn.Module, before: Any) -> Any:
     """The forward of a module that is not recorded: `before` if the instance had one, else that of its class."""
     return MethodType(type(module).forward, module) if before is None else before
-
-
-def _run_recorded(forward: RecordedForward, args: Any, kwargs: Any) -> Any:
-    if forward.recorder is None or not (forward.module.training and torch.is_grad_enabled()):
-        return forward.__wrapped__(*args, **kwargs)
-    with forward.recorder.recording(forward.name):
-        return forward.__wrapped__(*args, **kwargs)

@@ -1,10 +1,8 @@
-"""Real steps of a copy of a model: the largest change of each head's logits, and the bound of docs/theory.md on it.
+"""Real steps of a copy of a model with QuacK, each beside the step that the optimizer alone takes from the same state.
 
-    bound[h] = |scale| max ||x|| max ||y|| * sum over paths of (prod (||v|| + rate ||u||) - prod ||v||)
-
-The norms are spectral norms of the blocks that head h reads; u is the optimizer's own step, before QuacK scales it.
-The inputs of every attention are held at their values before the step, because the theorem is about the layer's own
-weights. Operations between the weights of a path (rotations) are assumed to preserve norms.
+Two things are compared: the rows, which must move by their rate times the optimizer's own step; and the change of each
+head's logits by the steps of the weights on paths, with and without QuacK, for the inputs that its attention had before
+the step.
 
 Shapes: B batch, H head, I query, J key.
 """
@@ -12,38 +10,26 @@ Shapes: B batch, H head, I query, J key.
 from __future__ import annotations
 
 import copy
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from quacklr.attention.monitor import LogitMonitor
-from quacklr.checking.report import Change
 from quacklr.core.path import LogitPath
-from quacklr.core.rule import Rule
-from quacklr.core.step_scaler import first_after_step
-from quacklr.core.weight import Weight, distinct
 from quacklr.find.finding import is_inside
 from quacklr.quack import QuacK
-from quacklr.util.modules import named_modules, run
-from quacklr.util.torch_functions import ADDED_MATMUL, CONVOLUTION, MATMUL
+from quacklr.util.modules import named_modules, named_parameters, run
 
 Loss = Callable[[nn.Module, Any], Tensor]
-Layer = tuple[str, int]  # an attention module and its number of heads
-Layers = dict[Layer, list[int]]  # the indices of the paths of each layer
-Values = dict[Tensor, Tensor]  # by parameter
-Norms = dict[Weight, Tensor]  # (blocks,) by weight
 MASKED = -1e37  # a logit below this number is masked
-TOLERANCE = 1e-3  # relative: of a step to its rate, of a change to its bound
+TOLERANCE = 1e-3  # of a step to its rate times the optimizer's own step
 
 
 @dataclass(eq=False)
@@ -70,28 +56,13 @@ class Trial:
             raise ValueError(f"{kind} cannot be copied, and only a copy is ever stepped: {error}") from error
         return Trial(model, optimizers, paths, self.batch, self.loss)
 
-    def changes(self, layers: Layers, steps: int, growth: float, rule: Rule | None) -> list[Change]:
-        """For each layer, the largest changes in some steps; without QuacK if there is no rule.
-
-        The weights are multiplied by `growth` after QuacK is attached.
-        """
-        torch.manual_seed(0)
-        quack = None if rule is None else QuacK(self.paths, self.optimizers, rule=copy.deepcopy(rule))
-        stepper = Stepper(self, layers, quack)
-        with torch.no_grad():
-            for part in stepper.parts:
-                part.param.mul_(part.spread(torch.where(part.block_of_row >= 0, growth, 1.0).to(part.param)))
-        of_steps = [stepper.step() for _ in range(steps)]
-        if quack is not None:
-            quack.remove()
-        return [Change.largest(of_layer) for of_layer in zip(*of_steps, strict=True)]
-
     def step(self) -> None:
-        """One real step of all optimizers. The buffers of the model are not changed."""
+        """One real step of all optimizers."""
+        torch.manual_seed(0)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        torch.clear_autocast_cache()
-        with kept_buffers(self.model), torch.enable_grad():
+        torch.clear_autocast_cache()  # it holds casts of weights that have changed since
+        with torch.enable_grad():
             self.loss(self.model, self.batch).backward()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has stepped before QuacK was attached
@@ -115,155 +86,96 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Stepper:
-    """Takes steps, and measures the changes of logits. Made after QuacK is attached: its hook runs before QuacK's."""
+    """Takes steps with QuacK. `modules` has, by the name of each attention in `quack.changes()`, its module.
 
-    def __init__(self, trial: Trial, layers: Layers, quack: QuacK | None) -> None:
-        self.trial, self.layers, self.quack = trial, layers, quack
-        self.canonical = distinct(weight for path in trial.paths for weight in path.weights)
-        self.weights = list(dict.fromkeys(self.canonical.values()))
-        self.parts = [part for weight in self.weights for part in weight.parts]
+    `wrong` are the names of parameters with a row that did not move by its rate times the optimizer's own step.
+    """
+
+    def __init__(self, trial: Trial, quack: QuacK, modules: Mapping[str, str]) -> None:
+        self.trial, self.quack, self.modules = trial, quack, modules
+        self.wrong: set[str] = set()
+        weights = dict.fromkeys(weight for path in trial.paths for weight in path.weights)
+        self.parts = [part for weight in weights for part in weight.parts]
         self.monitor = LogitMonitor(trial.model, trial.batch)
-        self.monitor.measure()  # the first measurement may run modules more than once, to find the order of heads
-        self._unscaled: Values = {}  # parameters as the optimizer alone would have left them
-        for optimizer in trial.optimizers:
-            first_after_step(optimizer, self._keep_unscaled)
+        self.monitor.measure()  # the first measurement may run modules more than once
+        quack.changes()  # from now on they are measured
 
-    def _keep_unscaled(self, optimizer: Optimizer, *_: Any) -> None:
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            self._unscaled.setdefault(param, param.detach().clone())  # a nested step runs hooks twice
-
-    def step(self) -> list[Change]:
-        """One step; for each layer the change of the logits that the step of the rows on paths causes."""
-        params = dict.fromkeys([*self.trial.model.parameters(), *(part.param for part in self.parts)])
-        old = {param: param.detach().clone() for param in params}
-        inputs: dict[str, list[Any]] = {module: [] for module, _ in self.layers}
-        with InputNorms(self.parts) as lengths, held_inputs(self.trial.model, inputs, record=True):
-            before = self._logits()
-        self._unscaled = {}
+    def step(self) -> dict[str, Tensor]:
+        """By attention, (4, H): root mean square changes of its logits without and with QuacK; `asked` and `given`."""
+        params = [param for _, param in named_parameters(self.trial.model)]
+        inputs: dict[str, list[Any]] = {module: [] for module in self.modules.values()}
+        before = self._logits(inputs, record=True)
+        plain, old = self.trial.copy(), [param.detach().clone() for param in params]
+        plain.step()
         self.trial.step()
-        new = {param: param.detach().clone() for param in params}
-        with torch.no_grad():
-            _assign(old)
-            for part in self.parts:
-                on_path = part.spread(part.block_of_row >= 0).to(part.param.device)
-                part.param.copy_(torch.where(on_path, new[part.param], part.param))
-            with held_inputs(self.trial.model, inputs, record=False):
-                after = self._logits()
-            _assign(new)
-        norms, taken, own = self._norms(old), self._norms(new, old), self._norms(old | self._unscaled, old)
-        rates = {} if self.quack is None else self.quack.rates(last=True)
-        allowed = {weight: step * rates.get(weight.name, torch.ones(())).cpu() for weight, step in own.items()}
-        excess = {weight: taken[weight] - allowed[weight] * (1 + TOLERANCE) for weight in taken}
-        too_far = {w: excess[w] > 4 * torch.finfo(w.param.dtype).eps * norms[w] for w in excess}
-        bounds = [self._bound(layer, lengths, norms, allowed) for layer in self.layers]
-        pairs = zip(self.layers, bounds, strict=True)
-        return [self._change(layer, bound_H, before, after, too_far) for layer, bound_H in pairs]
+        own = [param.detach() for _, param in named_parameters(plain.model)]
+        new = [param.detach().clone() for param in params]
+        self.wrong.update(self._wrong(old, own, new))
+        afterwards = []
+        for values in (own, new):
+            self._assign_rows(params, old, values)
+            afterwards.append(self._logits(inputs, record=False))
+        _assign(params, new)
+        rows = {name: [change.asked.cpu(), change.given.cpu()] for name, change in self.quack.changes().items()}
+        moved = {name: [self._moved(name, len(rows[name][0]), before, after) for after in afterwards] for name in rows}
+        return {name: torch.stack([*moved[name], *rows[name]]) for name in rows}
 
-    def _change(
-        self, layer: Layer, bound_H: Tensor, before: dict[str, Tensor], after: dict[str, Tensor], too_far: Norms
-    ) -> Change:
-        """The change of one layer, from the logits before and after the step."""
-        module, heads = layer
-        calls = []
-        for name, logits_BHIJ in before.items():
-            count = logits_BHIJ.shape[1]
-            if count == heads and innermost(name.partition("#")[0], self.layers, count) == module:
-                calls.append(_compared(logits_BHIJ, after.get(name)))
-        seen = torch.stack(calls).amax(0) if calls else torch.full((3, heads), torch.nan)
-        measured_H, root_mean_square_H, size_H = seen.double()
-        reads = [pair for i in self.layers[layer] for pair in self._reads(self.trial.paths[i])]
-        exceeds_rate_H = torch.stack([too_far[weight][read] for weight, read in reads]).any(0)
-        eps = max(torch.finfo(weight.param.dtype).eps for weight, _ in reads)
-        exceeds_H = measured_H > (1 + TOLERANCE) * bound_H + max(1e-5, 4 * eps) * size_H
-        return Change(measured_H, bound_H, root_mean_square_H, exceeds_H, exceeds_rate_H)
+    @torch.no_grad()
+    def _assign_rows(self, params: list[nn.Parameter], old: list[Tensor], values: list[Tensor]) -> None:
+        """Give the rows on paths these values, and all other rows their old ones."""
+        _assign(params, old)
+        value_of = {id(param): value for param, value in zip(params, values, strict=True)}
+        for part in self.parts:
+            on_path = part.spread(part.block_of_row >= 0).to(part.param.device)
+            part.param.copy_(torch.where(on_path, value_of[id(part.param)], part.param))
 
-    def _reads(self, path: LogitPath) -> list[tuple[Weight, Tensor]]:
-        """The weights of a path, each with the block that each head reads."""
-        return list(zip([self.canonical[weight] for weight in path.weights], path.reads, strict=True))
+    def _wrong(self, old: list[Tensor], own: list[Tensor], new: list[Tensor]) -> Iterator[str]:
+        named = named_parameters(self.trial.model)
+        for (name, param), before, alone, after in zip(named, old, own, new, strict=True):
+            if not alone.isfinite().all():
+                raise ValueError("weights are NaN or inf after a step: lower the learning rate, or check the loss")
+            rate = self.quack.rate_of(param, last=True)
+            step = (alone - before) * (1.0 if rate is None else rate)
+            rounding = 4 * torch.finfo(param.dtype).eps * (before.abs() + alone.abs())
+            if ((after - before - step).abs() > TOLERANCE * step.abs() + rounding).any():
+                yield name
 
-    def _logits(self) -> dict[str, Tensor]:
-        """(B, H, I, J) logits of the batch, by attention."""
-        torch.clear_autocast_cache()  # it holds casts of weights that have changed since
-        self.monitor.measure()
+    def _logits(self, inputs: dict[str, list[Any]], record: bool) -> dict[str, Tensor]:
+        """(B, H, I, J) logits of the batch, by attention, while inputs are recorded or held."""
+        torch.clear_autocast_cache()
+        calls = inputs if record else {name: list(recorded) for name, recorded in inputs.items()}
+        with held_inputs(self.trial.model, calls, record):
+            self.monitor.measure()
         return self.monitor.state_dict()
 
-    def _norms(self, values: Values, minus: Values | None = None) -> Norms:
-        """The spectral norms of all blocks, or of their differences."""
-        found = {}
-        for weight in self.weights:
-            parts = [(_rows(part, values[part.param]), part.block_of_row) for part in weight.parts]
-            if minus is not None:
-                old = [_rows(part, minus[part.param]) for part in weight.parts]
-                parts = [(new - before, blocks) for (new, blocks), before in zip(parts, old, strict=True)]
-            if not all(rows.isfinite().all() for rows, _ in parts):
-                raise ValueError("weights are NaN or inf after a step: lower the learning rate, or check the loss")
-            blocks = [torch.cat([rows[of == b] for rows, of in parts], 1) for b in range(weight.blocks)]
-            found[weight] = torch.stack([torch.linalg.matrix_norm(block, ord=2) for block in blocks])
-        return found
-
-    def _bound(self, layer: Layer, lengths: InputNorms, norms: Norms, allowed: Norms) -> Tensor:
-        """(H,): the bound of one layer."""
-        paths = [self.trial.paths[i] for i in self.layers[layer]]
-        bound_H = torch.zeros(layer[1], dtype=torch.float64)
-        for path in paths:
-            reads = self._reads(path)
-            after_H = torch.stack([(norms[weight] + allowed[weight])[read] for weight, read in reads]).prod(0)
-            before_H = torch.stack([norms[weight][read] for weight, read in reads]).prod(0)
-            scale = math.sqrt(1 / _head_size(paths)) if path.scale is None else abs(path.scale)
-            scale *= math.prod(abs(weight.gain) for weight in path.weights)
-            ends = dict.fromkeys((path.weights[0], path.weights[-1]))
-            bound_H += scale * math.prod(lengths.of(weight) for weight in ends) * (after_H - before_H)
-        return bound_H
+    def _moved(self, name: str, heads: int, before: dict[str, Tensor], after: dict[str, Tensor]) -> Tensor:
+        """(H,): the root mean square change of an attention's logits, the largest of its calls; NaN if not seen."""
+        changes = [
+            _change(logits_BHIJ, after.get(call))
+            for call, logits_BHIJ in before.items()
+            if innermost(call.partition("#")[0], self.modules.values()) == self.modules[name]
+            and logits_BHIJ.shape[1] == heads
+        ]
+        return torch.stack(changes).amax(0) if changes else torch.full((heads,), torch.nan)
 
 
-def _rows(part: Weight, value: Tensor) -> Tensor:
-    """(rows, columns) of a parameter, in double precision."""
-    return value.movedim(part.dims, tuple(range(len(part.dims)))).reshape(len(part.block_of_row), -1).cpu().double()
+def innermost(attention: str, modules: Iterable[str]) -> str | None:
+    """The innermost of the modules that contains an attention."""
+    return max((name for name in modules if is_inside(attention, name)), key=len, default=None)
 
 
-def _head_size(paths: Iterable[LogitPath]) -> int:
-    """The number of features of a head. Paths that share a weight use the same features."""
-    size, seen = 0, set[Weight]()
-    for path in paths:
-        meeting = path.weights[path.meeting : path.meeting + 2]
-        size += 0 if seen.intersection(meeting) else int(meeting[0].rows_of_block[0])
-        seen |= set(meeting)
-    return size
-
-
-def innermost(attention: str, layers: Iterable[Layer], heads: int | None = None) -> str | None:
-    """The innermost module of the layers (with this number of heads) that contains an attention."""
-    around = [name for name, count in layers if is_inside(attention, name) and heads in (None, count)]
-    return max(around, key=len, default=None)
-
-
-def _compared(one_BHIJ: Tensor, other_BHIJ: Tensor | None) -> Tensor:
-    """(3, H): the largest |difference|, the root mean square difference, and the largest |logit|, without masked ones.
-
-    NaN if all logits of a head are masked, or if the shapes differ.
-    """
+def _change(one_BHIJ: Tensor, other_BHIJ: Tensor | None) -> Tensor:
+    """(H,): the root mean square difference, without masked logits; NaN if all are masked, or if the shapes differ."""
     if other_BHIJ is None or one_BHIJ.shape != other_BHIJ.shape:
-        return torch.full((3, one_BHIJ.shape[1]), torch.nan)
+        return torch.full((one_BHIJ.shape[1],), torch.nan)
     masked_BHIJ = (one_BHIJ < MASKED) | (other_BHIJ < MASKED)
-    count_H = (~masked_BHIJ).sum((0, 2, 3))
-    change_BHIJ = (other_BHIJ - one_BHIJ).masked_fill(masked_BHIJ, 0)
-    mean_H = change_BHIJ.square().sum((0, 2, 3)) / count_H
-    largest = [each.abs().amax((0, 2, 3)) for each in (change_BHIJ, one_BHIJ.masked_fill(masked_BHIJ, 0))]
-    return torch.stack([largest[0], mean_H.sqrt(), largest[1]]).where(count_H > 0, torch.nan).cpu()
+    squares_H = (other_BHIJ - one_BHIJ).masked_fill(masked_BHIJ, 0).square().sum((0, 2, 3))
+    return (squares_H / (~masked_BHIJ).sum((0, 2, 3))).sqrt().cpu()
 
 
-@contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """On exit, restore the values of the buffers."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, value in kept:
-            buffer.copy_(value)
-
-
-def _assign(values: Values) -> None:
-    for param, value in values.items():
+@torch.no_grad()
+def _assign(params: list[nn.Parameter], values: list[Tensor]) -> None:
+    for param, value in zip(params, values, strict=True):
         param.copy_(value)
 
 
@@ -274,7 +186,8 @@ def held_inputs(model: nn.Module, calls: dict[str, list[Any]], record: bool) -> 
     def before(recorded: list[Any], args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
         if record:
-            copies = {id(each): each.detach().clone() for each in leaves if _is_float(each)}  # one for q is k is v
+            floats = [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
+            copies = {id(each): each.detach().clone() for each in floats}  # one for q is k is v
             recorded.append([copies.get(id(each)) for each in leaves])
         elif recorded:
             held = recorded.pop(0)
@@ -293,56 +206,3 @@ def held_inputs(model: nn.Module, calls: dict[str, list[Any]], record: bool) -> 
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-class InputNorms(TorchFunctionMode):
-    """While entered, keeps the largest norm of the inputs that weights are multiplied with.
-
-    A weight that is parametrised, cast or scaled before the product has no known input.
-    """
-
-    def __init__(self, weights: Iterable[Weight]) -> None:
-        super().__init__()
-        self._largest = {_storage(weight.param): torch.tensor(torch.nan) for weight in weights}
-
-    def of(self, weight: Weight) -> float:
-        """The largest norm, including the 1 that a bias multiplies; 1 for a single column; NaN if none was seen."""
-        if weight.columns == 1:
-            return 1.0
-        return float(self._largest[_storage(weight.param)].square() + (weight.bias is not None)) ** 0.5
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record the norms of the inputs if the function is a product, and call it.
-
-        The product of x squared with a weight of ones has the squared norms of the inputs.
-        """
-        kwargs = kwargs or {}
-        first = 1 if func in ADDED_MATMUL else 0
-        if func in (F.linear, torch.einsum) or func in MATMUL | ADDED_MATMUL | CONVOLUTION:
-            factors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)][first : first + 2]
-            for weight, x in zip(factors, reversed(factors), strict=True):
-                if (storage := _storage(weight)) in self._largest:
-                    values = {id(weight): torch.ones_like(weight).float(), id(x): x.detach().float().square()}
-                    norms = _replaced(func, args, kwargs, values).max().sqrt().cpu()
-                    self._largest[storage] = self._largest[storage].fmax(norms)  # inputs may be NaN to find head orders
-        return func(*args, **kwargs)
-
-
-def _replaced(func: Any, args: Any, kwargs: Any, values: dict[int, Tensor]) -> Tensor:
-    """Call a function with other values of some tensors, and zeros for all others, such as a bias."""
-
-    def value(each: Any) -> Any:
-        return values.get(id(each), torch.zeros_like(each).float()) if isinstance(each, Tensor) else each
-
-    device = next(iter(values.values())).device.type
-    with torch.no_grad(), torch.autocast(device, enabled=False):
-        result: Tensor = func(*tree_map(value, args), **tree_map(value, kwargs))
-    return result
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -93,9 +93,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
         if not measured:
             raise ValueError(f"{type(model).__name__}: {UNSEEN}")
         found = without_pending(completed(found, measured, model), measured, model)
-    if not_measured := [name for name, finding in found.items() if finding.pending]:
-        raise ValueError(not_known(not_measured, found))
-    validate_controls(found, model)
+    validate_known(found, model)
     warn_unknown(found)
     return LogitPaths(found, model)
 
@@ -159,6 +157,13 @@ def not_known(names: Sequence[str], found: Mapping[str, Finding], why: str = "")
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     but = f", but {why}" if why else ""
     return f"{names[0] or 'the model'}{more}: {found[names[0]].note}, so it has to be measured{but}; {WAYS_OUT}"
+
+
+def validate_known(found: Mapping[str, Finding], model: nn.Module) -> None:
+    """ValueError if some attention has to be measured, or if none has a path."""
+    if not_measured := [name for name, finding in found.items() if finding.pending]:
+        raise ValueError(not_known(not_measured, found))
+    validate_controls(found, model)
 
 
 def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:

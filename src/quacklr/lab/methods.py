@@ -34,13 +34,12 @@ class QuacKAndClip:
     clip: QKClip
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of both."""
-        return {"quack": self.quack.state_dict(), "clip": self.clip.state_dict()}
+        """The state of QuacK: QK clip has none."""
+        return self.quack.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the states of both."""
-        self.quack.load_state_dict(state_dict["quack"])
-        self.clip.load_state_dict(state_dict["clip"])
+        """Restore the state of QuacK."""
+        self.quack.load_state_dict(state_dict)
 
 
 Attached = QuacK | QKClip | QuacKAndClip

@@ -140,7 +140,8 @@ class Tape(TorchFunctionMode):
             return self._multiply(func(*args, **kwargs), *factors, added, product.labels)
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
         output = func(added.detach(), *factors, beta=0, alpha=alpha)
-        return self._multiply(output, *factors, None, product.labels) + beta * added
+        leaf = self._multiply(output, *factors, None, product.labels)
+        return leaf + beta * added if beta else leaf  # with beta=0, `added` may be uninitialised memory
 
     def _in_pairs(self, equation: str, factors: Sequence[Tensor]) -> Any:
         """An einsum of more than two factors, computed in pairs, so that q . k is a product."""

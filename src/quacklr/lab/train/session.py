@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quacklr import QKClip
 from quacklr.lab.config import Config
 from quacklr.lab.data import Corpus, batch, evaluation_batch
 from quacklr.lab.errors import UserError
@@ -162,14 +163,14 @@ class Session:
         return {
             "step": self.step,
             "first_val_loss": self.first_val_loss,
-            "method": self.attached.state_dict() if self.attached else {},
+            "method": {} if self.attached is None or isinstance(self.attached, QKClip) else self.attached.state_dict(),
             "probe": self.probe.state_dict(),
             "rng": torch.get_rng_state(),
         }
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Restore an `extra_state()`, after the tensors."""
-        if self.attached:
+        if self.attached is not None and not isinstance(self.attached, QKClip):  # QK clip has no state
             self.attached.load_state_dict(state["method"])
         self.probe.load_state_dict(state["probe"])
         self.step, self.first_val_loss = state["step"], state["first_val_loss"]
