@@ -191,7 +191,9 @@ def main() -> None:
     lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     print("\n".join(lines), flush=True)
     counts = (given.cycles, given.cycles // 10)
-    cases = [(*model, count, *way) for model, count in zip(MODELS.items(), counts, strict=True) for way in RULES.items()]
+    cases = [
+        (*model, count, *way) for model, count in zip(MODELS.items(), counts, strict=True) for way in RULES.items()
+    ]
     for name, size, count, way, rule in cases:
         run = cycles(decoder(*size), rule())
         rows = [next(run) for _ in range(max(3, count) + 2)][2:]
@@ -204,8 +206,7 @@ def main() -> None:
             f"{middle['ratio']:.3f} (standard error {error:.3f})",
             f"{middle['hooks'] / middle['floor']:.2f}",
             f"{memory(rule(), *size):.2f}",
-            f"{calls(rule(), *size)} with {heads} heads, "
-            f"{calls(rule(), width, layers, 8 * heads)} with {8 * heads}",
+            f"{calls(rule(), *size)} with {heads} heads, {calls(rule(), width, layers, 8 * heads)} with {8 * heads}",
         )
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)

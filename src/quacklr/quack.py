@@ -103,7 +103,7 @@ class QuacK:
             if self.rule.linear:
                 validate_linear(self.optimizers, (part.param for part in compiled.parts), in_groups)
             self._scaler.set_paths(compiled)
-        self._first_step.set_parts(compiled.weights)
+        self._first_step.set_weights(compiled.weights)
         self._changes = None
         if self._state is not None:
             state, self._state = self._state, None

@@ -205,7 +205,7 @@ def test_attention_that_no_table_has_is_measured_before_and_clipped_in_the_first
     QKClip(logit_paths(model, X), optimizer, 0.05)
     model(X).square().mean().backward()
     optimizer.step()
-    torch.testing.assert_close(model[0].largest(), torch.full((2,), 0.05))
+    torch.testing.assert_close(model[0].largest(), torch.full((2,), 0.05))  # type: ignore[operator]
 
 
 def test_parameters_that_were_replaced_after_attaching_are_an_error() -> None:

@@ -6,7 +6,7 @@ new parameters into the model. A QuacK that was attached before that would do no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -44,30 +44,54 @@ KEEPS_A_COPY = (
 )
 
 
+class WeightsOnPaths:
+    """Weights that the optimizers step, and the model uses, when this object is made. `parts` has their biases too."""
+
+    def __init__(self, attachment: Attachment, weights: Iterable[Weight]) -> None:
+        self._attachment = attachment
+        self.parts = [part for weight in weights for part in weight.parts if weight.rated]
+        own = self._parameters_of_model()
+        self._of_model = [part for part in self.parts if id(original(part.param)) in own]
+
+    def _parameters_of_model(self) -> set[int]:
+        model = self._attachment.module
+        return set() if model is None else {id(param) for param in model.parameters()}
+
+    def check(self) -> None:
+        """RuntimeError if none of them is stepped now, or used by the model; a warning if some are not."""
+        optimizers, in_groups = self._attachment.optimizers, self._attachment.in_groups
+        trained = [part for part in self.parts if part.param.requires_grad]
+        held = in_groups.known.union(*map(in_groups.by, optimizers))
+        missing = [part for part in trained if id(part.param) not in held]
+        if missing and len(missing) == len(trained):
+            raise RuntimeError(NONE_STEPPED.format(missing[0].name))
+        if missing:
+            warn(NOT_IN_GROUPS.format(missing[0].name))
+        own = self._parameters_of_model()
+        replaced = [part for part in self._of_model if id(original(part.param)) not in own]
+        if replaced and len(replaced) == len(self._of_model):
+            raise RuntimeError(REPLACED.format(replaced[0].name, "all"))
+        if replaced:
+            warn(REPLACED.format(replaced[0].name, f"{len(replaced)} of {len(self._of_model)}"))
+
+
 class FirstStep:
     """Called by the scaler before and after the first step of each optimizer; removes itself afterwards.
 
-    `start` is called if a measurement has found paths; it gives them to the scaler, and calls `set_parts`.
+    `start` is called if a measurement has found paths; it gives them to the scaler, and calls `set_weights`.
     """
 
     def __init__(self, attachment: Attachment, scaler: StepScaler, start: Callable[[], None]) -> None:
         self._attachment, self._scaler, self._start = attachment, scaler, start
         self._more = False  # whether paths were found that are not used yet
-        self._parts: list[Weight] = []  # the weights on the paths, and their biases
-        self._of_model: list[Weight] = []  # those whose parameter is the model's
+        self._on_paths = WeightsOnPaths(attachment, ())
         self._stepped: set[Optimizer] = set()
         self._had_gradient: set[int] = set()
 
-    def set_parts(self, weights: Collection[Weight]) -> None:
+    def set_weights(self, weights: Collection[Weight]) -> None:
         """Check these weights from now on, in the next step of each optimizer."""
-        self._parts = [part for weight in weights for part in weight.parts if weight.rated]
-        own = self._parameters_of_model()
-        self._of_model = [part for part in self._parts if id(original(part.param)) in own]
+        self._on_paths = WeightsOnPaths(self._attachment, weights)
         self._stepped.clear()
-
-    def _parameters_of_model(self) -> set[int]:
-        model = self._attachment.module
-        return set() if model is None else {id(param) for param in model.parameters()}
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Measure the first batch, and check that the optimizer steps the weights on the paths.
@@ -83,10 +107,10 @@ class FirstStep:
         if self._more:
             self._start()
             self._more = False
-        self._had_gradient.update(id(part.param) for part in self._parts if gradient_of(part.param) is not None)
+        parts = self._on_paths.parts
+        self._had_gradient.update(id(part.param) for part in parts if gradient_of(part.param) is not None)
         if not self._stepped:
-            self._check_groups()
-            self._check_in_use()
+            self._on_paths.check()
         return None
 
     def _with_closure(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -100,26 +124,6 @@ class FirstStep:
             return result
 
         return ((args[0], measured, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": measured})
-
-    def _check_groups(self) -> None:
-        """Check that the param groups still hold the parameters on the paths."""
-        in_groups, optimizers = self._scaler.in_groups, self._scaler.optimizers
-        trained = [part for part in self._parts if part.param.requires_grad]
-        held = in_groups.known.union(*map(in_groups.by, optimizers))
-        missing = [part for part in trained if id(part.param) not in held]
-        if missing and len(missing) == len(trained):
-            raise RuntimeError(NONE_STEPPED.format(missing[0].name))
-        if missing:
-            warn(NOT_IN_GROUPS.format(missing[0].name))
-
-    def _check_in_use(self) -> None:
-        """Check that the model still has the parameters on the paths."""
-        own = self._parameters_of_model()
-        replaced = [part for part in self._of_model if id(original(part.param)) not in own]
-        if replaced and len(replaced) == len(self._of_model):
-            raise RuntimeError(REPLACED.format(replaced[0].name, "all"))
-        if replaced:
-            warn(REPLACED.format(replaced[0].name, f"{len(replaced)} of {len(self._of_model)}"))
 
     def after(self, step: Step) -> None:
         """Check that the weights had gradients, or moved. Paths that are found now are for the next step."""
@@ -136,12 +140,13 @@ class FirstStep:
 
     def _check_gradients(self, step: Step) -> None:
         """Check that a weight on a path had a gradient in this step, or moved without one."""
-        stepped = [part.param for part in self._parts if part.param.requires_grad and id(part.param) in step.tensors]
+        parts = self._on_paths.parts
+        stepped = [part.param for part in parts if part.param.requires_grad and id(part.param) in step.tensors]
         params = [param for param in stepped if local_tensor(param).numel()]  # a rank may have no entry of a parameter
         had_gradient = any(gradient_of(param) is not None or id(param) in self._had_gradient for param in params)
         if not params or had_gradient or step.blocks.have_moved(step.copies):
             return
-        ids, in_groups = {id(part.param) for part in self._parts}, self._scaler.in_groups
+        ids, in_groups = {id(part.param) for part in parts}, self._scaler.in_groups
         others = [other for other in self._scaler.optimizers if other is not step.optimizer]
         if all(in_groups.by(other).isdisjoint(ids) for other in others):
             raise RuntimeError(NO_GRADIENT.format(""))
