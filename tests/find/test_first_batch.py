@@ -299,6 +299,19 @@ def test_a_part_that_runs_in_a_later_batch_is_measured_then() -> None:
 
 
 @pytest.mark.usefixtures("no_table")
+def test_a_first_batch_of_text_alone_steps_and_images_are_controlled_when_they_run() -> None:
+    model = TextAndImages()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    quack = QuacK(model, optimizer)
+    step(model, optimizer, tokens())
+    assert {name.split(".")[0] for name in quack.rates()} == {"text"}
+    assert "will be measured" in repr(quack)
+    step(model, optimizer, tokens(), tokens())
+    assert {name.split(".")[0] for name in quack.rates()} == {"text", "images"}
+    assert "will be measured" not in repr(quack)
+
+
+@pytest.mark.usefixtures("no_table")
 def test_all_micro_batches_of_a_step_are_measured() -> None:
     model = TextAndImages()
     batch = started(model)

@@ -27,14 +27,12 @@ from torch.overrides import TorchFunctionMode
 
 from quacklr.find.measure.records import Attention, Factor, Product, ProductSearch, Projection, recorded_in
 from quacklr.util.module_stack import ModuleStack
-from quacklr.util.products import ProductLabels, explicit_labels, first_pair, matmul_labels
+from quacklr.util.products import ProductLabels, explicit_labels, first_pair, product_of
 from quacklr.util.torch_functions import (
     ADD,
-    ADDED_MATMUL,
     CONCATENATE,
     CONVOLUTION,
     LOGSUMEXP,
-    MATMUL,
     MULTIHEAD,
     SDPA,
     SOFTMAX,
@@ -126,48 +124,38 @@ class Tape(TorchFunctionMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function; if it is a projection or a product, record it and return its leaf."""
-        if func in ADDED_MATMUL:
-            return self._multiply_and_add(func, args, kwargs)
-        if func is torch.einsum and isinstance(args[0], str):
-            return self._einsum(args[0], *tensors_in(args[1:]))
-        output = func(*args, **kwargs)
-        if func is F.linear or func in CONVOLUTION:
+        if func in CONVOLUTION:
             x, weight, bias = bound(args, kwargs, "input", "weight", "bias")
-            axis = output.ndim - 1 if func is F.linear else output.ndim - weight.ndim + 1
-            return self._project(output, x, weight, bias, ((axis, 0),)) if self._is_weight(weight) else output
-        if func in MATMUL:
-            left, right = bound(args, kwargs, "input", "other")
-            return self._multiply(output, left, right, None, matmul_labels(left.ndim, right.ndim))
-        return output
+            output = func(*args, **kwargs)
+            rows = ((output.ndim - weight.ndim + 1, 0),)
+            return self._project(output, x, weight, bias, rows) if self._is_weight(weight) else output
+        product = product_of(func, args, kwargs)
+        if product is not None and len(product.factors) > 2 and isinstance(args[0], str):
+            return self._in_pairs(args[0], product.factors)
+        if product is None or product.labels is None:
+            return func(*args, **kwargs)
+        added, factors = product.summand, product.factors
+        is_bias = func is F.linear or (self._is_weight(added) and any(map(self._is_weight, factors)))
+        if added is None or is_bias:
+            return self._multiply(func(*args, **kwargs), *factors, added, product.labels)
+        beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+        output = func(added.detach(), *factors, beta=0, alpha=alpha)
+        leaf = self._multiply(output, *factors, None, product.labels)
+        return leaf + beta * added if beta else leaf  # with beta=0, `added` may be uninitialised memory
 
-    def _multiply_and_add(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """addmm and baddbmm. An added weight is the bias of a projection; anything else is added to the leaf."""
-        added, left, right = bound(args, kwargs, "input", "mat1", "mat2")
-        left, right = kwargs.get("batch1", left), kwargs.get("batch2", right)
-        labels = matmul_labels(left.ndim, right.ndim)
-        if self._is_weight(added) and (self._is_weight(left) or self._is_weight(right)):
-            return self._multiply(func(*args, **kwargs), left, right, added, labels)
-        beta = kwargs.get("beta", 1)
-        output = func(added.detach(), left, right, beta=0, alpha=kwargs.get("alpha", 1))
-        product = self._multiply(output, left, right, None, labels)
-        return product + beta * added if beta else product  # with beta=0, `added` may be uninitialised memory
-
-    def _einsum(self, equation: str, *factors: Tensor) -> Tensor:
-        """Record an einsum. One of more than two factors is computed in pairs, so that q . k is a product."""
+    def _in_pairs(self, equation: str, factors: Sequence[Tensor]) -> Any:
+        """An einsum of more than two factors, computed in pairs, so that q . k is a product."""
         labels, out = explicit_labels(equation, [factor.ndim for factor in factors])
-        if len(factors) == 2:
-            output = torch.einsum(equation, *factors)
-            return self._multiply(output, *factors, None, ProductLabels(labels[0], labels[1], out))
         weights = [i for i, factor in enumerate(factors) if self._is_weight(factor)]
-        if len(factors) < 2 or (first := first_pair(labels, out, weights)) is None:
+        if (first := first_pair(labels, out, weights)) is None:
             return torch.einsum(equation, *factors)
         i, j, kept = first
-        pair = f"{labels[i]},{labels[j]}->{kept}"
+        pair = f"{labels[i]},{labels[j]}->{kept}", factors[i], factors[j]
         sums = not set(labels[i] + labels[j]) <= set(kept)
-        product = self._einsum(pair, factors[i], factors[j]) if sums else torch.einsum(pair, factors[i], factors[j])
+        product = self._record(torch.einsum, pair, {}) if sums else torch.einsum(*pair)
         rest = [n for n in range(len(factors)) if n not in (i, j)]
         then = ",".join([*(labels[n] for n in rest), kept])
-        return self._einsum(f"{then}->{out}", *(factors[n] for n in rest), product)
+        return self._record(torch.einsum, (f"{then}->{out}", *(factors[n] for n in rest), product), {})
 
     def _multiply(
         self, output: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, labels: ProductLabels
@@ -215,7 +203,7 @@ class Tape(TorchFunctionMode):
             returned, projection = self.outputs.get(id(output), (None, None))
             if projection is None or projection.bias is not None or not self._is_weight(bias) or bias.ndim != 1:
                 continue
-            if projection.rows == ((output.ndim - 1, projection.rows[0][1]),) and len(bias) == output.shape[-1]:
+            if [axis for axis, _ in projection.rows] == [output.ndim - 1] and len(bias) == output.shape[-1]:
                 projection.bias = bias
                 return returned
         return None
