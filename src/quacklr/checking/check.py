@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from quacklr.checking.report import CheckReport, LayerReport
 from quacklr.checking.steps import Loss, Steps, default_loss
-from quacklr.core.changes import HeadChange, attentions_of
-from quacklr.core.path import LogitPath
+from quacklr.core.changes import HeadChange
+from quacklr.core.path import LogitPath, attentions_of
 from quacklr.core.rule import Rule
 from quacklr.core.stepped import is_idle
+from quacklr.core.validate import validate_number
 from quacklr.core.weight import Weight
 from quacklr.find.compare import contradiction, differences
 from quacklr.find.discover import by_module, logit_paths
@@ -55,8 +56,7 @@ def check(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if steps < 1:
         raise ValueError(f"steps={steps}: at least one step must be taken")
-    if not 0 < growth < float("inf"):
-        raise ValueError(f"growth={growth}: the factor of the weights must be a positive number")
+    validate_number("growth", growth, "the factor of the weights")
     if all(is_idle(each) for each in optimizers):
         raise ValueError("every learning rate is 0, so no step moves anything; check before a warmup begins, or set lr")
     model, rule = unwrapped(model), copy.deepcopy(chosen_rule(tau, rule))
@@ -122,7 +122,7 @@ def _innermost(attention: str, modules: Iterable[str]) -> str | None:
 
 
 def _report(
-    name: str, layers: Mapping[str, list[LogitPath]], taken: list[Changes], problems: Mapping[str, str]
+    name: str, layers: Mapping[str, list[LogitPath]], taken: Sequence[Changes], problems: Mapping[str, str]
 ) -> LayerReport:
     """The largest changes of a layer in all steps."""
     module, heads = _module(layers[name][0]), layers[name][0].heads

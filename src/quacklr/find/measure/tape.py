@@ -134,13 +134,13 @@ class Tape(TorchFunctionMode):
             return self._in_pairs(args[0], product.factors)
         if product is None or product.labels is None:
             return func(*args, **kwargs)
-        added, factors = product.summand, product.factors
-        is_bias = func is F.linear or (self._is_weight(added) and any(map(self._is_weight, factors)))
+        added, (left, right) = product.summand, product.factors
+        is_bias = func is F.linear or (self._is_weight(added) and (self._is_weight(left) or self._is_weight(right)))
         if added is None or is_bias:
-            return self._multiply(func(*args, **kwargs), *factors, added, product.labels)
+            return self._multiply(func(*args, **kwargs), left, right, added, product.labels)
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-        output = func(added.detach(), *factors, beta=0, alpha=alpha)
-        leaf = self._multiply(output, *factors, None, product.labels)
+        output = func(added.detach(), left, right, beta=0, alpha=alpha)
+        leaf = self._multiply(output, left, right, None, product.labels)
         return leaf + beta * added if beta else leaf  # with beta=0, `added` may be uninitialised memory
 
     def _in_pairs(self, equation: str, factors: Sequence[Tensor]) -> Any:
