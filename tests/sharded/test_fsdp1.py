@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import engine_runs as runs
 from crew import Crew
 from engine_runs import TAU, Result
-from quacklr import Budget, Paper, QKClip, QuacK, spectral
+from quacklr import Budget, Paper, QKClip, QuacK, logit_paths, spectral
 from quacklr.core.norms import Norm, frobenius
 
 WRAPPED: dict[str, Any] = {
@@ -26,9 +26,9 @@ WRAPPED: dict[str, Any] = {
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
-def wrapped(of: str = "layers", strategy: str = "FULL_SHARD", **options: Any) -> Any:
+def wrapped(of: str = "layers", strategy: str = "FULL_SHARD", model: Any = None, **options: Any) -> Any:
     return FullyShardedDataParallel(
-        runs.llama(),
+        model or runs.llama(),
         auto_wrap_policy=CustomPolicy(WRAPPED[of]),
         sharding_strategy=ShardingStrategy[strategy],
         device_id=torch.device("cpu"),
@@ -104,6 +104,31 @@ def test_hybrid_shards_step_as_one_process_does(strategy: str, kind: str, four: 
         assert here.counts == [1] * 3
     layouts = [here.layout["model.layers.1.self_attn.q"] for here in found]
     assert layouts == [(0, 774), (774, 738)] * 2
+
+
+def measured_before(_: int, of: str) -> Result:
+    """The paths are measured in one process, before FSDP1 replaces the parameters."""
+    inner = runs.llama()
+    paths = logit_paths(inner, {"input_ids": runs.batch(0)}, rules=False)
+    model = wrapped(of, model=inner)
+    optimizer = runs.optimizer_of(model, "SGD")
+
+    def step(number: int) -> None:
+        runs.loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return runs.trained(QuacK(paths, optimizer, TAU), step, lambda: whole_weights(model), {})
+
+
+@pytest.mark.parametrize("of", WRAPPED)
+def test_paths_measured_before_wrapping_give_the_rates_of_one_process(of: str, two: Crew) -> None:
+    wanted = runs.alone("SGD", True)
+    for found in two(measured_before, of):
+        assert len(found.rates) == len(wanted.rates)
+        for here, there in zip(found.rates, wanted.rates, strict=True):  # measured weights have other names
+            torch.testing.assert_close([*here.values()], [*there.values()], rtol=1e-5, atol=1e-6)
+        assert runs.difference(found.weights, wanted.weights) <= 1e-5
 
 
 def in_bf16(_: int, with_quack: bool) -> Result:

@@ -145,9 +145,9 @@ CONDITIONS = AdviceTable(
             "sqrt(max(1, rows / columns)), set tau to 0.1 / lr: this was at most 0.02 worse than the best tau at all "
             "three learning rates. (With a cosine schedule, weight decay or no gradient clipping, 0.3 / lr was better "
             "on the tuning seed.) Do not use this number with another Muon or with AdamW. A budget, "
-            "`rule=Budget(0.02)`, is in place of tau. Its mean difference to the best tau, over common seeds, was at most 0.02, unless "
-            "latents have norms ([table](study.md#one-budget-beside-tuned-methods)); three seeds are too few for a "
-            "verdict. It was not within 0.02 of QK norm everywhere.",
+            "`rule=Budget(0.02)`, is in place of tau. Its mean difference to the best tau, over common seeds, was at "
+            "most 0.02, unless latents have norms ([table](study.md#one-budget-beside-tuned-methods)); three seeds are "
+            "too few for a verdict. It was not within 0.02 of QK norm everywhere.",
             (
                 Basis("tau and learning rate", ["MHA"]),
                 Basis("tau and learning rate", ["MLA"]),
