@@ -93,7 +93,8 @@ class QKClip:
             validate_stepped(weights, self.optimizers, attachment.in_groups)
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         validate_not_attached_twice(weights, [weight for other in others for weight in other._canonical], "QKClip")
-        self._paths, self._canonical = attachment.by_module, distinct(weights)
+        self._canonical: dict[Weight, Weight] = distinct(weights)
+        self._paths = attachment.by_module
         parts = [part for weight in self._canonical for part in weight.parts]
         boxes = [(part, box) for part in parts for box in local_boxes(part.param)]
         self._boxes = [(p, box._replace(indices=()), p.blocks_in(box).to(p.param.device)) for p, box in boxes]
@@ -109,7 +110,7 @@ class QKClip:
         heads = {name: each[0].heads for name, each in self._paths.items()}
         self._forwards = record_max_logits(module, heads, self._record)
         eager: Any = torch.compiler.disable
-        self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
+        self._hooks: list[Any] = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
         self._hooks += [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
         _attached.add(self)
 
@@ -188,7 +189,7 @@ class QKClip:
         """Remove the hooks, and unwrap the forwards."""
         _attached.discard(self)
         self._attachment.remove()
-        for each in (*self._hooks, *self._forwards):
+        for each in [*self._hooks, *self._forwards]:
             each.remove()
 
     def __enter__(self) -> Self:
