@@ -17,13 +17,23 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quacklr import check
-from quacklr.checking.command import OPTIMIZERS
+from quacklr import Budget, check
 
 BUDGET, LENGTH, HEAD_SIZE, LR = 0.02, 64, 16, 1e-3
 HEAD = "| heads | steps of training before | AdamW | Muon |"
 CASES = [(heads, steps) for steps in (0, 100) for heads in (4, 16, 32)]
 TEXT = torch.tensor(list((Path(__file__).parent.parent / "src/quacklr/quack.py").read_bytes()))
+
+
+def muon(model: Any) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for embeddings and all other parameters."""
+    embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    matrices = {id(p): p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings}
+    others = [p for p in model.parameters() if id(p) not in matrices]
+    return [torch.optim.Muon(matrices.values(), LR), torch.optim.AdamW(others, LR)]
+
+
+OPTIMIZERS: dict[str, Any] = {"adamw": lambda model: torch.optim.AdamW(model.parameters(), LR), "muon": muon}
 
 
 def batch() -> dict[str, Any]:
@@ -48,8 +58,8 @@ def trained(heads: int, steps: int) -> Any:
 def changes(heads: int, steps: int, optimizer: str) -> str:
     torch.manual_seed(0)
     model = trained(heads, steps)
-    report = check(model, OPTIMIZERS[optimizer](model, LR), batch(), budget=BUDGET, growth=1.0, steps=2)
-    ratios = sorted(float(layer.quack.root_mean_square.mean()) / BUDGET for layer in report.layers)
+    report = check(model, OPTIMIZERS[optimizer](model), batch(), rule=Budget(BUDGET), growth=1.0, steps=2)
+    ratios = sorted(float(layer.measured.mean()) / BUDGET for layer in report.layers)
     return f"{ratios[0]:.1f} to {ratios[-1]:.1f}"
 
 

@@ -3,7 +3,7 @@
     make models                                                            all models, in minutes: writes docs/models.md
     PYTHONPATH=tests/kit python benchmarks/catalogue.py --only llama t5    only these: prints their rows of the table
 
-The attention of each model is found by rule, and measured with a sample batch. `tests/kit/perturbation.py` then checks
+The attention of each model is found by table, and measured with a sample batch. `tests/kit/perturbation.py` then checks
 both independently: it changes rows of parameters and compares logits. The exit code is 1 if a rate is wrong, or if
 fewer models attach than the goal (95 %).
 """
@@ -50,12 +50,12 @@ main encoders and encoder-decoders, and the attention layers of torch. To see on
 
 All models are tiny and have random weights. The last three columns:
 
-- *without a sample*: `QuacK(model, optimizer)`, which finds attention by rule.
+- *without a sample*: what tables know. `QuacK(model, optimizer)` measures the rest on the first batch.
 - *with a sample*: `QuacK(logit_paths(model, batch), optimizer)`, which also measures it on a batch.
-- *rows of parameters*: the result of an independent check, `tests/kit/perturbation.py`. It uses neither the rules nor
+- *rows of parameters*: the result of an independent check, `tests/kit/perturbation.py`. It uses neither the tables nor
   the measurement. It changes rows of parameters, compares logits, and computes the rate that each row of each parameter
   must have after all parameters have changed. Modules that do not run on the sample, such as vision towers, are not
-  checked in this way: their rates are compared with those of the rules.
+  checked in this way: their rates are compared with those of the tables.
 """
 TITLES = ("type", "attention", "layout", "heads / keys", "without a sample", "with a sample", "rows of parameters")
 
@@ -169,9 +169,9 @@ Of {len(found[CAUSAL])} types with a causal language model, {len(causal)} have s
 - {len(attach) - len(partly)} attach;
 - {len(normed)} have QK norm in every layer, and QuacK does not change them: their logits do not depend on the scale \
 of the query and key weights;
-- {len(partly)} attach in part, and {len(needs)} not at all: the rest of their attention must be measured with a sample.
+- {len(partly)} attach in part, and {len(needs)} not at all: the rest of their attention is measured.
 
-So {percent(len(attach) - len(partly) + len(normed), len(causal))} need only the model. Of the types without QK norm \
+So {percent(len(attach) - len(partly) + len(normed), len(causal))} are known to tables. Of the types without QK norm \
 in every layer, {percent(len(attach) - len(partly), len(causal) - len(normed))} attach with all of their attention.
 
 With a sample: {len(runs)} types run on the sample that was made for them. Of these, {len(control)} do not have QK \

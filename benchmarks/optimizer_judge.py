@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 import reference
 from models import Separate
-from quacklr import QuacK
+from quacklr import ConstantTau, Paper, QuacK
 
 WIDTH, TAU, STEPS, SHORT = 64, 0.5, 40, 12
 EQUAL = 1e-3
@@ -98,7 +98,8 @@ def trained(
     trainable = [param for param in net.parameters() if param.requires_grad]
     optimizer = make(cls, net, [[param] for param in trainable] if several else [trainable])
     lrs = [float(group["lr"]) for group in optimizer.param_groups]
-    attached = QuacK(net, optimizer, tau=TAU, adapt=several) if quack else None
+    rule = Paper(TAU) if several else ConstantTau(TAU)
+    attached = QuacK(net, optimizer, rule=rule) if quack else None
     start = reference.mha_init_norms(layers(weights))
     seen = [[weight.detach().clone() for weight in weights]]
     with torch.no_grad():

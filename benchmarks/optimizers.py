@@ -138,7 +138,7 @@ def examined(cls: type[Optimizer]) -> Row:
 
 def shortened(text: str) -> str:
     text = re.sub(r"\s+", " ", text).replace("|", "/")
-    text = re.sub(r"^\w+ is not linear in lr \((.*?)\), so it has.*", r"\1", text)
+    text = re.sub(r"^\w+ is not linear in lr \((.*?)\), so it cannot.*", r"\1", text)
     text = re.sub(r".*on small parameters its steps scaled by 0.5 are (.*? off).*", r"\1", text)
     return text if len(text) < 100 else f"{text[:97]}..."
 

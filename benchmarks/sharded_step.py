@@ -90,7 +90,7 @@ class Trained:
         self.in_hooks, self.sent = 0.0, 0
         if norm is not None:
             quack: Any = QuacK(self.model, self.optimizer, rule=Paper(norm=norm), verify=False)
-            for hook in quack._hooks[:2]:
+            for hook in quack._scaler._hooks[:2]:
                 self._time(hook)
 
     def _time(self, hook: Any) -> None:

@@ -31,12 +31,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quacklr import LogitPath, QuacK, mha, packed
+from quacklr import Budget, LogitPath, Paper, QuacK, Rule, mha, packed
 
 HEAD = "| model | hooks | step | floor | memory | calls |"
 MODELS = {"1M": (128, 4, 4), "25M": (512, 8, 8)}  # width, layers, heads
-Settings = dict[str, Any]
-WAYS: dict[str, Settings] = {"tau": {}, "budget": {"budget": 0.02}}
+RULES: dict[str, Callable[[], Rule]] = {"tau": Paper, "budget": Budget}
 
 
 class Attention(nn.Module):
@@ -125,11 +124,11 @@ def timed_step(
     return seconds, sum(hook.seconds for hook in timed)
 
 
-def cycles(model: nn.Module, settings: Settings) -> Iterator[dict[str, float]]:
+def cycles(model: nn.Module, rule: Rule) -> Iterator[dict[str, float]]:
     """The times of one cycle after another."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     batch, floor = torch.randint(256, (8, 129)), Floor(rows_of(model))
-    quack = QuacK(model, optimizer, **settings)
+    quack = QuacK(model, optimizer, rule=rule)
     quack.remove()
     while True:
         plain, _ = timed_step(model, optimizer, batch)
@@ -151,12 +150,12 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls(settings: Settings, width: int, layers: int, heads: int) -> int:
+def calls(rule: Rule, width: int, layers: int, heads: int) -> int:
     model = decoder(width, layers, heads)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with QuacK(model, optimizer, **settings) as quack:
+    with QuacK(model, optimizer, rule=rule) as quack:
         for _ in range(2):  # the first step makes checks that the others do not
             with Operations() as operations:
                 quack._scaler.before(optimizer)
@@ -164,7 +163,7 @@ def calls(settings: Settings, width: int, layers: int, heads: int) -> int:
     return operations.count
 
 
-def memory(settings: Settings, width: int, layers: int, heads: int) -> float:
+def memory(rule: Rule, width: int, layers: int, heads: int) -> float:
     def alive() -> int:
         gc.collect()
         tensors = [o for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter)]
@@ -174,7 +173,7 @@ def memory(settings: Settings, width: int, layers: int, heads: int) -> float:
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with QuacK(model, optimizer, **settings) as quack:
+    with QuacK(model, optimizer, rule=rule) as quack:
         before = alive()
         quack._scaler.before(optimizer)
         inside = alive()
@@ -192,9 +191,11 @@ def main() -> None:
     lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     print("\n".join(lines), flush=True)
     counts = (given.cycles, given.cycles // 10)
-    cases = [(*model, count, *way) for model, count in zip(MODELS.items(), counts, strict=True) for way in WAYS.items()]
-    for name, size, count, way, settings in cases:
-        run = cycles(decoder(*size), settings)
+    cases = [
+        (*model, count, *way) for model, count in zip(MODELS.items(), counts, strict=True) for way in RULES.items()
+    ]
+    for name, size, count, way, rule in cases:
+        run = cycles(decoder(*size), rule())
         rows = [next(run) for _ in range(max(3, count) + 2)][2:]
         middle = {key: median(row[key] for row in rows) for key in rows[0]}
         error = 1.25 * stdev(row["ratio"] for row in rows) / len(rows) ** 0.5
@@ -204,9 +205,8 @@ def main() -> None:
             f"{1 + middle['hooks'] / middle['plain']:.4f}",
             f"{middle['ratio']:.3f} (standard error {error:.3f})",
             f"{middle['hooks'] / middle['floor']:.2f}",
-            f"{memory(settings, *size):.2f}",
-            f"{calls(settings, *size)} with {heads} heads, "
-            f"{calls(settings, width, layers, 8 * heads)} with {8 * heads}",
+            f"{memory(rule(), *size):.2f}",
+            f"{calls(rule(), *size)} with {heads} heads, {calls(rule(), width, layers, 8 * heads)} with {8 * heads}",
         )
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)

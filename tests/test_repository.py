@@ -8,8 +8,11 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
+import torch
+from torch import nn
 
 import quacklr
 
@@ -119,3 +122,46 @@ def test_the_public_names_are_there() -> None:
     assert all(hasattr(quacklr, name) for name in quacklr.__all__)
     assert set(quacklr.__all__) <= set(dir(quacklr))
     assert not hasattr(quacklr, "nonsense")
+
+
+def test_the_rule_on_the_page_of_rules_is_that_of_the_example() -> None:
+    (shown,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs/rules.md").read_text(), re.DOTALL)
+    assert shown in (ROOT / "examples/own_rule.py").read_text()
+    assert 15 <= len(shown.splitlines()) <= 25
+
+
+class Walk:
+    """The files of quacklr whose functions run while this is entered."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+
+    def __enter__(self) -> Walk:
+        sys.setprofile(self._see)
+        return self
+
+    def _see(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            self.files.add(frame.f_code.co_filename)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
+def test_the_walks_of_the_architecture_page_are_those_that_are_run() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    sections = {title.split(":")[0]: part for title, part in re.findall(r"\n### (.*?)\n(.*?)(?=\n##)", text, re.DOTALL)}
+    names = "Attach", "A later step", "Measure"
+    listed = [re.findall(r"^\d+\. `(.*?)`", sections[name], re.MULTILINE) for name in names]
+    model = nn.TransformerEncoderLayer(16, 4, batch_first=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    attach, first, later = Walk(), Walk(), Walk()
+    with attach:
+        quacklr.QuacK(model, optimizer)
+    for walk in (first, later):
+        model(torch.ones(2, 8, 16)).square().mean().backward()
+        with walk:
+            optimizer.step()
+    for files, walk, most in zip(listed, (attach, later, first), (18, 6, 12), strict=True):
+        assert 5 < len(files) <= most
+        assert [file for file in files if str(ROOT / file) not in walk.files] == []

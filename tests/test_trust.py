@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
 UNPICKLER = ROOT / "src/quacklr/lab/train/storage.py"
-FACTORY = ROOT / "src/quacklr/inspect/from_factory.py"
+FACTORY = ROOT / "src/quacklr/inspect/resolve.py"
 
 
 def calls(file: Path) -> Iterator[tuple[str, ast.Call]]:

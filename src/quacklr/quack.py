@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from quacklr.attach.attachment import Attachment
 from quacklr.attach.first_step import FirstStep
 from quacklr.attach.linearity import validate_linear
-from quacklr.attach.step_check import StepCheck
 from quacklr.core.changes import HeadChange, LogitChanges
 from quacklr.core.flat_tensor import original
 from quacklr.core.path import LogitPath, all_rated
@@ -104,8 +103,7 @@ class QuacK:
             if self.rule.linear:
                 validate_linear(self.optimizers, (part.param for part in compiled.parts), in_groups)
             self._scaler.set_paths(compiled)
-        weights, module = compiled.weights, self._attachment.module
-        self._first_step.check = StepCheck(module, weights, self.optimizers, self.rule.linear, in_groups)
+        self._first_step.set_weights(compiled.weights)
         self._changes = None
         if self._state is not None:
             state, self._state = self._state, None
@@ -221,6 +219,8 @@ def pending_modules(found: Mapping[str, Finding]) -> str:
 
 def chosen_rule(tau: float | None, rule: Rule | None) -> Rule:
     """The rule that is given, or the paper's with tau."""
+    if isinstance(tau, Optimizer):
+        raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
     if rule is None:
         return Paper(1.0 if tau is None else tau)
     if tau is not None:

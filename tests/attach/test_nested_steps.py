@@ -155,6 +155,7 @@ def test_after_a_nested_step_that_raised_the_next_step_starts_anew() -> None:
     torch.testing.assert_close(q.detach(), torch.full((2, 3), 5 - 2 * TAU * LR))
 
 
+@pytest.mark.filterwarnings("ignore:k. its parameter is no longer in an optimizer")
 def test_an_iteration_begins_when_a_tensor_steps_again_not_when_an_optimizer_does() -> None:
     """As DeepSpeed's ZeRO does: one optimizer steps several times an iteration, each time with other groups."""
     q, k = parameter(), parameter()

@@ -67,7 +67,7 @@ def test_a_scaled_step_is_a_step_with_a_scaled_lr(name: str) -> None:
     )
     with QuacK(nn.Sequential(with_quack), one, rule=ConstantTau(TAUS[0])) as quack:
         for step, tau in enumerate(TAUS):
-            quack.rule.tau, two.param_groups[0]["lr"] = tau, tau * 0.02
+            quack.rule.tau, two.param_groups[0]["lr"] = tau, tau * 0.02  # type: ignore[attr-defined]
             gradients(name, list(with_quack.parameters()), step)
             gradients(name, list(with_lr.parameters()), step)
             one.step()
@@ -92,13 +92,6 @@ def test_an_optimizer_of_torch_that_is_not_linear_in_lr_is_refused_by_name(name:
         QuacK(model, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
-
-
-def test_adafactor_warns_if_it_will_not_stay_linear_and_is_taken_at_a_small_lr() -> None:
-    model = nn.Sequential(Separate())
-    with pytest.warns(UserWarning, match="Adafactor is linear in lr only for its first 10,000 steps"):
-        QuacK(model, torch.optim.Adafactor(model.parameters(), lr=1e-2)).remove()
-    QuacK(model, torch.optim.Adafactor(model.parameters(), lr=1e-4))
 
 
 def test_a_subclass_of_a_refused_optimizer_is_refused() -> None:

@@ -43,10 +43,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def test_exit_code_of_a_model_with_correct_rows(capsys: pytest.CaptureFixture[str], mine: str) -> None:
-    code, out, _ = run(capsys, f"{mine}.py:with_optimizer", "--growth", "2", "--tau", "0.5", "--optimizer", "muon")
+    code, out, _ = run(capsys, f"{mine}.py:with_optimizer", "--growth", "2", "--tau", "0.5")
     assert code == 0
     assert out.splitlines()[-1].startswith("correct: 3 layers, 12 heads;")
-    assert "grown 2x, QuacK" in out
 
 
 def test_exit_code_of_a_model_with_wrong_rows(capsys: pytest.CaptureFixture[str], mine: str) -> None:
@@ -58,7 +57,7 @@ def test_exit_code_of_a_model_with_wrong_rows(capsys: pytest.CaptureFixture[str]
 def test_exit_code_of_a_model_with_layers_that_do_not_run(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     code, out, _ = run(capsys, f"{mine}:first_only", "--steps", "1")
     assert code == 1
-    assert out.count("its rows could not be measured: no attention was seen in it") == 2
+    assert out.count("its rows could not be measured: no attention was seen in the module") == 2
     assert out.splitlines()[-1] == "not shown: 2 of 3 layers"
 
 
@@ -82,11 +81,10 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
         (["models_to_check:half_frozen"], 2, "to run it, name a function that returns a batch too"),
         (["models_to_check:missing"], 2, "models_to_check has no 'missing'"),
         (["lama"], 2, "did you mean llama"),
-        (["gpt2", "--lr", "0"], 2, "argument --lr: must be a positive number, at most 1e+30, not 0"),
-        (["gpt2", "--growth", "x"], 2, "argument --growth: must be a positive number, at most 1e+30, not x"),
-        (["gpt2", "--steps", "1.5"], 2, "argument --steps: must be a positive whole number, at most 10,000, not 1.5"),
-        (["gpt2", "--optimizer", "lbfgs"], 2, "invalid choice: 'lbfgs'"),
-        (["gpt2", "--steps", str(10**20)], 2, "at most 10,000"),
+        (["models_to_check:unheard_of", "--lr", "0"], 1, "every learning rate is 0"),
+        (["models_to_check:unheard_of", "--growth", "nan"], 1, "the factor of the weights must be a positive number"),
+        (["models_to_check:unheard_of", "--steps", "0"], 1, "at least one step must be taken"),
+        (["gpt2", "--steps", "1.5"], 2, "argument --steps: invalid int value: '1.5'"),
     ],
 )
 @pytest.mark.usefixtures("mine")
@@ -102,6 +100,6 @@ def test_what_gets_no_answer_gets_one_sentence(
 
 def test_the_defaults_are_those_in_the_help() -> None:
     options = {action.dest: action for action in parser()._actions}
-    for name in ("optimizer", "lr", "tau", "steps", "growth"):
+    for name in ("lr", "tau", "steps", "growth"):
         said = (options[name].help or "").rpartition("(")[2].rstrip(")")
-        assert options[name].default == (said if name == "optimizer" else float(said))
+        assert options[name].default == float(said)

@@ -93,7 +93,7 @@ def test_weights_that_are_zero_or_all_equal_or_orthogonal() -> None:
 def test_it_stays_exact_while_a_model_trains_at_high_rates(optimizer: type[torch.optim.Optimizer], lr: float) -> None:
     torch.manual_seed(0)
     q, k = (torch.nn.Parameter(0.02 * torch.randn(64, 64)) for _ in range(2))
-    stepper = optimizer([q, k], lr=lr)
+    stepper = optimizer([q, k], lr=lr)  # type: ignore[call-arg]
     for _ in range(5):
         x = torch.randn(32, 64)
         torch.nn.functional.cross_entropy((x @ q.T) @ (x @ k.T).T, torch.zeros(32).long()).backward()

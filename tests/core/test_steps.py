@@ -197,7 +197,7 @@ def test_an_iteration_ends_when_an_optimizer_steps_again() -> None:
             param.grad = torch.ones_like(param)
         fresh = quack.rates()["0.q"]
         optimizers[optimizer].step()
-        used = quack.rule.rates[quack._scaler.paths.blocks.flat_index[quack._scaler.paths.weights[0]]]
+        used = quack.rule.rates[quack.rule.paths.blocks.flat_index[quack.rule.paths.weights[0]]]
         assert torch.equal(used, fresh) == begins
 
 

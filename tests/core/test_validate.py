@@ -81,7 +81,7 @@ def infinite(model: Separate) -> None:
         (None, {"tau": 0.0}, "tau=0.0: .* must be a positive number"),
         (None, {"tau": float("nan")}, "tau=nan: .* must be a positive number"),
         (None, {"tau": float("inf")}, "tau=inf: .* must be a positive number"),
-        (None, {"floor": -1.0}, "floor=-1.0: .* must be a number from 0 up"),
+        (None, {"floor": -1.0}, "floor=-1.0: .* must be 0 or a positive number"),
         (zero_query, {}, "^0.k: its partner 0.q is all zeros, so its rate has no bound; .* floor=c"),
         (zero_head, {}, "^0.k: its partner 0.q is all zeros"),
         (not_a_number, {}, "^0.k: holds NaN or inf"),

@@ -25,6 +25,8 @@ from quacklr.find.finding import Finding
 from quacklr.find.first_batch import FirstBatch, _examples, slices
 from quacklr.util.modules import Arguments
 
+RUNS: list[tuple[int, ...]] = []  # the shapes of the inputs of all attentions, in the order they ran
+
 
 class Attention(nn.Module):
     """Separate projections of four heads; `split` says how rows are split into heads."""
@@ -33,10 +35,9 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.head_dim, self.split = 4, 4, split
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16, bias=False) for _ in range(4))
-        self.runs: list[tuple[int, ...]] = []
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        self.runs.append(tuple(x.shape))
+        RUNS.append(tuple(x.shape))
         q, k, v = (self.split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -82,6 +83,7 @@ def by_names(module: Any) -> Finding | None:
 @pytest.fixture(autouse=True)
 def _table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discover, "by_table", by_names)
+    RUNS.clear()
 
 
 @pytest.fixture
@@ -126,7 +128,7 @@ def test_a_right_table_is_verified_on_a_few_tokens_and_once() -> None:
     assert not any(finding.note for finding in batch.found.values())
     model(tokens())
     assert batch.measure() is None
-    assert model.layers[0].runs == [(5, 12, 16), (2, 8, 16), (5, 12, 16)]
+    assert RUNS[::2] == RUNS[1::2] == [(5, 12, 16), (2, 8, 16), (5, 12, 16)]
     assert not hooked(model)
 
 
@@ -297,6 +299,19 @@ def test_a_part_that_runs_in_a_later_batch_is_measured_then() -> None:
 
 
 @pytest.mark.usefixtures("no_table")
+def test_a_first_batch_of_text_alone_steps_and_images_are_controlled_when_they_run() -> None:
+    model = TextAndImages()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    quack = QuacK(model, optimizer)
+    step(model, optimizer, tokens())
+    assert {name.split(".")[0] for name in quack.rates()} == {"text"}
+    assert "will be measured" in repr(quack)
+    step(model, optimizer, tokens(), tokens())
+    assert {name.split(".")[0] for name in quack.rates()} == {"text", "images"}
+    assert "will be measured" not in repr(quack)
+
+
+@pytest.mark.usefixtures("no_table")
 def test_all_micro_batches_of_a_step_are_measured() -> None:
     model = TextAndImages()
     batch = started(model)
@@ -403,7 +418,7 @@ def test_masks_are_cut_with_the_tokens() -> None:
     batch = started(model)
     model(tokens(), mask=torch.ones(5, 1, 12, 12).tril().bool())
     assert origins(batch.measure()) == VERIFIED
-    assert (2, 8, 16) in vars(model.layers[0])["runs"]
+    assert (2, 8, 16) in RUNS
 
 
 def test_a_model_that_does_not_run_on_a_slice_runs_on_whole_examples() -> None:
@@ -417,7 +432,7 @@ def test_a_model_that_does_not_run_on_a_slice_runs_on_whole_examples() -> None:
     batch = started(model)
     model(tokens())
     assert origins(batch.measure()) == VERIFIED
-    assert (2, 12, 16) in vars(model.layers[0])["runs"]
+    assert (2, 12, 16) in RUNS
 
 
 def compiled_whole(model: Model) -> nn.Module:

@@ -154,7 +154,8 @@ class Written(Plain):
             return torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).unflatten(0, (-1, HEADS))
         if self.layout == "heads first":
             one, other = (each.transpose(0, 1).flatten(0, 1) for each in (q, k))
-            return torch.baddbmm(one.new_zeros(1, 1, 1), one, other.mT).unflatten(0, (HEADS, -1)).transpose(0, 1)
+            unused = one.new_full((1, 1, 1), torch.nan)  # as in Megatron, whose buffer is not initialised
+            return torch.baddbmm(unused, one, other.mT, beta=0).unflatten(0, (HEADS, -1)).transpose(0, 1)
         if self.layout == "heads last":
             return torch.einsum("bhid,bhjd->bijh", q, k).movedim(-1, 1)
         return q @ k.mT

@@ -190,7 +190,7 @@ class ByLambda(nn.Module):
         self.split = lambda x: x.view(*x.shape[:2], D, H).permute(0, 3, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self.split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (self.split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))  # type: ignore[no-untyped-call]
         return self.o_proj((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2))
 
 
@@ -300,7 +300,7 @@ class Transposed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.c_attn, self.c_proj = Conv1D(3 * W, W), Conv1D(W, W)
+        self.c_attn, self.c_proj = Conv1D(3 * W, W), Conv1D(W, W)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in self.c_attn(x).split(W, dim=2))

@@ -40,4 +40,4 @@ def test_the_plugin_adds_the_callback_with_the_options_of_the_config(plugin: Any
     arguments = getattr(importlib.import_module(module), name)(quack=given)
     (callback,) = made.add_callbacks_post_trainer(SimpleNamespace(quack=arguments.quack), trainer=None)
     assert isinstance(callback, QuacKCallback)
-    assert callback._rule.tau == tau
+    assert callback._rule.tau == tau  # type: ignore[attr-defined]

@@ -125,7 +125,7 @@ def trained(
         found.rate_of = {name: rate for name, rate in rate_of.items() if rate is not None}
         found.layout = {
             part.name: (part.param.start, part.param.count)
-            for part in quack._scaler.paths.parts
+            for part in quack.rule.paths.parts
             if isinstance(part.param, FlatTensor)
         }
         quack.remove()

@@ -186,7 +186,7 @@ class Sharded(Regression):
 
 def trained_by_lightning(rank: int, folder: Path, distributed: bool, checkpoint: Path | None = None) -> Trained:
     left_out: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    model, callback = Sharded(), LightningCallback(2.0, rule=Paper(norm=spectral))
+    model, callback = Sharded(), LightningCallback(rule=Paper(2.0, norm=spectral))
     with launched(rank, 2), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated", FutureWarning)  # Lightning calls torch as of old
         warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty", UserWarning)

@@ -37,14 +37,14 @@ def sharded(_: int, name: str, norm: Norm, kind: str) -> Run:
 
 
 def collectives(layout: Layout, norm: Norm) -> range:
-    """How many a step may take: none where nothing is cut, else at most one a mesh dimension that cuts something.
+    """How many a step may take: none where nothing is cut, else one all-reduce.
 
-    Other norms than Frobenius take an all-to-all and an all-reduce.
+    Other norms than Frobenius take an all-to-all too, if a block is cut.
     """
     params = parameters(layout, sharded=False)
     words = [layout.places.get(name, "").ljust(2, "-") for name in params]
-    most = sum(any(word[d] in "0123s" for word in words) for d in range(len(layout.mesh)))
-    most = 2 if most and norm is not frobenius else most
+    is_cut = any(word[d] in "0123s" for word in words for d in range(len(layout.mesh)))
+    most = is_cut * (1 if norm is frobenius else 2)
     return range(1) if not layout.adapts else range(min(1, most), most + 1)
 
 

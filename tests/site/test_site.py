@@ -133,9 +133,9 @@ def test_formulas_are_mathml_and_none_is_left_as_text(site: Path) -> None:
 
 
 def test_a_page_that_is_named_by_its_file_is_a_link_with_its_title(site: Path) -> None:
-    page = (site / "check.html").read_text(encoding="utf-8")
-    assert '<a href="theory.html">Theory</a>' in page
-    assert '<a href="theory.html#a-budget-for-the-change-of-logits">Theory</a>' in page
+    check, rules = ((site / f"{name}.html").read_text(encoding="utf-8") for name in ("check", "rules"))
+    assert '<a href="theory.html">Theory</a>' in check
+    assert '<a href="theory.html#a-budget-for-the-change-of-logits">Theory</a>' in rules
 
 
 def test_links_of_the_notebook_lead_to_pages_of_the_site(site: Path) -> None:

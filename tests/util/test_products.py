@@ -1,4 +1,4 @@
-"""Products, softmaxes and attentions are read from the calls of torch's functions."""
+"""Products are read from the calls of torch's functions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import linear
 
-from quacklr.util.products import einsum_labels, product_of
+from quacklr.util.products import product_of
 
 ADDED, LEFT, RIGHT = torch.zeros(2, 3, 5), torch.ones(2, 3, 4), torch.ones(2, 4, 5)
 
@@ -42,4 +43,18 @@ def test_other_functions_are_no_products() -> None:
     ("equation", "axis"), [("bhid,bhjd->bhij", -2), ("bihd,bjhd->bihj", -3), ("ibhd,jbhd->ibhj", -4)]
 )
 def test_the_rows_of_a_product_are_what_one_factor_has_and_the_other_has_not(equation: str, axis: int) -> None:
-    assert einsum_labels(equation, 4, 4).rows_axis() == axis
+    product = product_of(torch.einsum, (equation, torch.ones(2, 2, 2, 2), torch.ones(2, 2, 2, 2)), {})
+    assert product is not None
+    assert product.labels is not None
+    assert product.labels.rows_axis() == axis
+
+
+def test_a_linear_layer_is_a_product_with_the_rows_of_its_weight() -> None:
+    x, weight, bias = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5)
+    product = product_of(linear, (x, weight), {"bias": bias})
+    assert product is not None
+    assert product.labels is not None
+    assert product.summand is bias
+    assert product.labels.kept_axes(of_right=True) == ((2, 0),)
+    by_labels = torch.einsum(f"{product.labels.left},{product.labels.right}->{product.labels.out}", x, weight)
+    torch.testing.assert_close(by_labels + bias, linear(x, weight, bias))

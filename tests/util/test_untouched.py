@@ -21,6 +21,10 @@ from stand_ins_kit import HF, Model, Plain
 SAMPLE = torch.randint(61, (3, 5), generator=torch.Generator().manual_seed(0))
 
 
+class FourHeads(Plain):
+    num_heads = 4  # LogitMonitor reads it: a sequence has other logits alone, where state mixes sequences
+
+
 class AuxiliaryLosses(Plain):
     """As a mixture of experts: every forward appends to a list, which the loss adds up and clears."""
 
@@ -33,7 +37,7 @@ class AuxiliaryLosses(Plain):
         return super().attend(query, key, value)
 
 
-class Cached(Plain):
+class Cached(FourHeads):
     """The values of the first forward, in a dict in a list, are added to those of later ones, and written into."""
 
     def __init__(self) -> None:
@@ -71,7 +75,7 @@ class KeyCache:
         return key + (layer.keys + layer.last[0] * layer.last[1]) / 100 / self.length
 
 
-class WithObject(Plain):
+class WithObject(FourHeads):
     def __init__(self) -> None:
         super().__init__()
         self.cache = KeyCache()
@@ -95,7 +99,7 @@ class Counting(Plain):
         return super().attend(query * self.calls + self.view, key, value)
 
 
-class Normed(Plain):
+class Normed(FourHeads):
     """Batch norm that updates its statistics in eval mode too, and dropout in both modes."""
 
     def __init__(self) -> None:

@@ -82,7 +82,8 @@ class Attachment:
         module_of = {path.weights[0].name: name for name, each in by_module(paths or known).items() for path in each}
         self.by_module: dict[str, list[LogitPath]] = {}
         for path in self.paths:
-            self.by_module.setdefault(module_of[path.weights[0].name], []).append(path)
+            name = path.weights[0].name
+            self.by_module.setdefault(module_of.get(name, name.rpartition(".")[0]), []).append(path)
 
     @property
     def waits(self) -> bool:

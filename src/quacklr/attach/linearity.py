@@ -48,11 +48,6 @@ NOT_TESTED = (
     "{} could not be tested on small parameters ({}). QuacK is right if its step is lr times a direction that does not "
     "depend on lr, and if it keeps no copy of the weights in its state, such as an average"
 )
-UNTIL = (
-    "Adafactor is linear in lr only for its first {:,.0f} steps: after that it uses 1 / sqrt(step), if that is less "
-    "than lr. QuacK then scales the step that it takes"
-)
-MANY_STEPS = 1_000_000
 
 
 def validate_linear(optimizers: Iterable[Optimizer], params: Iterable[Tensor], in_groups: Stepped = PLAIN) -> None:
@@ -79,8 +74,6 @@ def _validate(optimizer: Optimizer, groups: list[Group]) -> None:
             raise ValueError(REFUSED.format(name, reason))
     if type(optimizer) in KNOWN_LINEAR:
         return
-    if isinstance(optimizer, optim.Adafactor) and (steps := max(map(_lr, groups)) ** -2) < MANY_STEPS:
-        warn(UNTIL.format(steps))
     try:
         deviation = _deviation(optimizer, groups)
     except FOREIGN_ERRORS as error:

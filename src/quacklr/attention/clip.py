@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.attach.attachment import Attachment
-from quacklr.attach.step_check import StepCheck
+from quacklr.attach.first_step import WeightsOnPaths
 from quacklr.attention.interceptor import SUPPORTED
 from quacklr.attention.recorder import record_max_logits
 from quacklr.core.flat_tensor import original
@@ -29,7 +29,7 @@ from quacklr.core.local import local_boxes
 from quacklr.core.path import LogitPath
 from quacklr.core.step_scaler import steps_on_stack
 from quacklr.core.stepped import is_idle
-from quacklr.core.validate import validate_not_attached_twice, validate_stepped
+from quacklr.core.validate import validate_not_attached_twice, validate_number, validate_stepped
 from quacklr.core.weight import Weight, distinct
 from quacklr.find.discover import validate_known
 from quacklr.sharded.collectives import all_reduce_max, groups_of, is_distributed
@@ -79,8 +79,7 @@ class QKClip:
         *,
         verify: bool = True,
     ) -> None:
-        if not float(threshold) > 0:
-            raise ValueError(f"threshold={threshold!r}: the largest logit allowed must be a positive number")
+        validate_number("threshold", threshold, "the largest logit allowed", infinite=True)
         self.threshold = threshold
         self._attachment = attachment = Attachment(model, optimizer, linear=False, verify=verify)
         self.optimizers, module, engine = attachment.optimizers, attachment.module, attachment.engine
@@ -93,8 +92,8 @@ class QKClip:
             validate_stepped(weights, self.optimizers, attachment.in_groups)
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         validate_not_attached_twice(weights, [weight for other in others for weight in other._canonical], "QKClip")
-        self._canonical: dict[Weight, Weight] = distinct(weights)
         self._paths = attachment.by_module
+        self._canonical: dict[Weight, Weight] = distinct(weights)
         parts = [part for weight in self._canonical for part in weight.parts]
         boxes = [(part, box) for part in parts for box in local_boxes(part.param)]
         self._boxes = [(p, box._replace(indices=()), p.blocks_in(box).to(p.param.device)) for p, box in boxes]
@@ -106,11 +105,11 @@ class QKClip:
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
-        self._check: StepCheck | None = StepCheck(module, weights, self.optimizers, True, attachment.in_groups)
+        self._on_paths: WeightsOnPaths | None = WeightsOnPaths(attachment, weights)  # until the first step
         heads = {name: each[0].heads for name, each in self._paths.items()}
         self._forwards = record_max_logits(module, heads, self._record)
         eager: Any = torch.compiler.disable
-        self._hooks: list[Any] = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
+        self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
         self._hooks += [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
         _attached.add(self)
 
@@ -127,9 +126,9 @@ class QKClip:
             return
         if self._attachment.has_batch:
             self._attachment.measure()
-        if self._check is not None:
-            self._check.before_step(self._attachment.in_groups.by(optimizer), ())
-            self._check = None
+        if self._on_paths is not None:
+            self._on_paths.check()
+            self._on_paths = None
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
@@ -189,7 +188,8 @@ class QKClip:
         """Remove the hooks, and unwrap the forwards."""
         _attached.discard(self)
         self._attachment.remove()
-        for each in [*self._hooks, *self._forwards]:
+        handles: list[Any] = [*self._hooks, *self._forwards]
+        for each in handles:
             each.remove()
 
     def __enter__(self) -> Self:

@@ -12,14 +12,14 @@ for independent inputs of unit variance; for a longer path (MLA) an estimate of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quacklr.core.path import LogitPath
+from quacklr.core.path import LogitPath, attentions_of
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 
@@ -128,29 +128,3 @@ def first_of_features(meetings: Sequence[Sequence[Weight]]) -> list[int]:
         parts = [part for part in parts if part not in same]
         parts.append((first, set(weights).union(*(each for _, each in same))))
     return sorted(index for index, _ in parts)
-
-
-def attentions_of(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
-    """The paths of each attention, by the name of its module: the paths whose terms add up to one logit.
-
-    A weight is named after its module, "<module>.<role>". Paths of weights without a module belong to one attention if
-    they share a weight and have the same number of heads; this attention is named after its first weight.
-    """
-    attentions: dict[str, list[LogitPath]] = {}
-    for path in paths:
-        attentions.setdefault(_attention_name(path, attentions), []).append(path)
-    return attentions
-
-
-def _attention_name(path: LogitPath, known: Mapping[str, Sequence[LogitPath]]) -> str:
-    module, dot, _ = path.weights[0].name.rpartition(".")
-    if dot:
-        same = module
-    else:
-        sharing = (
-            name
-            for name, others in known.items()
-            if any(weight in other.weights for other in others for weight in path.weights)
-        )
-        same = next(sharing, path.weights[0].name)
-    return same if all(other.heads == path.heads for other in known.get(same, ())) else str(path)

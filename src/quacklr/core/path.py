@@ -9,7 +9,7 @@ QuacK uses only the paths of an attention: the rest of its code does not depend 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,6 +116,32 @@ def all_rated(paths: Iterable[LogitPath]) -> list[LogitPath]:
     for weight in (weight for path in paths for weight in path.weights):
         rated.setdefault(weight, weight if weight.rated else replace(weight, rated=True))
     return [replace(path, weights=tuple(rated[weight] for weight in path.weights)) for path in paths]
+
+
+def attentions_of(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
+    """The paths of each attention, by the name of its module: the paths whose terms add up to one logit.
+
+    A weight is named after its module, "<module>.<role>". Paths of weights without a module belong to one attention if
+    they share a weight and have the same number of heads; this attention is named after its first weight.
+    """
+    attentions: dict[str, list[LogitPath]] = {}
+    for path in paths:
+        attentions.setdefault(_attention_name(path, attentions), []).append(path)
+    return attentions
+
+
+def _attention_name(path: LogitPath, known: Mapping[str, Sequence[LogitPath]]) -> str:
+    module, dot, _ = path.weights[0].name.rpartition(".")
+    if dot:
+        same = module
+    else:
+        sharing = (
+            name
+            for name, others in known.items()
+            if any(weight in other.weights for other in others for weight in path.weights)
+        )
+        same = next(sharing, path.weights[0].name)
+    return same if all(other.heads == path.heads for other in known.get(same, ())) else str(path)
 
 
 def mha(q: Weight, k: Weight) -> list[LogitPath]:

@@ -83,13 +83,9 @@ class Rule(ABC):
     stepped: set[int]
 
     def start(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
-        """Begin a run with these paths. Called when the paths are known, before the first step."""
+        """Begin a run with these paths. Called before the first step; again if a part of the model runs later."""
         self.paths, self.optimizers, self.in_groups, self.stepped = paths, optimizers, in_groups, set()
         self.rates = torch.ones(paths.blocks.total, device=paths.blocks.device, dtype=torch.float32)
-
-    def extend(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
-        """Go on with more paths, because a part of the model has run for the first time."""
-        self.start(paths, optimizers, in_groups)
 
     def before(self, step: Step) -> Copies:
         """Copies of the rows that the step will move."""

@@ -25,6 +25,7 @@ from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 
 VERSION = 3
+FLOAT32 = torch.finfo(torch.float32)
 NOT_A_STATE = "this is not the state of a QuacK of this version"
 BY_WEIGHT = ("shape", "rows", "sensitivity", "rates", "stepped")
 
@@ -65,11 +66,6 @@ def read_state(
         raise ValueError(f"the state was made with norm={state.get('norm')}, but this QuacK has norm={norm_name(norm)}")
     _validate_same_weights(compiled, state, partial)
     start, rates = (_flat(compiled, state, key) for key in ("sensitivity", "rates"))
-    for weight, index in compiled.blocks.flat_index.items():
-        if weight.rated and not (start[index] > 0).all():
-            raise ValueError(f"{weight.name}: the state holds a sensitivity of {float(start[index].min()):g}")
-        if not (rates[index] >= 0).all():
-            raise ValueError(f"{weight.name}: the state holds a rate of {float(rates[index].min()):g}")
     stepped = state["stepped"]
     return start, rates, {id(part.param) for part in compiled.parts if stepped.get(part.name) is True}
 
@@ -92,13 +88,16 @@ def _flat(compiled: CompiledPaths, state: Mapping[str, Any], key: str) -> Tensor
     flat = torch.empty(compiled.blocks.total, device=compiled.blocks.device, dtype=torch.float32)
     for weight, index in compiled.blocks.flat_index.items():
         found = state[key].get(weight.name)
-        if not isinstance(found, Tensor) or not found.is_floating_point() or found.shape != (weight.blocks,):
-            kind = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"{weight.name}: its {key} in the state is a {kind}, not {weight.blocks} floats")
-        if not found.isfinite().all():
-            raise ValueError(f"{weight.name}: the state holds NaN or inf; resume from an earlier checkpoint")
+        least = FLOAT32.tiny if key == "sensitivity" and weight.rated else 0.0
+        if not isinstance(found, Tensor) or found.shape != (weight.blocks,) or not _are_numbers(found, least):
+            numbers = "finite numbers above 0" if least else "finite numbers from 0 up"
+            raise ValueError(f"{weight.name}: its {key} in the state must be {weight.blocks} {numbers}, not {found}")
         flat[index] = found.to(flat)
     return flat
+
+
+def _are_numbers(values: Tensor, least: float) -> bool:
+    return values.is_floating_point() and bool((values.isfinite() & (values >= least)).all())
 
 
 def _digest(weight: Weight) -> str:

@@ -36,7 +36,7 @@ class FirstStepChecks(Protocol):
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Called before a step. Returns other arguments for the step, if `StepScaler.before` is called later."""
 
-    def after(self, optimizer: Optimizer) -> None:
+    def after(self, step: Step) -> None:
         """Called after a step, before it is scaled."""
 
 
@@ -67,8 +67,7 @@ class StepScaler:
 
     def set_paths(self, paths: CompiledPaths) -> None:
         """Scale the weights on these paths from now on. Called again if more paths are found."""
-        start = self.rule.start if self.paths is None else self.rule.extend
-        start(paths, self.optimizers, self.in_groups)
+        self.rule.start(paths, self.optimizers, self.in_groups)
         self.paths, self.on_paths = paths, {id(part.param) for part in paths.parts}
 
     def tensors_of(self, optimizer: Optimizer) -> set[int]:
@@ -110,7 +109,7 @@ class StepScaler:
         if step is None or (step.calls_step and steps_on_stack(optimizer) > 1):  # only a nested step ends
             return
         if self.first_step is not None:
-            self.first_step.after(optimizer)
+            self.first_step.after(step)
         del self.running[optimizer]
         rates = self.rule.after(step)
         if self.measures:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from quacklr.core.flat_tensor import original
-from quacklr.core.local import is_sharded, local_tensor
+from quacklr.core.local import is_sharded
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.stepped import PLAIN, Stepped
 from quacklr.core.weight import Weight
@@ -18,43 +17,19 @@ from quacklr.core.weight import Weight
 FLOAT32 = torch.finfo(torch.float32)
 
 
-def validate_tau(tau: object) -> None:
-    """tau must be a positive number in the range of float32."""
-    if isinstance(tau, Optimizer):
-        raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
-    if not isinstance(tau, int | float) or isinstance(tau, bool):
-        raise ValueError(f"tau is a {type(tau).__name__}: the rate relative to lr must be a positive number")
-    if not 0 < tau < float("inf"):
-        raise ValueError(f"tau={tau!r}: the rate relative to lr must be a positive number; 1.0 is where to start")
-    _validate_float32(tau=tau)
-
-
-def validate_floor(floor: object) -> None:
-    """The least norm of a block must be 0 or a positive number in the range of float32."""
-    if not isinstance(floor, int | float) or isinstance(floor, bool) or not 0 <= floor < float("inf"):
-        raise ValueError(f"floor={floor!r}: the least norm of a block must be a number from 0 up")
-    _validate_float32(floor=floor)
-
-
-def validate_nats(nats: Any, finite: bool) -> None:
-    """A change of logits must be a positive number; with a rule that only scales down it may be inf."""
-    is_number = isinstance(nats, int | float) and not isinstance(nats, bool)
-    if not is_number or not nats > 0 or (finite and nats == float("inf")):
-        raise ValueError(f"nats={nats!r}: the change of logits must be a positive number; start with 0.02")
-    if nats < float("inf"):
-        _validate_float32(nats=nats)
+def validate_number(name: str, value: object, meaning: str, *, zero: bool = False, infinite: bool = False) -> None:
+    """A setting must be a positive number that float32 can hold; with `zero` also 0, with `infinite` also inf."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    exceptions = [0.0] * zero + [float("inf")] * infinite
+    if not is_number or not (FLOAT32.tiny <= value <= FLOAT32.max or value in exceptions):  # type: ignore[operator]
+        kinds = "0 or a positive number" if zero else "a positive number"
+        raise ValueError(f"{name}={value!r}: {meaning} must be {kinds} that float32 can hold")
 
 
 def validate_norm(norm: object) -> None:
     """A norm must be a function."""
     if not callable(norm):
         raise ValueError(f"norm={norm!r}: a norm is a function, quacklr.frobenius or quacklr.spectral")
-
-
-def _validate_float32(**values: float) -> None:
-    for name, value in values.items():
-        if value and not FLOAT32.tiny <= value <= FLOAT32.max:
-            raise ValueError(f"{name}={value!r}: rates and norms are float32, which cannot hold it")
 
 
 def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer], in_groups: Stepped = PLAIN) -> None:
@@ -99,7 +74,10 @@ def validate_norms(compiled: CompiledPaths, norms: Tensor, sensitivity: Tensor) 
     """Norms must be finite and sensitivities positive, since Lemma 1 needs a lower bound on every norm."""
     weight_of = {int(b): weight for weight, index in compiled.blocks.flat_index.items() for b in index}
     for block in (~norms.isfinite()).nonzero().flatten().tolist():
-        _raise_not_finite(weight_of[block], bool(norms[block].isnan()))
+        raise ValueError(
+            f"{weight_of[block].name}: holds NaN or inf, or its norm is more than float32 can hold; attach QuacK to a "
+            "model whose weights are finite"
+        )
     rated = torch.tensor([weight_of[b].rated for b in range(len(norms))], device=norms.device)
     invalid = (rated & ~((sensitivity > 0) & sensitivity.isfinite())).nonzero().flatten().tolist()
     if not invalid:
@@ -117,20 +95,4 @@ def validate_norms(compiled: CompiledPaths, norms: Tensor, sensitivity: Tensor) 
     raise ValueError(
         f"{name}: its {partner} all zeros, so its rate has no bound; initialise what is zero, or pass floor=c to bound "
         "every norm from below by c"
-    )
-
-
-def _raise_not_finite(weight: Weight, is_nan: bool) -> None:
-    """Raise the error for a norm that is not finite, because entries are not finite or because they are too large.
-
-    For a sharded weight only the norm is used: it is equal in all processes, and all must raise the same error.
-    """
-    entries = [local_tensor(part.param) for part in weight.parts]
-    sharded = any(is_sharded(part.param) for part in weight.parts)
-    if is_nan or sharded or not all(bool(each.isfinite().all()) for each in entries):
-        raise ValueError(f"{weight.name}: holds NaN or inf; attach QuacK to a model whose weights are finite")
-    largest = max(float(each.abs().max()) for each in entries if each.numel())
-    raise ValueError(
-        f"{weight.name}: its norm is too large for float32 (largest entry {largest:.3g}); scale its weights, or keep "
-        "them in float64"
     )

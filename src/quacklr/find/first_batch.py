@@ -247,18 +247,22 @@ def _may_attend(module: nn.Module) -> bool:
 
 
 class Hook:
-    """The forward pre-hook. In a copied or loaded model it does nothing."""
+    """The forward pre-hook. In a copied or loaded model it does nothing.
+
+    It has a weak reference, so that the FirstBatch is not a part of the model's state, which a measurement restores.
+    """
 
     def __init__(self, batch: FirstBatch | None, name: str) -> None:
-        self.batch, self.name = batch, name
+        self.batch, self.name = None if batch is None else ref(batch), name
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the call, but not while compiling, nor in inference mode, whose tensors have no gradients.
 
         The hook of a module that `torch.compile` returned runs outside the compiled code.
         """
-        if self.batch is not None and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
-            self.batch.keep(self.name, module, args, kwargs)
+        batch = None if self.batch is None else self.batch()
+        if batch is not None and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+            batch.keep(self.name, module, args, kwargs)
 
     def __reduce__(self) -> tuple[type[Hook], tuple[None, str]]:
         return Hook, (None, self.name)

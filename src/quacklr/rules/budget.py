@@ -19,7 +19,7 @@ from quacklr.core.changes import LogitChanges
 from quacklr.core.rule import Rule, Step
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.stepped import Stepped
-from quacklr.core.validate import validate_nats
+from quacklr.core.validate import validate_number
 from quacklr.core.weight import Weight
 from quacklr.rules.relative_lr import RelativeLr
 from quacklr.util.caller import warn
@@ -55,7 +55,7 @@ class Budget(Rule):
 
     @nats.setter
     def nats(self, nats: float) -> None:
-        validate_nats(nats, finite=self.largest_rate > 1)
+        validate_number("nats", nats, "the change of logits in a step", infinite=self.largest_rate <= 1)
         self._nats = nats
 
     def start(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:

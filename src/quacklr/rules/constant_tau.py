@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quacklr.core.rule import Rule, Step
-from quacklr.core.validate import validate_tau
+from quacklr.core.validate import validate_number
 
 
 class ConstantTau(Rule):
@@ -23,10 +23,10 @@ class ConstantTau(Rule):
 
     @tau.setter
     def tau(self, tau: float) -> None:
-        validate_tau(tau)
+        validate_number("tau", tau, "the rate relative to lr")
         self._tau = tau
 
-    def after(self, step: Step) -> Tensor:
+    def after(self, step: Step) -> Tensor:  # noqa: ARG002
         """tau for all blocks."""
         return self.rates.fill_(self.tau)
 

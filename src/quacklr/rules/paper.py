@@ -15,7 +15,7 @@ from quacklr.core.rule import Rule, Step
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.state import norm_name, read_state, write_state
 from quacklr.core.stepped import Stepped, has_stepped
-from quacklr.core.validate import FLOAT32, validate_floor, validate_norm, validate_norms, validate_tau
+from quacklr.core.validate import FLOAT32, validate_norm, validate_norms, validate_number
 from quacklr.util.caller import warn
 
 RESUMED_ALONE = (
@@ -45,11 +45,11 @@ class Paper(Rule):
 
     def __init__(self, tau: float = 1.0, *, norm: Norm = frobenius, floor: float = 0.0) -> None:
         validate_norm(norm)
-        validate_floor(floor)
+        validate_number("floor", floor, "the least norm of a block", zero=True)
         self._norm, self._floor = norm, floor
         self._start, self._largest = torch.zeros(0), 0.0
         self._warning, self._loaded = "", False
-        self._saved: dict[str, Tensor] = {}  # sensitivities of a loaded state
+        self._known: dict[str, Tensor] = {}  # sensitivities at the start, by weight; also of weights on no path yet
         self.tau = tau
 
     @property
@@ -69,36 +69,32 @@ class Paper(Rule):
 
     @tau.setter
     def tau(self, tau: float) -> None:
-        validate_tau(tau)
+        validate_number("tau", tau, "the rate relative to lr")
         if tau * self._largest > FLOAT32.max:
             raise ValueError(f"tau={tau!r}: with these weights, tau * sensitivity is more than float32 can hold")
         self._tau, self._target = tau, tau * self._start
 
     def start(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
-        """Measure the sensitivities that all later rates are relative to."""
+        """Measure the sensitivities that all later rates are relative to. Known weights keep theirs."""
+        again = hasattr(self, "paths")
+        stepped = self.stepped if again else set()
         super().start(paths, optimizers, in_groups)
+        self.stepped = stepped
         _, norms = self._measure()
         sensitivity = paths.sensitivity(norms)
         validate_norms(paths, torch.cat(norms), sensitivity)
+        for weight, index in paths.blocks.flat_index.items():
+            if weight.name in self._known:
+                sensitivity[index] = self._known[weight.name].to(sensitivity)
         self._set_start(sensitivity)
         self.rates.fill_(self.tau)
-        late = any(has_stepped(optimizer) for optimizer in optimizers) and in_groups.is_plain
-        self._warning, self._loaded = ATTACHED_LATE if late else "", False
-
-    def extend(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
-        """Weights that are known already keep their sensitivity at the start."""
-        known = {**self._saved, **self.state_dict()["sensitivity"]}
-        warning, loaded, stepped = self._warning, self._loaded, self.stepped
-        self.start(paths, optimizers, in_groups)
-        start = self._start.clone()
-        for weight, index in paths.blocks.flat_index.items():
-            if weight.name in known:
-                start[index] = known[weight.name]
-        self._set_start(start)
-        self._warning, self._loaded, self.stepped = warning, loaded, stepped
+        if not again and in_groups.is_plain and any(has_stepped(optimizer) for optimizer in optimizers):
+            self._warning = ATTACHED_LATE
 
     def _set_start(self, sensitivity: Tensor) -> None:
         self._start = sensitivity
+        now = {weight.name: sensitivity[index] for weight, index in self.paths.blocks.flat_index.items()}
+        self._known = {**self._known, **now}  # a new dict: copies of a rule share the old one
         self._largest = float(sensitivity.nan_to_num(0, 0).max())
         self.tau = self._tau  # sets the target too
 
@@ -122,7 +118,7 @@ class Paper(Rule):
         self._rates(norms, out=self.rates)
         return copies
 
-    def after(self, step: Step) -> Tensor:
+    def after(self, step: Step) -> Tensor:  # noqa: ARG002
         """The rates that were computed before the step."""
         return self.rates
 
@@ -148,7 +144,7 @@ class Paper(Rule):
     def load_state_dict(self, state_dict: Mapping[str, Any], partial: bool = False) -> None:
         """Load a state; ValueError if it is of another model or norm. Sensitivities of unknown weights are kept."""
         start, rates, self.stepped = read_state(self.paths, self.norm, state_dict, partial)
-        self._saved = dict(state_dict["sensitivity"])
+        self._known = dict(state_dict["sensitivity"])
         self._set_start(start)
         self.rates.copy_(rates)
         self._warning, self._loaded = "", True

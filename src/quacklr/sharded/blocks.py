@@ -3,8 +3,8 @@
     frobenius     sum of squares: one number for each block is sent
     other norms   need whole blocks, so the parts of cut blocks are sent too (block_exchange.py)
 
-There is one all-reduce for each dimension of the mesh over which a weight is sharded, whatever the number of layers.
-The norms, and so the rates, are the same in all processes, and each process scales the step of its local rows.
+There is one all-reduce over all processes among which weights are sharded, whatever the number of layers. The norms,
+and so the rates, are the same in all processes, and each process scales the step of its local rows.
 
 Shapes: B blocks, R rows, C columns.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 from quacklr.sharded.block_exchange import BlockExchange, BlockPart, ranges
-from quacklr.sharded.collectives import Groups, all_reduce_sums, merged_group, union
+from quacklr.sharded.collectives import Groups, merged_group, union
 
 
 def blocks_of(weights: Sequence[Weight]) -> Blocks:
@@ -45,15 +45,11 @@ def sensitivity(paths: Iterable[LogitPath], norm: Norm = frobenius) -> dict[Weig
 
 
 class Placement(NamedTuple):
-    """The indices of local rows and columns in their blocks, and in which sums over ranks they are counted.
-
-    Of several replicas only one is counted: among the ranks that the weight is sharded over, and among all ranks.
-    """
+    """The indices of local rows and columns in their blocks. Sums over ranks count only one of several replicas."""
 
     rows_BR: Tensor
     columns_C: Tensor
     counted: bool
-    counted_in_all: bool
 
 
 class GroupShard(NamedTuple):
@@ -71,6 +67,8 @@ class ShardedBlocks(Blocks):
     def __init__(self, weights: Iterable[Weight]) -> None:
         weights = list(weights)
         _validate_not_partial(weights)
+        self._process_groups = union(process_groups_of(part) for weight in weights for part in weight.parts)
+        self._all_ranks = merged_group(self._process_groups)
         super().__init__(weights)
         self._flat_indices = indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
         counted = [at.counted for at in self._placements for _ in at.rows_BR]
@@ -80,18 +78,16 @@ class ShardedBlocks(Blocks):
     def _local_blocks(self) -> list[LocalBlocks]:
         """LocalBlocks for each shard of a block group and number of local rows. Also sets their placements."""
         shards = [shard for number, group in enumerate(self.groups) for shard in shards_of(number, group)]
-        self._process_groups = [union(map(process_groups_of, group.weight.parts)) for group in self.groups]
         self._placements: list[Placement] = []
         local = []
         for group, parts, own_groups, columns in shards:
             weight, blocks = self.groups[group]
             block_of_row = parts[0][0].blocks_in(parts[0][1])
             sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
-            counted = _is_counted(self._process_groups[group], own_groups)
-            in_all = _is_counted(union(self._process_groups), own_groups)
+            counted = all(dist.get_rank(other) == 0 for other in self._process_groups if other not in own_groups)
             for same_size in by_size(blocks, sizes) if len(columns) else ():
                 local.append(LocalBlocks(weight, same_size, parts))
-                self._placements.append(Placement(rows_in_blocks(local[-1]), columns, counted, in_all))
+                self._placements.append(Placement(rows_in_blocks(local[-1]), columns, counted))
         return local
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
@@ -102,53 +98,46 @@ class ShardedBlocks(Blocks):
         """Copies of the local rows, and the norms of all blocks. A collective call."""
         copies = [each.copy() for each in self.local]
         if norm is frobenius:
-            return list(copies), [self._frobenius(copies)]
-        all_ranks, exchange, _ = self._exchange
-        norms = exchange.flat((blocks, norm(rows_BRC)) for blocks, rows_BRC in exchange.whole_blocks(copies))
-        dist.all_reduce(norms, group=all_ranks)
-        return list(copies), [norms]
+            return list(copies), [self._sum(self._squares(copies)).sqrt_()]
+        whole = self._exchange.whole_blocks(copies)
+        return list(copies), [self._sum(self._exchange.flat((blocks, norm(rows_BRC)) for blocks, rows_BRC in whole))]
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
         """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
 
         Takes two collectives: an all-to-all (block_exchange.py) and an all-reduce.
         """
-        all_ranks, exchange, not_counted = self._exchange
         rows = [each.read() for each in self.local]
         steps = [None if old is None else now - old for now, old in zip(rows, copies, strict=True)]
         before = [now if old is None else old for now, old in zip(rows, copies, strict=True)]
-        whole = exchange.whole_blocks(steps)
+        whole = self._exchange.whole_blocks(steps)
         largest = largest_singular_values([gram(step_BRC) for _, step_BRC in whole])
-        values = exchange.flat(zip([blocks for blocks, _ in whole], largest, strict=True))
-        sums = torch.cat([self._squares(before, not_counted), values])
-        dist.all_reduce(sums, group=all_ranks)
+        values = self._exchange.flat(zip([blocks for blocks, _ in whole], largest, strict=True))
+        sums = self._sum(torch.cat([self._squares(before), values]))
         return sums[: self.total].sqrt(), sums[self.total :]
 
     @cached_property
-    def _exchange(self) -> tuple[Any, BlockExchange, Tensor]:
-        """The process group of all ranks, the exchange among them, and a mask of blocks that another rank counts."""
-        all_ranks = merged_group(union(self._process_groups))
+    def _exchange(self) -> BlockExchange:
+        """The exchange among all ranks. Making it is a collective call."""
         parts = [
             [BlockPart(int(b), ranges(rows), ranges(at.columns_C)) for b, rows in zip(flat, at.rows_BR, strict=True)]
-            if at.counted_in_all
+            if at.counted
             else []
             for at, flat in zip(self._placements, self._flat_indices, strict=True)
         ]
         shapes = [shape for weight, blocks in self.groups for shape in [_shape(weight, blocks)] * len(blocks)]
-        counted = [at.counted_in_all for at in self._placements for _ in at.rows_BR]
-        not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
-        return all_ranks, BlockExchange(parts, shapes, all_ranks, self.device), not_counted
+        return BlockExchange(parts, shapes, self._all_ranks, self.device)
 
-    def _squares(self, rows: list[Tensor], not_counted: Tensor) -> Tensor:
+    def _sum(self, flat: Tensor) -> Tensor:
+        if self._process_groups:
+            dist.all_reduce(flat, group=self._all_ranks)
+        return flat
+
+    def _squares(self, rows: list[Tensor]) -> Tensor:
         """(total,): for each block, the sum of squares of its local rows, without those that another rank counts."""
         zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
         norms = torch.cat([zeros[:0], *(frobenius(rows_BRC).to(zeros) for rows_BRC in rows)])
-        return zeros.index_add(0, self._flat_of_local, norms.square_().masked_fill_(not_counted, 0))
-
-    def _frobenius(self, copies: list[Tensor]) -> Tensor:
-        squares = self._squares(copies, self._not_counted)
-        by_group = squares.split([len(group.blocks) for group in self.groups])
-        return torch.cat(all_reduce_sums(by_group, self._process_groups)).sqrt_()
+        return zeros.index_add(0, self._flat_of_local, norms.square_().masked_fill_(self._not_counted, 0))
 
 
 def shards_of(number: int, group: BlockGroup) -> Iterator[GroupShard]:
@@ -181,11 +170,6 @@ def are_sharded_alike(parts: Sequence[Weight]) -> bool:
     first, *others = ([(s.group, part.dims == (s.dim,), s.factor) for s in shard_specs(part.param)] for part in parts)
     same_rows = all(torch.equal(part.block_of_row, parts[0].block_of_row) for part in parts[1:])
     return same_rows and all(each == first for each in others) and all(by_row for _, by_row, _ in first)
-
-
-def _is_counted(process_groups: Groups, own: Groups) -> bool:
-    """Whether this rank's replica is the one that is counted among the ranks of these process groups."""
-    return all(dist.get_rank(group) == 0 for group in process_groups if group not in own)
 
 
 def _shape(weight: Weight, blocks: Tensor) -> tuple[int, int]:

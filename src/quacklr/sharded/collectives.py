@@ -44,16 +44,6 @@ def all_reduce_sum(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     return _all_reduce(tensors, groups, dist.ReduceOp.SUM)
 
 
-def all_reduce_sums(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
-    """The sum of each tensor over its own groups: one collective for each group, whatever the number of tensors."""
-    sums = list(tensors)
-    for group in union(groups):
-        members = [i for i, each in enumerate(groups) if group in each]
-        for i, tensor in zip(members, all_reduce_sum([sums[i] for i in members], [group]), strict=True):
-            sums[i] = tensor
-    return sums
-
-
 def union(groups: Iterable[Groups]) -> Groups:
     """All groups, each once, in the order of their first occurrence, which is the same in every process."""
     return list(dict.fromkeys(group for each in groups for group in each))

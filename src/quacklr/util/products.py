@@ -12,9 +12,10 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from quacklr.util.torch_functions import ADDED_MATMUL, MATMUL, tensors_in
+from quacklr.util.torch_functions import ADDED_MATMUL, MATMUL, bound, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,6 @@ def matmul_labels(left: int, right: int) -> ProductLabels:
     of_left = batch[len(batch) - max(left - 2, 0) :] + ("id" if left > 1 else "d")
     of_right = batch[len(batch) - max(right - 2, 0) :] + ("dj" if right > 1 else "d")
     return ProductLabels(of_left, of_right, batch + ("i" if left > 1 else "") + ("j" if right > 1 else ""))
-
-
-def einsum_labels(equation: str, left: int, right: int) -> ProductLabels:
-    """The labels of an einsum of two factors with these numbers of dimensions."""
-    (one, two), out = explicit_labels(equation, [left, right])
-    return ProductLabels(one, two, out)
 
 
 def explicit_labels(equation: str, dimensions: Sequence[int]) -> tuple[list[str], str]:
@@ -115,6 +110,10 @@ class AttentionCall(NamedTuple):
 
 def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Product | None:
     """The product that a function computes; None if it multiplies no matrices."""
+    if func is F.linear:
+        x, weight, bias = bound(args, kwargs, "input", "weight", "bias")
+        batch, row = string.ascii_uppercase[: x.ndim - 1], "j" * (weight.ndim - 1)
+        return Product([x, weight], ProductLabels(f"{batch}d", f"{row}d", batch + row), bias)
     if func is not torch.einsum and func not in MATMUL and func not in ADDED_MATMUL:
         return None
     tensors = tensors_in((args, {name: value for name, value in kwargs.items() if name != "out"}))
@@ -122,9 +121,10 @@ def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Produc
         sums_batch = func in (torch.addbmm, Tensor.addbmm)
         labels = None if sums_batch else matmul_labels(tensors[1].ndim, tensors[2].ndim)
         return Product(tensors[1:], labels, tensors[0])
-    if len(tensors) != 2:
+    if len(tensors) != 2 or (func is torch.einsum and not isinstance(args[0], str)):
         return Product(tensors)
     sizes = tensors[0].ndim, tensors[1].ndim
     if func is not torch.einsum:
         return Product(tensors, matmul_labels(*sizes))
-    return Product(tensors, einsum_labels(args[0], *sizes) if isinstance(args[0], str) else None)
+    (left, right), out = explicit_labels(args[0], sizes)
+    return Product(tensors, ProductLabels(left, right, out))

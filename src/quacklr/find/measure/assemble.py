@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
 from quacklr.find.finding import NO_WEIGHTS, NOT_LINEAR, QK_NORM, Finding
-from quacklr.find.measure.run import MeasuredAttention, Measurement, measuring
-from quacklr.find.measure.terms import NOT_FINITE, SPARSE, Chain
+from quacklr.find.measure.run import Measurement, measuring
+from quacklr.find.measure.terms import NOT_FINITE, SPARSE, Chain, MeasuredAttention
 from quacklr.find.parameter_rows import NotRowsError, weight_of
 from quacklr.util.modules import named_parameters, trainable
 

@@ -1,67 +1,84 @@
-"""Finds the projections that a query or a key is linear in, and those whose scale a norm removes.
+"""Finds the projections that a query or a key is made of, and those whose scale does not matter.
 
 By Euler's theorem, the sum of y * df/dy is f where f is linear in y, and 0 where y is normed. This sum is the share of
 projection y in f. Shares are computed for the projections that make the queries and the keys; then, for each projection
 with a share, for the earlier projections that its input is computed from.
+
+If the shares of a function do not add up to it, the function is not linear. Lemma 1 needs only that it is Lipschitz:
+then a step of the weights changes the logit, up to a constant, no more than if it were linear. So y * df/dy is measured
+again with all leaves SCALE times as large, and its growth decides:
+
+    softplus, GELU, SiLU, ELU of a query     SCALE times as large             on the path
+    a gate, sigmoid(g) * q                   that of q SCALE times, of g not  q is on the path, g is not
+    q * q, q * g, silu(g) * q                SCALE ** 2 times                 cannot be written as a path
+    tanh(q)                                  not larger                       on no path: the logit is bounded
+
+The logit as a function of the product must be Lipschitz too: its slope at the larger scale must not be larger.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from quacklr.find.measure.growth import Slope, SlopeChange
-from quacklr.find.measure.records import Attention, Factor, Projection
+from quacklr.find.measure.records import THRESHOLD, Attention, Factor, Projection, recorded_in
 from quacklr.util.autograd import gradients, total_of
 
+SCALE = 2.0**12
+UNCHANGED = SCALE**0.5  # a size that changes by a smaller factor counts as unchanged
+MOST_ROWS = 0.75  # a softmax at a SCALE times larger input is flat in all rows but a few
+PASSES = 4  # random directions
+NO_SHARE = 1e-3  # a smaller share counts as none: an epsilon in a norm leaves about 1e-5
+ROUNDING = 8  # times the dtype's epsilon, if that is more
+
 Shares = list[tuple[float, list[float]]]  # for each random direction: the total, and each projection's share
+Sizes = dict[tuple[int, str, int], Tensor]
+"""The mean |y * df/dy|, one for every row of y.
+
+The key has the numbers of the records, because another forward pass has other tensors: that of the product or of the
+projection that f makes, which part of it f is, and that of y.
+"""
 
 
 class Homogeneity:
     """The projections with a share in each query and key of an attention, and in each projection that has one.
 
+    `cotangents` are random directions for each query and key. `at_scale` has the sizes at the larger scale; None if
+    they are not measured yet.
+
     `contributing` maps a query, a key or a projection to the projections with a share in it. `cut` are projections with
     a gradient, but no share. `bounded` are those that change a logit by no more than some bound. `partial` are those
-    whose input has other terms besides the contributing projections.
+    whose input has other terms besides the contributing projections. `is_disproportionate` is True for q = g * h: no
+    path describes it. `needs_scale`: sizes at the larger scale are needed, and not measured yet.
     """
-
-    PASSES = 4  # random directions
-    NO_SHARE = 1e-3  # a smaller share counts as none: an epsilon in a norm leaves about 1e-5
-    ROUNDING = 8  # times the dtype's epsilon, if that is more
 
     def __init__(
         self,
         attention: Attention,
-        made_of: Mapping[Factor, list[Projection]],
         cotangents: Mapping[Factor, list[Tensor]],
         projections: Mapping[int, Projection],
-        changes: Mapping[Slope, SlopeChange],
+        at_scale: Sizes | None,
     ) -> None:
-        self.projections, self.call, self.changes = projections, attention.call, changes
-        self.number = attention.products[0].number
-        dtypes = [factor.tensor.dtype for factor in made_of]
-        self.rounding = self.ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
-        self.finite = True
-        self.unreached = False  # whether a query or a key has no gradient at any projection that it is made of
-        self.disproportionate = False  # whether a query or key is neither linear nor can be described by a path
-        self.unknown: list[Slope] = []  # slopes at projections on a path that the query or key is not linear in
+        self.projections, self.call, self.at_scale = projections, attention.call, at_scale
+        factors = [factor for product in attention.products for factor in (product.q, product.k)]
+        dtypes = [factor.tensor.dtype for factor in factors if factor.tensor.is_floating_point()]
+        self.rounding = ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes)
+        self.is_finite, self.is_disproportionate, self.needs_scale = True, False, False
+        self.is_unreached = False  # whether a query or a key has no gradient at any projection that it is made of
         self.contributing: dict[Factor | Projection, list[Projection]] = {}
         self.cut: dict[Projection, None] = {}
         self.bounded: list[Projection] = []
         self.partial: set[Projection] = set()
         self.leaf_gradients: dict[Projection, list[Tensor]] = {}
+        self.sizes: Sizes = {}
         for product in attention.products:
             for part, factor in (("q", product.q), ("k", product.k)):
-                found, slope = made_of[factor], Slope(part, product.number)
-                self.contributing[factor] = self._of_factor(slope, factor, found, cotangents[factor])
-                made = [at for p in found if p.output is not None for at in self.leaf_gradients.get(p, [])]
-                self.unreached |= bool(made) and not any(bool(at.any()) for at in made)
-        waiting = [p for factor in made_of for p in self.contributing[factor]]
+                self.contributing[factor] = self._of_factor((product.number, part), factor.tensor, cotangents[factor])
+        waiting = [p for factor in factors for p in self.contributing[factor]]
         while waiting:
             projection = waiting.pop()
             if projection not in self.contributing:
@@ -80,74 +97,60 @@ class Homogeneity:
 
         In one direction alone, 16-bit rounding can cancel the gradient of an entry.
         """
-        return torch.stack(self.leaf_gradients[projection][: self.PASSES]).abs().amax(0)
+        return torch.stack(self.leaf_gradients[projection][:PASSES]).abs().amax(0)
 
-    def _of_factor(
-        self, slope: Slope, factor: Factor, found: list[Projection], cotangents: list[Tensor]
-    ) -> list[Projection]:
+    def growth(self, key: tuple[int, str, int], linear: bool = False, gate: bool = False) -> str:
+        """How a size changes at the larger scale: "in proportion", "more", or "less", which is not at all.
+
+        A size that stays in some rows only (they are normed, and others are not) has no path, as one with "more".
+        `linear`: the function is linear in y, times something that may vanish. `gate`: y is a factor of another
+        projection; a few of its rows may not be flat, by chance.
+        """
+        if self.at_scale is None:
+            self.needs_scale = True
+            return "in proportion"
+        before, after = self.sizes[key], self.at_scale.get(key)
+        if after is None or after.shape != before.shape or not after.isfinite().all():
+            return "more"
+        read = before > THRESHOLD * before.max()
+        growth = after[read] / before[read]
+        stays = growth < UNCHANGED
+        if not linear and stays.float().mean() >= (MOST_ROWS if gate else 1):
+            return "less"
+        is_more = growth.max() > SCALE * UNCHANGED or (not linear and bool(stays.any()))
+        return "more" if is_more else "in proportion"
+
+    def _of_factor(self, function: tuple[int, str], tensor: Tensor, cotangents: list[Tensor]) -> list[Projection]:
         """The projections with a share in a query or key; those of other modules only if the shares are complete.
 
         If shares add up to more than the total, there is a gate or a learned scale; if to less, a residual.
         """
-        shares = [self._shares(factor.tensor, at, factor.tensor, at, found) for at in cotangents]
+        found = recorded_in(tensor, self.projections)
+        shares = [self._shares(function, tensor, at, tensor, at, found) for at in cotangents]
+        made = [at for p in found if p.output is not None for at in self.leaf_gradients.get(p, [])]
+        self.is_unreached |= bool(made) and not any(bool(at.any()) for at in made)
         contributing = self._with_share(shares, found)
         if not self._are_complete(shares, found, contributing):
-            contributing = self._without_gates(factor.tensor, contributing, slope)
+            contributing = self._in_proportion(function, tensor, contributing)
         inside = [p for p in contributing if self.call and self.call in p.calls]
         complete = inside == contributing or self._are_complete(shares, found, contributing)
         return contributing if complete else inside
-
-    def _are_complete(self, shares: Shares, found: list[Projection], some: list[Projection]) -> bool:
-        """Whether the shares of some of the projections found add up to the total."""
-        total = torch.tensor([total for total, _ in shares])
-        added = torch.tensor([sum(s for p, s in zip(found, each, strict=True) if p in some) for _, each in shares])
-        return bool((added - total).norm() <= max(0.01, self.rounding) * total.norm())
-
-    def _without_gates(self, output: Tensor, found: list[Projection], slope: Slope) -> list[Projection]:
-        """The projections that the output is a function of, linear or not, without gates and bounded projections.
-
-        Gates are projections that multiply another one. Learned tensors, such as a temperature, count as gates here.
-        """
-        bounded = [p for p in found if self.changes.get(replace(slope, at=p.number)) is SlopeChange.VANISHES]
-        self.bounded += bounded
-        found = [p for p in found if p not in bounded]
-        if not found:
-            return []
-        first = torch.autograd.grad(output, [p.leaf for p in found], torch.randn_like(output), create_graph=True)
-        at = dict(zip(found, first, strict=True))
-        nonlinear_in = {p: _depends_on(gradient, found) for p, gradient in at.items()}
-        made = [p for p in found if p.output is not None]
-        linear = [p for p in made if p not in nonlinear_in[p]]
-        gates = [p for p in made if p in nonlinear_in[p] and any(p in nonlinear_in[other] for other in linear)]
-        kept = [p for p in made if p not in gates]
-        self.cut |= dict.fromkeys(gates)
-        if not linear and any(
-            p in nonlinear_in[other] and not _close(at[p], at[other]) for p in kept for other in kept
-        ):
-            self.disproportionate = True  # a function of several projections that is not a function of their sum
-        curved = [p for p in kept if any(by.output is not None for by in nonlinear_in[p])]
-        for each in [replace(slope, at=p.number, linear=p in linear) for p in curved]:
-            self.disproportionate |= self.changes.get(each) is SlopeChange.GROWS
-            if each not in self.changes:
-                self.unknown.append(each)
-        return kept
 
     def _of_projection(self, projection: Projection) -> list[Projection]:
         """The earlier projections in the same call of the attention module with a share in a projection."""
         earlier = self._earlier(projection)
         if not earlier or projection.output is None or projection.input is None:
             return []
-        shares = []
+        function, shares = (projection.number, "output"), []
         for at in self.leaf_gradients.get(projection, []):
             (at_input,) = gradients(projection.output, [projection.input], at)
             if at_input is not None:
-                shares.append(self._shares(projection.input, at_input, projection.output, at, earlier))
+                shares.append(self._shares(function, projection.input, at_input, projection.output, at, earlier))
         contributing = self._with_share(shares, earlier)
-        if not self._are_complete(shares, earlier, contributing):
-            self.partial.add(projection)
-            slope = Slope("output", self.number, of=projection.number)
-            contributing = self._without_gates(projection.output, contributing, slope)
-        return contributing
+        if self._are_complete(shares, earlier, contributing):
+            return contributing
+        self.partial.add(projection)
+        return self._in_proportion(function, projection.output, contributing)
 
     def _earlier(self, projection: Projection) -> list[Projection]:
         """The projections that ran before this one in the same call of the attention module."""
@@ -157,23 +160,34 @@ class Homogeneity:
         return [earlier for earlier in before if self.call in earlier.calls and earlier.output is not None]
 
     def _shares(
-        self, tensor: Tensor, at: Tensor, output: Tensor, at_output: Tensor, found: list[Projection]
+        self,
+        function: tuple[int, str],
+        tensor: Tensor,
+        at: Tensor,
+        output: Tensor,
+        at_output: Tensor,
+        found: list[Projection],
     ) -> tuple[float, list[float]]:
         """The sum of tensor * at, and each projection's share in it, from gradients of `output` at `at_output`."""
         total = total_of(tensor.detach() * at)
         shares = []
         for projection, at_leaf in zip(found, gradients(output, [p.leaf for p in found], at_output), strict=True):
-            if at_leaf is not None:
-                self.leaf_gradients.setdefault(projection, []).append(at_leaf)
-            shares.append(0.0 if at_leaf is None else total_of(projection.leaf.detach() * at_leaf))
-        self.finite &= math.isfinite(total + sum(shares))
+            if at_leaf is None:
+                shares.append(0.0)
+                continue
+            self.leaf_gradients.setdefault(projection, []).append(at_leaf)
+            share = projection.leaf.detach().float() * at_leaf
+            shares.append(total_of(share))
+            key = *function, projection.number
+            self.sizes[key] = projection.per_row(share, Tensor.mean) + self.sizes.get(key, 0)
+        self.is_finite &= math.isfinite(total + sum(shares))
         return total, shares
 
     def _with_share(self, shares: Shares, found: list[Projection]) -> list[Projection]:
         """The projections with a share; none if all together have none. Others with a gradient become `cut`."""
         if not shares or not found:
             return []
-        no_share = max(self.NO_SHARE, self.rounding) * torch.tensor([total for total, _ in shares]).norm()
+        no_share = max(NO_SHARE, self.rounding) * torch.tensor([total for total, _ in shares]).norm()
         shares_PF = torch.tensor([each for _, each in shares])
         some = bool(shares_PF.sum(1).norm() > no_share)
         contributing = [p for p, s in zip(found, shares_PF.norm(dim=0), strict=True) if some and s > no_share]
@@ -181,14 +195,31 @@ class Homogeneity:
         self.cut |= dict.fromkeys(p for p, r in zip(found, reached, strict=True) if r and p not in contributing)
         return contributing
 
+    def _are_complete(self, shares: Shares, found: list[Projection], some: list[Projection]) -> bool:
+        """Whether the shares of some of the projections found add up to the total."""
+        total = torch.tensor([total for total, _ in shares])
+        added = torch.tensor([sum(s for p, s in zip(found, each, strict=True) if p in some) for _, each in shares])
+        return bool((added - total).norm() <= max(0.01, self.rounding) * total.norm())
 
-def _depends_on(gradient: Tensor, projections: Sequence[Projection]) -> set[Projection]:
-    """The projections that a gradient depends on. The output it is the gradient of is not linear in them."""
-    if not gradient.requires_grad:
+    def _in_proportion(self, function: tuple[int, str], output: Tensor, found: list[Projection]) -> list[Projection]:
+        """The projections that a function grows in proportion to, without gates and others that do not matter.
+
+        Learned tensors, such as a temperature, count as gates here.
+        """
+        found = [p for p in found if p.output is not None]
+        depends_on = {p: _second_derivatives(output, p, found) for p in found}
+        linear = [p for p in found if p not in depends_on[p]]
+        gates = {gate for p in linear for gate in depends_on[p]}
+        growth = {p: self.growth((*function, p.number), p in linear, p in gates) for p in found}
+        self.is_disproportionate |= "more" in growth.values()
+        self.bounded += [p for p in found if growth[p] == "less"]
+        return [p for p in found if growth[p] != "less"]
+
+
+def _second_derivatives(output: Tensor, projection: Projection, projections: list[Projection]) -> set[Projection]:
+    """The projections that the gradient of an output with respect to one projection depends on."""
+    (at,) = torch.autograd.grad(output, [projection.leaf], torch.randn_like(output), create_graph=True)
+    if not at.requires_grad:
         return set()
-    again = gradients(gradient, [p.leaf for p in projections], torch.randn_like(gradient))
-    return {p for p, second in zip(projections, again, strict=True) if second is not None and second.any()}
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.shape == other.shape and torch.allclose(one, other))
+    again = gradients(at, [p.leaf for p in projections], torch.randn_like(at))
+    return {p for p, second in zip(projections, again, strict=True) if second is not None and bool(second.any())}

@@ -32,10 +32,10 @@ class Projection:
     bias: Tensor | None
     rows: tuple[tuple[int, int], ...]  # (axis of the output, axis of the weight) for all axes that both have
     calls: tuple[int, ...]  # numbers of the module calls that were running, outermost first
-    number: int  # position among projections and products in the order they ran; -1 for a learned tensor
+    number: int  # position among projections and products and learned tensors in the order they ran
 
-    def gradient_per_row(self, gradient: Tensor, reduce: Callable[..., Tensor] = Tensor.amax) -> Tensor:
-        """The absolute gradient of the output, reduced over all axes but those of the rows."""
+    def per_row(self, gradient: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+        """The absolute values of a tensor of the output's shape, reduced over all axes but those of the rows."""
         kept = [axis for axis, _ in self.rows]
         others = [axis for axis in range(gradient.ndim) if axis not in kept]
         size = gradient.detach().abs()
@@ -43,7 +43,7 @@ class Projection:
 
     def rows_with(self, gradient: Tensor) -> RowMask:
         """The rows whose output has a gradient."""
-        largest = self.gradient_per_row(gradient)
+        largest = self.per_row(gradient, Tensor.amax)
         nonzero = (largest > THRESHOLD * largest.max()).cpu()
         in_output = sorted(self.rows)
         order = sorted(range(len(in_output)), key=lambda i: in_output[i][1])

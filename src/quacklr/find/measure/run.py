@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quacklr.find.measure.growth import SCALE, Slope, SlopeChange
-from quacklr.find.measure.records import Attention, Projection
+from quacklr.find.measure.homogeneity import SCALE, Sizes
+from quacklr.find.measure.records import Attention
 from quacklr.find.measure.tape import Tape
-from quacklr.find.measure.terms import Chain, TermFinder
+from quacklr.find.measure.terms import MeasuredAttention, TermFinder
 from quacklr.util.autograd import leaves_of
 from quacklr.util.module_stack import module_stack
 from quacklr.util.modules import run, run_uncompiled, undisturbed, unwrapped
@@ -28,25 +28,11 @@ SMALL = 2**16  # entries: in a larger parameter, only the first row is searched 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MeasuredAttention:
-    """The terms of one attention's logits, head by head, and the projections that are on no path.
-
-    A term is the chain of the query and that of the key, each from the logit to the input.
-    """
-
-    module: str
-    problem: str  # why paths cannot describe it; empty if they can
-    terms: list[tuple[Chain, Chain]]
-    cut: list[Projection]  # gates, and projections that a norm follows
-    bounded: list[Projection]  # projections that a bounded function follows, such as tanh
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Measurement:
     """Every attention of one forward pass, in the order they ran, and the ids of parameters that no token used."""
 
-    attentions: list[MeasuredAttention] = field(default_factory=list)
-    idle: set[int] = field(default_factory=set)
+    attentions: list[MeasuredAttention]
+    idle: set[int]
 
 
 @contextmanager
@@ -77,51 +63,46 @@ def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
     """One forward pass; several for operations on logits, for nonlinear logits, or if the model is the attention."""
     not_replaced: set[int] = set()
     options = {"random": random, "not_replaced": not_replaced, "root_attends": False}
-    changes: dict[Slope, SlopeChange] = {}
+    at_scale: Sizes | None = None
     while True:
-        tape, measurement, unknown = _observe(model, sample, changes, options)
+        tape, found, needs_scale = _observe(model, sample, at_scale, options)
         if not tape.on_logits <= not_replaced:
             not_replaced |= tape.on_logits
-        elif not options["root_attends"] and [each.module for each in measurement.attentions] == [""]:
+        elif not options["root_attends"] and [each.module for each in found] == [""]:
             options["root_attends"] = True  # the model is a single attention
+        elif needs_scale:
+            at_scale = _sizes_at_scale(model, sample, options)
         else:
-            found = _changes(model, sample, unknown, options) if unknown else {}
-            changes |= found
-            if set(found.values()) <= {SlopeChange.STAYS}:
-                measurement.idle.update(id(leaf) for weight in tape.idle for leaf in (weight, *leaves_of(weight)))
-                return measurement
+            return Measurement(found, {id(leaf) for weight in tape.idle for leaf in (weight, *leaves_of(weight))})
 
 
 def _observe(
-    model: nn.Module, sample: Any, changes: dict[Slope, SlopeChange], options: dict[str, Any]
-) -> tuple[Tape, Measurement, dict[Slope, Tensor]]:
-    """One forward pass: its tape, its attentions, and the slopes whose change at a larger scale must be measured."""
-    measurement, unknown = Measurement(), dict[Slope, Tensor]()
+    model: nn.Module, sample: Any, at_scale: Sizes | None, options: dict[str, Any]
+) -> tuple[Tape, list[MeasuredAttention], bool]:
+    """One forward pass: its tape, its attentions, and whether sizes at a larger scale are needed and not known."""
+    found, needs_scale = list[MeasuredAttention](), list[bool]()
 
     def on_attention(attention: Attention, tape: Tape) -> None:
-        found = TermFinder(attention, tape.projections, changes)
-        measurement.attentions.append(
-            MeasuredAttention(attention.module, found.problem(), found.terms, found.cut(), found.homogeneity.bounded)
-        )
-        unknown.update({slope: slope.measure(attention, tape.projections) for slope in found.unknown})
+        finder = TermFinder(attention, tape.projections, at_scale)
+        found.append(finder.measured())
+        needs_scale.append(finder.homogeneity.needs_scale)
 
-    return _run(model, sample, on_attention, **options), measurement, unknown
+    return _run(model, sample, on_attention, **options), found, any(needs_scale)
 
 
-def _changes(
-    model: nn.Module, sample: Any, slopes: dict[Slope, Tensor], options: dict[str, Any]
-) -> dict[Slope, SlopeChange]:
-    """How slopes change in a forward pass at a larger scale. One that cannot be measured there counts as growing."""
-    found: dict[Slope, SlopeChange] = dict.fromkeys(slopes, SlopeChange.GROWS)
+def _sizes_at_scale(model: nn.Module, sample: Any, options: dict[str, Any]) -> Sizes:
+    """Sizes in two forward passes at a larger scale; none if they fail. One is negative, to have all of a ReLU."""
+    found: Sizes = {}
 
     def on_attention(attention: Attention, tape: Tape) -> None:
-        for slope, before in slopes.items():
-            if slope.belongs_to(attention):
-                found[slope] = slope.change(before, slope.measure(attention, tape.projections))
+        for key, size in TermFinder(attention, tape.projections, None).homogeneity.sizes.items():
+            found[key] = size + found.get(key, 0)
 
     with suppress(Exception):
-        _run(model, sample, on_attention, **options, scale=SCALE)
-    return found
+        for scale in (SCALE, -SCALE):
+            _run(model, sample, on_attention, **options, scale=scale)
+        return found
+    return {}
 
 
 def _run(model: nn.Module, sample: Any, on_attention: Callable[[Attention, Tape], None], **options: Any) -> Tape:

@@ -27,14 +27,12 @@ from torch.overrides import TorchFunctionMode
 
 from quacklr.find.measure.records import Attention, Factor, Product, ProductSearch, Projection, recorded_in
 from quacklr.util.module_stack import ModuleStack
-from quacklr.util.products import ProductLabels, explicit_labels, first_pair, matmul_labels
+from quacklr.util.products import ProductLabels, explicit_labels, first_pair, product_of
 from quacklr.util.torch_functions import (
     ADD,
-    ADDED_MATMUL,
     CONCATENATE,
     CONVOLUTION,
     LOGSUMEXP,
-    MATMUL,
     MULTIHEAD,
     SDPA,
     SOFTMAX,
@@ -78,7 +76,7 @@ class Tape(TorchFunctionMode):
         self.products: dict[int, Product] = {}
         self.outputs: dict[int, tuple[Tensor, Projection]] = {}  # the tensors returned to the model in place of outputs
         self.on_logits: set[int] = set()
-        self.count = 0  # of projections and products
+        self.count = 0  # of projections, products and learned tensors
         self.idle: list[Tensor] = []
         self.generators: dict[torch.device, torch.Generator] = {}
 
@@ -126,47 +124,38 @@ class Tape(TorchFunctionMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function; if it is a projection or a product, record it and return its leaf."""
-        if func in ADDED_MATMUL:
-            return self._multiply_and_add(func, args, kwargs)
-        if func is torch.einsum and isinstance(args[0], str):
-            return self._einsum(args[0], *tensors_in(args[1:]))
-        output = func(*args, **kwargs)
-        if func is F.linear or func in CONVOLUTION:
+        if func in CONVOLUTION:
             x, weight, bias = bound(args, kwargs, "input", "weight", "bias")
-            axis = output.ndim - 1 if func is F.linear else output.ndim - weight.ndim + 1
-            return self._project(output, x, weight, bias, ((axis, 0),)) if self._is_weight(weight) else output
-        if func in MATMUL:
-            left, right = bound(args, kwargs, "input", "other")
-            return self._multiply(output, left, right, None, matmul_labels(left.ndim, right.ndim))
-        return output
+            output = func(*args, **kwargs)
+            rows = ((output.ndim - weight.ndim + 1, 0),)
+            return self._project(output, x, weight, bias, rows) if self._is_weight(weight) else output
+        product = product_of(func, args, kwargs)
+        if product is not None and len(product.factors) > 2 and isinstance(args[0], str):
+            return self._in_pairs(args[0], product.factors)
+        if product is None or product.labels is None:
+            return func(*args, **kwargs)
+        added, factors = product.summand, product.factors
+        is_bias = func is F.linear or (self._is_weight(added) and any(map(self._is_weight, factors)))
+        if added is None or is_bias:
+            return self._multiply(func(*args, **kwargs), *factors, added, product.labels)
+        beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+        output = func(added.detach(), *factors, beta=0, alpha=alpha)
+        leaf = self._multiply(output, *factors, None, product.labels)
+        return leaf + beta * added if beta else leaf  # with beta=0, `added` may be uninitialised memory
 
-    def _multiply_and_add(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """addmm and baddbmm. An added weight is the bias of a projection; anything else is added to the leaf."""
-        added, left, right = bound(args, kwargs, "input", "mat1", "mat2")
-        left, right = kwargs.get("batch1", left), kwargs.get("batch2", right)
-        labels = matmul_labels(left.ndim, right.ndim)
-        if self._is_weight(added) and (self._is_weight(left) or self._is_weight(right)):
-            return self._multiply(func(*args, **kwargs), left, right, added, labels)
-        beta = kwargs.get("beta", 1)
-        output = func(added.detach(), left, right, beta=0, alpha=kwargs.get("alpha", 1))
-        return self._multiply(output, left, right, None, labels) + beta * added
-
-    def _einsum(self, equation: str, *factors: Tensor) -> Tensor:
-        """Record an einsum. One of more than two factors is computed in pairs, so that q . k is a product."""
+    def _in_pairs(self, equation: str, factors: Sequence[Tensor]) -> Any:
+        """An einsum of more than two factors, computed in pairs, so that q . k is a product."""
         labels, out = explicit_labels(equation, [factor.ndim for factor in factors])
-        if len(factors) == 2:
-            output = torch.einsum(equation, *factors)
-            return self._multiply(output, *factors, None, ProductLabels(labels[0], labels[1], out))
         weights = [i for i, factor in enumerate(factors) if self._is_weight(factor)]
-        if len(factors) < 2 or (first := first_pair(labels, out, weights)) is None:
+        if (first := first_pair(labels, out, weights)) is None:
             return torch.einsum(equation, *factors)
         i, j, kept = first
-        pair = f"{labels[i]},{labels[j]}->{kept}"
+        pair = f"{labels[i]},{labels[j]}->{kept}", factors[i], factors[j]
         sums = not set(labels[i] + labels[j]) <= set(kept)
-        product = self._einsum(pair, factors[i], factors[j]) if sums else torch.einsum(pair, factors[i], factors[j])
+        product = self._record(torch.einsum, pair, {}) if sums else torch.einsum(*pair)
         rest = [n for n in range(len(factors)) if n not in (i, j)]
         then = ",".join([*(labels[n] for n in rest), kept])
-        return self._einsum(f"{then}->{out}", *(factors[n] for n in rest), product)
+        return self._record(torch.einsum, (f"{then}->{out}", *(factors[n] for n in rest), product), {})
 
     def _multiply(
         self, output: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, labels: ProductLabels
@@ -185,7 +174,9 @@ class Tape(TorchFunctionMode):
         return self._product(output, Factor(left, axes[0][0]), Factor(right, axes[0][1])).leaf.clone()
 
     def _product(self, output: Tensor, q: Factor, k: Factor) -> Product:
-        product = Product(self._leaf(output, signed=self.scale != 1), output, q, k, self.running.calls, self.count)
+        product = Product(
+            self._leaf(output, self.scale, signed=self.scale != 1), output, q, k, self.running.calls, self.count
+        )
         self.products[id(product.leaf)] = product
         return product
 
@@ -198,7 +189,9 @@ class Tape(TorchFunctionMode):
         if not output.numel():
             self.idle.append(weight)
         bias = bias if bias is not None and self._is_weight(bias) else None
-        projection = Projection(self._leaf(output), output, x, weight, bias, rows, self.running.calls, self.count)
+        projection = Projection(
+            self._leaf(output, self.scale), output, x, weight, bias, rows, self.running.calls, self.count
+        )
         self.projections[id(projection.leaf)] = projection
         returned = projection.leaf.clone()  # so that the model may write into it
         self.outputs[id(returned)] = returned, projection
@@ -210,7 +203,7 @@ class Tape(TorchFunctionMode):
             returned, projection = self.outputs.get(id(output), (None, None))
             if projection is None or projection.bias is not None or not self._is_weight(bias) or bias.ndim != 1:
                 continue
-            if projection.rows == ((output.ndim - 1, projection.rows[0][1]),) and len(bias) == output.shape[-1]:
+            if [axis for axis, _ in projection.rows] == [output.ndim - 1] and len(bias) == output.shape[-1]:
                 projection.bias = bias
                 return returned
         return None
@@ -221,8 +214,9 @@ class Tape(TorchFunctionMode):
             return [self._replace_learned(each) for each in arg]
         if not self._is_weight(arg):
             return arg
+        self.count += 1
         rows = tuple((axis, axis) for axis in range(arg.ndim))
-        projection = Projection(self._leaf(arg), None, None, arg, None, rows, self.running.calls, -1)
+        projection = Projection(self._leaf(arg, 1.0), None, None, arg, None, rows, self.running.calls, self.count)
         self.projections[id(projection.leaf)] = projection
         return projection.leaf.clone()
 
@@ -277,14 +271,17 @@ class Tape(TorchFunctionMode):
     def _is_weight(self, tensor: Any) -> bool:
         return id(tensor) in self.weights
 
-    def _leaf(self, output: Tensor, signed: bool = False) -> Tensor:
-        """Random numbers to replace an output. They are positive by default, so that a ReLU has gradients."""
+    def _leaf(self, output: Tensor, scale: float, signed: bool = False) -> Tensor:
+        """Random numbers to replace an output. They are positive by default, so that a ReLU has gradients.
+
+        None of these is near 0, so that at a larger scale a bounded function is flat.
+        """
         if not self.random and output.any():
-            return (output.detach() * self.scale).requires_grad_()
+            return (output.detach() * scale).requires_grad_()
         device = output.device
         generator = self.generators.setdefault(device, torch.Generator(device).manual_seed(0))
-        leaf = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=device) * self.scale
-        return (leaf if signed else leaf.abs_()).requires_grad_()
+        leaf = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=device)
+        return (scale * (leaf if signed else leaf.abs_() + 0.5)).requires_grad_()
 
 
 def _batch_norm(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, *_: Any) -> Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product as pairs
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quacklr.find.measure.growth import Slope, SlopeChange
-from quacklr.find.measure.homogeneity import Homogeneity
+from quacklr.find.measure.homogeneity import PASSES, Homogeneity, Sizes
 from quacklr.find.measure.mixing import Heads, are_mixed
 from quacklr.find.measure.records import Attention, Factor, Product, Projection, RowMask, recorded_in
 from quacklr.util.autograd import gradients, total_of
@@ -29,64 +29,75 @@ SPARSE = (
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredAttention:
+    """The terms of one attention's logits, head by head, and the projections that are on no path.
+
+    A term is the chain of the query and that of the key, each from the logit to the input.
+    """
+
+    module: str
+    problem: str  # why paths cannot describe it; empty if they can
+    terms: list[tuple[Chain, Chain]]
+    cut: list[Projection]  # projections that a norm follows
+    bounded: list[Projection]  # gates, and projections that a bounded function follows, such as tanh
+
+
 class TermFinder:
     """The terms of one attention's logits, each a query chain and a key chain.
 
-    `projections` are those recorded before the attention. `changes` are the slopes that were measured at a larger
-    scale; `unknown` are further slopes to measure.
+    `projections` are those recorded before the attention. `at_scale` has the sizes at a larger scale; None if they are
+    not measured yet.
     """
 
-    def __init__(
-        self, attention: Attention, projections: dict[int, Projection], changes: Mapping[Slope, SlopeChange]
-    ) -> None:
+    def __init__(self, attention: Attention, projections: dict[int, Projection], at_scale: Sizes | None) -> None:
         self.attention, self.projections = attention, projections
         self.logits, self.products = attention.logits, attention.products
         self.factors = [factor for product in self.products for factor in (product.q, product.k)]
-        self.made_of = {factor: recorded_in(factor.tensor, projections) for factor in self.factors}
         self.generator = torch.Generator(self.logits.device).manual_seed(0)
         cotangents: dict[Factor, list[Tensor]] = {factor: [] for factor in self.factors}
-        for product in self.products * Homogeneity.PASSES:
+        for product in self.products * PASSES:
             for factor, cotangent in self._cotangents(product, self._noise(product.output)).items():
                 cotangents[factor].append(cotangent)
-        self.homogeneity = Homogeneity(attention, self.made_of, cotangents, projections, changes)
+        self.homogeneity = Homogeneity(attention, cotangents, projections, at_scale)
         self.entries = {factor: self._entries_of(factor) for factor in self.factors}
         self.normed = [] if attention.fused else self._normed()
-        self.mixed = False
-        self.terms = self._terms()
-        curved = [] if attention.fused or not self._is_curved() else [Slope("logits", p.number) for p in self.products]
-        self.grows = any(changes.get(slope) is SlopeChange.GROWS for slope in curved)
-        self.unknown = [*self.homogeneity.unknown, *(slope for slope in curved if slope not in changes)]
+        curved = self.products if not attention.fused and self._is_curved() else []
+        self.grows = any(self.homogeneity.growth((product.number, "logits", -1)) != "less" for product in curved)
 
-    def problem(self) -> str:
+    def measured(self) -> MeasuredAttention:
+        """The terms of all heads, and the problem that paths have with this attention."""
+        terms, is_mixed = self._terms()
+        problem = self._problem(is_mixed)
+        normed = [p for x in self.normed for f in (x.q, x.k) for p in recorded_in(f.tensor, self.projections)]
+        cut = [*self.homogeneity.cut, *normed]
+        return MeasuredAttention(self.attention.module, problem, terms, cut, self.homogeneity.bounded)
+
+    def _problem(self, is_mixed: bool) -> str:
         """The reason why paths cannot describe this attention; empty if they can."""
         found = self.homogeneity
-        if not found.finite:
+        if not found.is_finite:
             return NOT_FINITE
-        if found.unreached or any(p.is_sparse(found.largest_gradient(p)) for p in found.on_paths):
+        if found.is_unreached or any(p.is_sparse(found.largest_gradient(p)) for p in found.on_paths):
             return SPARSE
-        if self.mixed:
+        if is_mixed:
             return MIXED
-        if self.attention.nested:
-            return OTHER_WAYS
         direct = recorded_in(self.logits, self.projections)
-        if any(p in direct for f in self.factors for p in found.contributing[f] if p.output is not None):
+        made = [p for factor in self.factors for p in found.contributing[factor] if p.output is not None]
+        if self.attention.nested or any(p in direct for p in made):
             return OTHER_WAYS
-        return NOT_LINEAR if found.disproportionate or self.grows else ""
-
-    def cut(self) -> list[Projection]:
-        """The projections whose scale does not matter, because a norm follows them or their product."""
-        after = [p for product in self.normed for factor in (product.q, product.k) for p in self.made_of[factor]]
-        return [*self.homogeneity.cut, *after]
+        return NOT_LINEAR if found.is_disproportionate or self.grows else ""
 
     def _normed(self) -> list[Product]:
         """The products whose scale, alone or all together, does not change the logits, because a norm follows them."""
         alone, together = dict.fromkeys(self.products, True), True
-        for _ in range(Homogeneity.PASSES):
+        for _ in range(PASSES):
             at = gradients(self.logits, [product.leaf for product in self.products], self._noise(self.logits))
             shares, bounds = [], []
             for product, gradient in zip(self.products, at, strict=True):
                 assert gradient is not None
-                self.homogeneity.finite &= bool(gradient.isfinite().all())
+                self.homogeneity.is_finite &= bool(gradient.isfinite().all())
+                self.homogeneity.sizes[product.number, "logits", -1] = gradient.abs().float().mean()
                 shares.append(total_of(gradient * product.leaf.detach()))
                 bounds.append(1e-4 * float(gradient.norm() * product.leaf.detach().norm()))
                 alone[product] &= abs(shares[-1]) <= bounds[-1]
@@ -104,8 +115,8 @@ class TermFinder:
         again = [second for each in nonlinear for second in gradients(each, leaves, torch.randn_like(each))]
         return any(second is not None and bool(second.any()) for second in again)
 
-    def _terms(self) -> list[tuple[Chain, Chain]]:
-        """The distinct pairs of chains that make the query and the key, of all heads.
+    def _terms(self) -> tuple[list[tuple[Chain, Chain]], bool]:
+        """The distinct pairs of chains that make the query and the key, of all heads; and whether heads are mixed.
 
         A head is the entries of a product that are made of the same rows.
         """
@@ -128,8 +139,8 @@ class TermFinder:
                 rows = tuple(frozenset(rows.key for rows in side) for side in nearest)
                 head_of_entry[index] = numbers.setdefault(rows, len(numbers))
             heads[product] = head_of_entry.to(product.leaf.device), [frozenset().union(*rows) for rows in numbers]
-        self.mixed = not self.attention.fused and are_mixed(self.logits, heads, self.generator)
-        return list(found.values())
+        is_mixed = not self.attention.fused and are_mixed(self.logits, heads, self.generator)
+        return list(found.values()), is_mixed
 
     def _rows_differ(self, product: Product, axis: int, size: int) -> bool:
         """Whether the first and the last entry along an axis of a product read different rows of one projection."""

@@ -53,31 +53,29 @@ def read_deepspeed(zero: Any) -> Engine:
 def _stage_1_and_2(zero: Any) -> Engine:
     if zero.zenflow:
         raise ValueError(NOT_READ.format("ZenFlow", "use ZeRO stage 1 or 2 without it"))
-    shards: list[list[FlatTensor]] = []
-    flats, groups = zero.single_partition_of_fp32_groups, zero.real_dp_process_group
-    for i, (params, offsets) in enumerate(
-        zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, strict=True)
-    ):
-        shards.append(list(_partition(params, offsets, partial(flats.__getitem__, i), groups[i])))
-    return _engine(zero, shards, flats)
+    offsets, flats = zero.round_robin_bit16_offsets, zero.single_partition_of_fp32_groups
+    return _flattened(zero, zero.round_robin_bit16_groups, offsets, flats, zero.real_dp_process_group)
 
 
 def _bf16(zero: Any) -> Engine:
     """BF16_Optimizer, of stage 1 with gradients accumulated in fp32."""
-    flats, groups = zero.fp32_groups_flat_partition, zero.real_dp_process_group
-    shards = [
-        list(_partition(params, _offsets(params), partial(flats.__getitem__, i), groups[i]))
-        for i, params in enumerate(zero.bf16_groups)
-    ]
-    return _engine(zero, shards, flats)
+    groups, flats = zero.bf16_groups, zero.fp32_groups_flat_partition
+    return _flattened(zero, groups, map(_offsets, groups), flats, zero.real_dp_process_group)
 
 
 def _fp16_fused(zero: Any) -> Engine:
     """FP16_Optimizer, of stage 0: every process has a flat fp32 copy of all parameters."""
-    flats = zero.fp32_groups_flat
+    groups, flats = zero.fp16_groups, zero.fp32_groups_flat
+    return _flattened(zero, groups, map(_offsets, groups), flats, [None] * len(flats))
+
+
+def _flattened(
+    zero: Any, groups: Sequence[Any], offsets: Iterable[Sequence[int]], flats: Sequence[Tensor], ranks: Sequence[Any]
+) -> Engine:
+    """Param groups that are flattened, each divided among the ranks of a process group; None: not divided."""
     shards = [
-        list(_partition(params, _offsets(params), partial(flats.__getitem__, i), None))
-        for i, params in enumerate(zero.fp16_groups)
+        list(_partition(params, at, partial(flats.__getitem__, i), ranks[i]))
+        for i, (params, at) in enumerate(zip(groups, offsets, strict=True))
     ]
     return _engine(zero, shards, flats)
 
