@@ -198,14 +198,15 @@ class Unknown(Attention):
 
 def test_attention_that_no_table_has_is_measured_before_and_clipped_in_the_first_step() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Unknown())
+    attention = Unknown()
+    model = nn.Sequential(attention)
     optimizer = SGD(model.parameters(), lr=1e-12)
     with pytest.raises(ValueError, match=r"^0: no table has the class Unknown, .*logit_paths\(model, batch\)"):
         QKClip(model, optimizer, 0.05)
     QKClip(logit_paths(model, X), optimizer, 0.05)
     model(X).square().mean().backward()
     optimizer.step()
-    torch.testing.assert_close(model[0].largest(), torch.full((2,), 0.05))  # type: ignore[operator]
+    torch.testing.assert_close(attention.largest(), torch.full((2,), 0.05))
 
 
 def test_parameters_that_were_replaced_after_attaching_are_an_error() -> None:

@@ -20,8 +20,8 @@ from quacklr.attention.axes import HeadAxes, last_axis
 from quacklr.attention.flex import flex_logits, is_flex, run_flex
 from quacklr.attention.logits import EagerLogits, Logits, QKLogits
 from quacklr.attention.provenance import ProvenanceTracker
-from quacklr.util.products import AttentionCall, attention_of, softmax_of
-from quacklr.util.torch_functions import MULTIHEAD, bound, multihead_opened, tensors_in
+from quacklr.util.products import AttentionCall
+from quacklr.util.torch_functions import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened, tensors_in
 
 SUPPORTED = (
     "these are seen: scaled_dot_product_attention, flex attention, torch.nn.MultiheadAttention, and a softmax over the "
@@ -50,10 +50,10 @@ class AttentionInterceptor(TorchFunctionMode):
             heads = bound(args, kwargs, "query", "key", "value", "embed_dim_to_check", "num_heads")[4]
             with AttentionInterceptor(self.on_logits, partial(last_axis, heads=heads)):
                 return multihead_opened(*args, **kwargs)
-        if call := attention_of(func, args, kwargs):
-            self._report(self._sdpa_logits, call)
-        elif softmax := softmax_of(func, args, kwargs):
-            self._report(self._softmax_logits, *softmax)
+        if func is SDPA:
+            self._report(self._sdpa_logits, AttentionCall(*args, **kwargs))
+        elif func in SOFTMAX or func in LOGSUMEXP:
+            self._report(self._softmax_logits, *bound(args, kwargs, "input", "dim"))
         elif is_flex(func):
             self._report(flex_logits, *args, **kwargs)
             return func(*args, **kwargs) if torch.is_grad_enabled() else run_flex(*args, **kwargs)

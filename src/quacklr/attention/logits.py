@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -79,15 +78,11 @@ class QKLogits(Logits):
     mask_BHIJ: Tensor | None = None
     score_mod: ScoreMod | None = None
 
-    @cached_property
-    def _float_keys(self) -> Tensor:
-        return self.k_BGJD.float()
-
     def chunk(self, sequences: slice, queries: slice) -> Tensor:
         """The logits of a chunk, computed at each call."""
         width = self.keys if self.offset is None else min(self.keys, max(1, queries.stop + self.offset))
         q_BHID = self.source[sequences, :, queries].float() * self.factor
-        k_BGJD = self._float_keys[sequences, :, :width]
+        k_BGJD = self.k_BGJD[sequences, :, :width].float()
         q_BGID = q_BHID.reshape(*k_BGJD.shape[:2], -1, q_BHID.shape[-1])  # the queries of a group in one axis
         logit_BHIJ = (q_BGID @ k_BGJD.mT).view(*q_BHID.shape[:3], width)
         if self.score_mod is not None:

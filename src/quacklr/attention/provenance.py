@@ -105,12 +105,13 @@ class ProvenanceTracker:
         elif func in ops.SUBTRACT:
             subtracted = subtracted + self._row(logits, *bound(args, kwargs, "input", "other"))
         for tensor in changed:
-            masked_here = masked if fits(masked, tensor) else NO_MASK
+            mask = masked if fits(masked, tensor) else NO_MASK
             shift = subtracted if fits(subtracted, tensor) else NO_SHIFT
-            self._origins[tensor] = replace(origin, masked=masked_here, subtracted=shift)
-            if tensor is logits and (base := tensor._base) is not None and base in self._origins:
+            self._origins[tensor] = replace(origin, masked=mask, subtracted=shift)
+            base = tensor._base if tensor is logits and mask.ndim else None
+            if base is not None and base in self._origins:  # written in place: the base is masked too
                 in_base = torch.zeros_like(base, dtype=torch.bool)
-                in_base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(masked)
+                in_base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(mask)
                 self._origins[base] = replace(self._origins[base], masked=self._masks(base) | in_base)
 
     def _masks(self, value: Any, factor: float = 1) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products of tensors, softmaxes and attentions among the calls that a TorchFunctionMode gets.
+"""Products of tensors among the calls that a TorchFunctionMode gets, and the arguments of an attention.
 
 The axes of a product are einsum labels: one letter for each axis, for matmul and for einsum.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quacklr.util.torch_functions import ADDED_MATMUL, LOGSUMEXP, MATMUL, SDPA, SOFTMAX, bound, tensors_in
+from quacklr.util.torch_functions import ADDED_MATMUL, MATMUL, bound, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +128,3 @@ def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Produc
         return Product(tensors, matmul_labels(*sizes))
     (left, right), out = explicit_labels(args[0], sizes)
     return Product(tensors, ProductLabels(left, right, out))
-
-
-def softmax_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, int | None] | None:
-    """The input and the dimension of a softmax or of a logsumexp; None for other functions."""
-    if func not in SOFTMAX and func not in LOGSUMEXP:
-        return None
-    given, dim = bound(args, kwargs, "input", "dim")
-    return given, dim
-
-
-def attention_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> AttentionCall | None:
-    """The arguments of a call of scaled_dot_product_attention; None for other functions."""
-    return AttentionCall(*args, **kwargs) if func is SDPA else None
