@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ def _innermost(attention: str, modules: Iterable[str]) -> str | None:
 
 
 def _report(
-    name: str, layers: Mapping[str, list[LogitPath]], taken: list[Changes], problems: Mapping[str, str]
+    name: str, layers: Mapping[str, list[LogitPath]], taken: Sequence[Changes], problems: Mapping[str, str]
 ) -> LayerReport:
     """The largest changes of a layer in all steps."""
     module, heads = _module(layers[name][0]), layers[name][0].heads
