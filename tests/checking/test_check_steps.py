@@ -90,8 +90,9 @@ class Nested(Separate):
 def test_the_inputs_of_a_layer_are_those_before_the_step() -> None:
     torch.manual_seed(0)
     model = Residual()
-    first, second = ({"params": [*layer.parameters()]} for layer in model.layers)
-    report = check(model, SGD([first, {**second, "lr": 0.0}], lr=1.0), WIDE_BTD, steps=1)
+    first, second = ([*layer.parameters()] for layer in model.layers)
+    optimizers = [SGD(first, lr=1.0), SGD(second, lr=0.0)]
+    report = check(model, optimizers, WIDE_BTD, steps=1)
     assert (report.layers[0].measured > 0).all()
     assert not report.layers[1].measured.any()
 
