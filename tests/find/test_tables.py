@@ -223,7 +223,7 @@ class ElementwiseAttention(nn.Module):
         (Normed(), "besides q_proj and k_proj it has scale_q"),
         (OneNorm(), "only queries or only keys have a norm"),
         (Unit(), "its code calls normalize"),
-        (KeysFromElsewhere(), "its keys are another layer's"),
+        (KeysFromElsewhere(), "no table has the class LlamaAttention"),
         (ElementwiseAttention(), "its forward calls no softmax"),
         (Own(), "besides q_proj and k_proj it has norm"),
         (Hooked(), "q_proj is not a projection that we can read"),

@@ -9,7 +9,6 @@ from quacklr.core.path import LogitPath
 
 # reasons for having no path
 QK_NORM = "QK norm: its logit does not depend on the scale of its queries and keys"
-SCALE_FREE = "parametrised so that its logit does not depend on the scale of its weights"
 NO_SOFTMAX = "no softmax attention"
 NOT_LINEAR = "comes before a norm or another nonlinear function, or is a gate"
 NO_WEIGHTS = "its queries and keys are not made of weights of its own"

@@ -11,7 +11,6 @@ import re
 from torch import nn
 
 from quacklr.find.finding import Finding, UnreadableError, pending
-from quacklr.find.parameter_rows import NotRowsError
 from quacklr.find.tables.facts import calls_attention, is_trusted, names_used
 from quacklr.find.tables.fused import fused, multihead
 from quacklr.find.tables.latent import latent
@@ -32,8 +31,6 @@ def by_table(module: nn.Module) -> Finding | None:
             return found
     except UnreadableError as reason:
         return pending(str(reason))
-    except NotRowsError as reason:
-        return Finding(reason=f"parametrised: {reason}")
     return pending(f"no table has the class {type(module).__name__}") if _looks_like_attention(module) else None
 
 

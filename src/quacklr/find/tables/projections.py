@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from quacklr.core.path import LogitPath
 from quacklr.core.weight import Segment, Weight, packed
-from quacklr.find.finding import SCALE_FREE, Finding
-from quacklr.find.parameter_rows import weight_of
+from quacklr.find.finding import Finding
 from quacklr.find.tables.facts import is_trusted
 
 PACKAGES = {"transformers", "megatron", "transformer_engine"}
@@ -26,17 +24,13 @@ Chain = tuple[Weight, ...]  # from the weight next to the logit to the one that 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProjectionWeight:
-    """One term of a projection: a weight whose rows are the output, and the weight that its input goes through first.
-
-    `originals` are the names of the parameters that the weight is computed from, by id, if it is parametrised.
-    """
+    """One term of a projection: a weight whose rows are its output. The input goes through `before` first."""
 
     weight: Tensor
     bias: Tensor | None = None
     dim: int = 0
     before: Weight | None = None
     suffix: str = ""
-    originals: dict[int, str] | None = None
 
     @property
     def rows(self) -> int:
@@ -49,18 +43,7 @@ class ProjectionWeight:
         before: Chain = ()
         if self.before is not None:
             before = (replace(self.before, name="_".join([*(weight.name for weight in weights), self.before.name])),)
-        return {weight.name: (*self._of_parameter(weight), *before) for weight in weights}
-
-    def _of_parameter(self, weight: Weight) -> Chain:
-        """The weight as rows of the parameter it is computed from; empty if that one's scale does not matter."""
-        if self.originals is not None:
-            masks = [(weight.block_of_row == block).view(-1, 1) for block in range(weight.blocks)]
-            found = weight_of(self.weight, masks, self.originals)
-            if found is None:
-                return ()
-            source = found[0]
-            weight = replace(weight, param=source.param, block_of_row=source.block_of_row, dim=source.dim)
-        return (replace(weight, name=weight.name + self.suffix),)
+        return {w.name: (replace(w, name=w.name + self.suffix), *before) for w in weights}
 
 
 def chains(terms: Sequence[ProjectionWeight], *segments: Segment, repeat: int = 1) -> dict[str, list[Chain]]:
@@ -72,8 +55,7 @@ def chains(terms: Sequence[ProjectionWeight], *segments: Segment, repeat: int = 
 def finding_from(q: Sequence[Chain], k: Sequence[Chain]) -> Finding:
     """The finding with one path for each pair of a query chain and a key chain."""
     joined = [(*one[::-1], *other) for one, other in product(q, k)]
-    paths = [LogitPath(chain, max(weight.blocks for weight in chain)) for chain in joined if chain]
-    return Finding(paths, "" if paths else SCALE_FREE)
+    return Finding([LogitPath(chain, max(weight.blocks for weight in chain)) for chain in joined])
 
 
 def projection_weights(projection: nn.Module | Tensor | None) -> list[ProjectionWeight]:
@@ -92,15 +74,10 @@ def projection_weights(projection: nn.Module | Tensor | None) -> list[Projection
 
 
 def _plain(module: Any) -> list[ProjectionWeight]:
-    """A linear layer, or a convolution with kernel size 1."""
+    """A linear layer, or a convolution with kernel size 1; not one with a parametrised weight."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, nn.Parameter)):
         return []
-    if is_parametrized(module, "weight") and weight.ndim == 2:
-        with torch.enable_grad():
-            weight = module.weight  # the computed weight, not its original parameter
-        originals = {id(p): name for name, p in module.parametrizations.weight.named_parameters()}
-        return [ProjectionWeight(weight, bias, originals=originals)]
     pointwise = isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}
     known = type(module).__name__ if is_trusted(module, PACKAGES) else ""
     linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or known in LINEAR)

@@ -97,13 +97,7 @@ def _input_norms(module: nn.Module) -> tuple[str, ...]:
 def _query_only(module: nn.Module) -> Finding | None:
     """The finding for a layer with a query projection and no key projection, because it reads another layer's keys."""
     for q, k in QUERY_AND_KEY:
-        if (
-            isinstance(getattr(module, q, None), nn.Linear)
-            and getattr(module, k, None) is None
-            and calls_attention(module)
-        ):
-            if active_child(module, *Q_NORM) is not None:
-                return Finding(reason=QK_NORM + " (its keys are another layer's)")
-            fused = any("kv" in name for name, _ in module.named_children())
-            raise UnreadableError("its keys and values are fused" if fused else "its keys are another layer's")
+        has_query = isinstance(getattr(module, q, None), nn.Linear) and getattr(module, k, None) is None
+        if has_query and active_child(module, *Q_NORM) is not None and calls_attention(module):
+            return Finding(reason=QK_NORM + " (its keys are another layer's)")
     return None
