@@ -81,9 +81,9 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
         (["models_to_check:half_frozen"], 2, "to run it, name a function that returns a batch too"),
         (["models_to_check:missing"], 2, "models_to_check has no 'missing'"),
         (["lama"], 2, "did you mean llama"),
-        (["models_to_check:unheard_of", "--lr", "0"], 1, "every learning rate is 0"),
-        (["models_to_check:unheard_of", "--growth", "nan"], 1, "the factor of the weights must be a positive number"),
-        (["models_to_check:unheard_of", "--steps", "0"], 1, "at least one step must be taken"),
+        (["models_to_check:unheard_of", "--lr", "0"], 2, "--lr: must be a positive number, at most 1e+30, not 0"),
+        (["models_to_check:unheard_of", "--growth", "nan"], 2, "--growth: must be a positive number"),
+        (["models_to_check:unheard_of", "--steps", "0"], 2, "argument --steps: invalid choice: 0"),
         (["gpt2", "--steps", "1.5"], 2, "argument --steps: invalid int value: '1.5'"),
     ],
 )

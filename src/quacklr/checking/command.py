@@ -52,11 +52,19 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     """The options."""
     options = target_parser("quacklr check", "[options]", ABOUT, EXAMPLES)
-    options.add_argument("--lr", type=float, default=1e-3, help="lr of AdamW, if the target has no optimizer (1e-3)")
-    options.add_argument("--tau", type=float, default=1.0, help="tau of QuacK (1)")
-    options.add_argument("--steps", type=int, default=3, help="real steps to take (3)")
-    options.add_argument("--growth", type=float, default=4.0, help="factor of the grown weights (4)")
+    options.add_argument(
+        "--lr", type=_positive, default=1e-3, help="lr of AdamW, if the target has no optimizer (1e-3)"
+    )
+    options.add_argument("--tau", type=_positive, default=1.0, help="tau of QuacK (1)")
+    options.add_argument("--steps", type=int, choices=range(1, 1001), metavar="N", default=3, help="real steps (3)")
+    options.add_argument("--growth", type=_positive, default=4.0, help="factor of the grown weights (4)")
     return options
+
+
+def _positive(text: str) -> float:
+    if not 0 < (number := float(text)) <= 1e30:
+        raise argparse.ArgumentTypeError(f"must be a positive number, at most 1e+30, not {text}")
+    return number
 
 
 def checked(options: argparse.Namespace) -> CheckReport:

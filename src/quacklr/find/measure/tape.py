@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -135,6 +135,8 @@ class Tape(TorchFunctionMode):
         if product is None or product.labels is None:
             return func(*args, **kwargs)
         added, (left, right) = product.summand, product.factors
+        if isinstance(right, nn.Parameter) and not self._is_weight(right):  # of a module that the forward has made
+            return func(*args, **kwargs)
         is_bias = func is F.linear or (self._is_weight(added) and (self._is_weight(left) or self._is_weight(right)))
         if added is None or is_bias:
             return self._multiply(func(*args, **kwargs), left, right, added, product.labels)
