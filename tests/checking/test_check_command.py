@@ -83,8 +83,8 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
         (["lama"], 2, "did you mean llama"),
         (["models_to_check:unheard_of", "--lr", "0"], 2, "--lr: must be a positive number, at most 1e+30, not 0"),
         (["models_to_check:unheard_of", "--growth", "nan"], 2, "--growth: must be a positive number"),
-        (["models_to_check:unheard_of", "--steps", "0"], 2, "argument --steps: invalid choice: 0"),
-        (["gpt2", "--steps", "1.5"], 2, "argument --steps: invalid int value: '1.5'"),
+        (["models_to_check:unheard_of", "--steps", "0"], 2, "argument --steps: must be a number from 1 to 1000, not 0"),
+        (["gpt2", "--steps", "1.5"], 2, "argument --steps: invalid _count value: '1.5'"),
     ],
 )
 @pytest.mark.usefixtures("mine")

@@ -56,9 +56,15 @@ def parser() -> Parser:
         "--lr", type=_positive, default=1e-3, help="lr of AdamW, if the target has no optimizer (1e-3)"
     )
     options.add_argument("--tau", type=_positive, default=1.0, help="tau of QuacK (1)")
-    options.add_argument("--steps", type=int, choices=range(1, 1001), metavar="N", default=3, help="real steps (3)")
+    options.add_argument("--steps", type=_count, default=3, help="real steps to take (3)")
     options.add_argument("--growth", type=_positive, default=4.0, help="factor of the grown weights (4)")
     return options
+
+
+def _count(text: str) -> int:
+    if not 1 <= (number := int(text)) <= 1000:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to 1000, not {text}")
+    return number
 
 
 def _positive(text: str) -> float:

@@ -135,9 +135,8 @@ def _items(value: Any) -> Any:
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, also those in slots."""
     state: Any = object.__getstate__(value)  # a dict, or a pair of dicts if the class has slots
-    return {
-        name: each for part in (state if isinstance(state, tuple) else [state]) for name, each in (part or {}).items()
-    }
+    in_dict, in_slots = state if isinstance(state, tuple) else (state, None)
+    return {**(in_dict or {}), **(in_slots or {})}
 
 
 def _set_items(value: Any, items: Any) -> None:

@@ -134,15 +134,13 @@ class Tape(TorchFunctionMode):
             return self._in_pairs(args[0], product.factors)
         if product is None or product.labels is None:
             return func(*args, **kwargs)
-        added, (left, right) = product.summand, product.factors
-        if isinstance(right, nn.Parameter) and not self._is_weight(right):  # of a module that the forward has made
-            return func(*args, **kwargs)
-        is_bias = func is F.linear or (self._is_weight(added) and (self._is_weight(left) or self._is_weight(right)))
+        added, factors = product.summand, product.factors
+        is_bias = func is F.linear or (self._is_weight(added) and any(map(self._is_weight, factors)))
         if added is None or is_bias:
-            return self._multiply(func(*args, **kwargs), left, right, added, product.labels)
+            return self._multiply(func(*args, **kwargs), factors, added, product.labels)
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-        output = func(added.detach(), left, right, beta=0, alpha=alpha)
-        leaf = self._multiply(output, left, right, None, product.labels)
+        output = func(added.detach(), *factors, beta=0, alpha=alpha)
+        leaf = self._multiply(output, factors, None, product.labels)
         return leaf + beta * added if beta else leaf  # with beta=0, `added` may be uninitialised memory
 
     def _in_pairs(self, equation: str, factors: Sequence[Tensor]) -> Any:
@@ -160,15 +158,17 @@ class Tape(TorchFunctionMode):
         return self._record(torch.einsum, (f"{then}->{out}", *(factors[n] for n in rest), product), {})
 
     def _multiply(
-        self, output: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, labels: ProductLabels
+        self, output: Tensor, factors: Sequence[Tensor], bias: Tensor | None, labels: ProductLabels
     ) -> Tensor:
         """Record a projection if one factor is a weight, or a product if both are activations that depend on leaves."""
+        left, right = factors
         if self._is_weight(right):
             return self._project(output, left, right, bias, labels.kept_axes(of_right=True))
         if self._is_weight(left):
             return self._project(output, right, left, bias, labels.kept_axes(of_right=False))
         axes = labels.summed_axes()
-        if not (left.requires_grad and right.requires_grad) or len(axes) != 1:
+        are_activations = all(each.requires_grad and not isinstance(each, nn.Parameter) for each in factors)
+        if not are_activations or len(axes) != 1:  # a parameter that is not the model's is neither
             return output
         self.count += 1
         if self.count in self.not_replaced:
