@@ -8,23 +8,22 @@ runs in a later batch, a slice of that batch is measured too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from quacklr.core.local import is_sharded
 from quacklr.find.discover import WAYS_OUT, completed, not_known, validate_controls, warn_unknown, without_pending
 from quacklr.find.finding import BY_TABLE, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
+from quacklr.find.slices import first_examples, slices
 from quacklr.util.modules import Arguments, compiled_modules, named_modules, wrappers
 
-EXAMPLES, TOKENS = 2, 8
-LONGEST = 512  # tokens of the longest example that is run whole, if the model fails on its first tokens
 WAITS = "not verified yet: the first batch will be measured before the first step"
 NO_BATCH = "no batch was seen before the first step (the model ran none, or was compiled after attaching)"
 NOT_RUN = "it did not attend in the first batch"
@@ -98,7 +97,7 @@ class FirstBatch:
         """Keep the first examples of a call of an outermost module, if a module in it runs for the first time."""
         outer = next((each for each in self._latest if is_inside(name, each)), None)
         if not self._measuring and (outer is None or outer == name):
-            outer, call = name, Call(name, ref(module), _examples(Arguments(args, dict(kwargs))))
+            outer, call = name, Call(name, ref(module), first_examples(Arguments(args, dict(kwargs))))
             self._latest[name] = call
         if name not in self._did_run:
             self._did_run.add(name)
@@ -266,40 +265,3 @@ class Hook:
 
     def __reduce__(self) -> tuple[type[Hook], tuple[None, str]]:
         return Hook, (None, self.name)
-
-
-def slices(call: Arguments) -> Iterator[Arguments]:
-    """The call with a few tokens of each example; then with all of them, if they are not too many."""
-    batch, lengths = _sizes(call)
-    if any(length > TOKENS for length in lengths):
-        yield call.map(lambda tensor: _first_tokens(tensor, batch, lengths))
-    if all(length <= LONGEST for length in lengths):
-        yield call
-
-
-def _examples(call: Arguments) -> Arguments:
-    """A copy of the first examples of a call."""
-    batch, _ = _sizes(call)
-    with torch.no_grad():
-        return call.map(lambda tensor: _first_examples(tensor, batch).detach().clone())
-
-
-def _sizes(call: Arguments) -> tuple[int, set[int]]:
-    """The batch size, and the sequence lengths: second dimensions of token ids, or of a batch of vectors."""
-    tensors = call.tensors()
-    ids = [tensor for tensor in tensors if tensor.ndim == 2 and not tensor.is_floating_point()]
-    vectors = [tensor for tensor in tensors if tensor.ndim == 3 and tensor.is_floating_point()]
-    batch = next((len(tensor) for tensor in [*ids, *tensors] if tensor.ndim > 1), 0)
-    return batch, {tensor.shape[1] for tensor in ids or vectors[:1]}
-
-
-def _first_examples(tensor: Tensor, batch: int) -> Tensor:
-    dim = next((dim for dim in range(min(2, tensor.ndim)) if tensor.shape[dim] == batch), None)
-    return tensor if dim is None else tensor.narrow(dim, 0, min(EXAMPLES, batch))
-
-
-def _first_tokens(tensor: Tensor, batch: int, lengths: set[int]) -> Tensor:
-    for dim, size in enumerate(tensor.shape):
-        if size in lengths and (dim or size != batch):
-            tensor = tensor.narrow(dim, 0, min(TOKENS, size))
-    return tensor
