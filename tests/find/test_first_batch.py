@@ -22,7 +22,8 @@ from quacklr.core.weight import packed
 from quacklr.find import discover
 from quacklr.find.discover import found_by_table
 from quacklr.find.finding import Finding
-from quacklr.find.first_batch import FirstBatch, _examples, slices
+from quacklr.find.first_batch import FirstBatch
+from quacklr.find.slices import first_examples, slices
 from quacklr.util.modules import Arguments
 
 RUNS: list[tuple[int, ...]] = []  # the shapes of the inputs of all attentions, in the order they ran
@@ -497,7 +498,7 @@ def test_under_ddp_every_rank_verifies(two: Crew) -> None:
     ],
 )
 def test_which_slice_of_a_batch_is_kept(args: tuple[Any, ...], shapes: list[tuple[int, ...]]) -> None:
-    first = next(slices(_examples(Arguments(args, {"flag": True, "text": "a"}))))
+    first = next(slices(first_examples(Arguments(args, {"flag": True, "text": "a"}))))
     assert [tuple(tensor.shape) for tensor in first.tensors()] == shapes
     assert first.kwargs == {"flag": True, "text": "a"}
 
