@@ -81,10 +81,10 @@ def test_a_model_without_a_rule_is_measured_on_its_batch(capsys: pytest.CaptureF
         (["models_to_check:half_frozen"], 2, "to run it, name a function that returns a batch too"),
         (["models_to_check:missing"], 2, "models_to_check has no 'missing'"),
         (["lama"], 2, "did you mean llama"),
-        (["models_to_check:unheard_of", "--lr", "0"], 1, "every learning rate is 0"),
-        (["models_to_check:unheard_of", "--growth", "nan"], 1, "the factor of the weights must be a positive number"),
-        (["models_to_check:unheard_of", "--steps", "0"], 1, "at least one step must be taken"),
-        (["gpt2", "--steps", "1.5"], 2, "argument --steps: invalid int value: '1.5'"),
+        (["gpt2", "--lr", "0"], 2, "argument --lr: must be a positive number, not 0"),
+        (["gpt2", "--growth", "nan"], 2, "argument --growth: must be a positive number, not nan"),
+        (["gpt2", "--steps", "0"], 2, "argument --steps: must be a whole number from 1 to 10,000, not 0"),
+        (["gpt2", "--steps", "1.5"], 2, "argument --steps: invalid count value: '1.5'"),
     ],
 )
 @pytest.mark.usefixtures("mine")

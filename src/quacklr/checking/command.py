@@ -52,10 +52,10 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     """The options."""
     options = target_parser("quacklr check", "[options]", ABOUT, EXAMPLES)
-    options.add_argument("--lr", type=float, default=1e-3, help="lr of AdamW, if the target has no optimizer (1e-3)")
-    options.add_argument("--tau", type=float, default=1.0, help="tau of QuacK (1)")
-    options.add_argument("--steps", type=int, default=3, help="real steps to take (3)")
-    options.add_argument("--growth", type=float, default=4.0, help="factor of the grown weights (4)")
+    options.add_argument("--lr", type=positive, default=1e-3, help="lr of AdamW, if the target has no optimizer (1e-3)")
+    options.add_argument("--tau", type=positive, default=1.0, help="tau of QuacK (1)")
+    options.add_argument("--steps", type=count, default=3, help="real steps to take (3)")
+    options.add_argument("--growth", type=positive, default=4.0, help="factor of the grown weights (4)")
     return options
 
 
@@ -71,3 +71,17 @@ def checked(options: argparse.Namespace) -> CheckReport:
         return check(model, optimizers, batch, tau=options.tau, steps=options.steps, growth=options.growth)
     except (RuntimeError, TypeError, AttributeError, IndexError, KeyError, AssertionError) as error:
         raise ValueError(f"{options.target}: the model fails on its batch: {one_line(error)}") from error
+
+
+def positive(text: str) -> float:
+    """A positive number."""
+    if not 0 < (value := float(text)) < 1e30:
+        raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
+    return value
+
+
+def count(text: str) -> int:
+    """A positive whole number."""
+    if not 0 < (value := int(text)) <= 10_000:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 10,000, not {text}")
+    return value
