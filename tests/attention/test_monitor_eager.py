@@ -78,25 +78,12 @@ def added_in_place_then_scaled(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     return scores.softmax(-1)
 
 
-def filled_through_a_view(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    scores = q @ k.mT
-    scores.view(B * H, T, T).masked_fill_(~seen.expand_as(scores).reshape(B * H, T, T), -1e4)
-    return scores.softmax(-1)
-
-
 def into_an_output(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     scores = torch.empty(B, H, T, T)
     torch.matmul(2 * q, k.mT, out=scores)
     scores.view(B * H, T, T).div_(2.0)
     scores[~seen.expand_as(scores)] = -1e9
     return scores.softmax(-1)
-
-
-def overwritten_afterwards(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    scores = (q @ k.mT).masked_fill(~seen, -math.inf)
-    shares = scores.softmax(-1)
-    scores.fill_(1000.0)
-    return shares
 
 
 def multiplied_out(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
@@ -157,10 +144,6 @@ def conditions_and_indices(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     return scores.view(B, H, T, T).softmax(-1)
 
 
-def heads_one_by_one(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    return torch.cat([(q[:, [h]] @ k[:, [h]].mT).masked_fill(~seen, -1e9) for h in range(H)], dim=1).softmax(-1)
-
-
 def two_halves_of_the_keys(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     scores = [
         (q @ part.mT).masked_fill(~mask, -1e4) for part, mask in zip(k.split(4, 2), seen.split(4, 3), strict=True)
@@ -195,10 +178,10 @@ WAYS: dict[str, Attend] = {
 WAYS |= {
     each.__name__.replace("_", " "): each
     for each in (
-        *(filled_in_place, added_in_place_then_scaled, filled_through_a_view, into_an_output, overwritten_afterwards),
+        *(filled_in_place, added_in_place_then_scaled, into_an_output),
         *(multiplied_out, one_sequence_at_a_time, added_to_an_unwritten_tensor, stabilised, less_the_largest_of_all),
         *(logsumexp_and_softmax, reshaped_after_the_mask, written_into_a_buffer, conditions_and_indices),
-        *(heads_one_by_one, two_halves_of_the_keys, in_the_kernel),
+        *(two_halves_of_the_keys, in_the_kernel),
     )
 }
 

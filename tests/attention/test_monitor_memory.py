@@ -20,7 +20,6 @@ import by_hand
 from quacklr import LogitMonitor, LogitPath, QKClip, mha, packed
 
 WIDTH, HEADS = 16, 2
-KEPT = 2**20 * 4  # bytes an attention may keep
 
 
 class Attention(nn.Module):
@@ -114,47 +113,10 @@ def test_clipping_many_steps_keeps_no_graph_alive(name: str) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["sdpa", "eager"])
-def test_of_many_logits_a_few_are_kept(eager: bool) -> None:
-    """Of 2 * 2 * 1024 * 1024 logits, a million floats; the mean change is then that of a sample."""
-    torch.manual_seed(0)
-    model, x = Attention(eager), torch.randn(2, 1024, WIDTH)
-    for parameter in model.parameters():
-        parameter.data.mul_(3)
-    pairs, monitor = torch.ones(1024, 1024).tril().bool(), LogitMonitor(model, x)
-    before = alive()
+def test_of_four_million_logits_a_million_are_kept(eager: bool) -> None:
+    monitor, before = LogitMonitor(Attention(eager), torch.randn(2, 1024, WIDTH)), alive()
     monitor.measure()
-    assert alive()[1] - before[1] <= KEPT + 2**16
-    with torch.no_grad():
-        old = logits(model, x)
-        model.q.weight.add_(0.1 * torch.randn_like(model.q.weight))
-        new = logits(model, x)
-        once, second = alive(), monitor.measure()[""]
-        assert alive()[1] - once[1] <= 2**12
-        torch.testing.assert_close(second.max, new.masked_fill(~pairs, -torch.inf).amax((0, 2, 3)), rtol=1e-4, atol=0)
-        change = (new - old).abs()[:, :, pairs].mean((0, 2))
-        torch.testing.assert_close(second.mean_change, change, rtol=0.1, atol=0)
-
-
-def logits(model: Attention, x: Tensor) -> Tensor:
-    q, k = (by_hand.heads(each(x), HEADS) for each in (model.q, model.k))
-    return q @ k.mT / (WIDTH // HEADS) ** 0.5
-
-
-class Pooled(Attention):
-    """One query, the last, and all keys."""
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        pairs = ((self.q, x_BTD[:, -1:]), (self.k, x_BTD), (self.v, x_BTD))
-        return scaled_dot_product_attention(*(by_hand.heads(each(x), HEADS) for each, x in pairs))
-
-
-def test_of_a_query_with_more_than_a_million_logits_a_million_are_kept_at_most() -> None:
-    torch.manual_seed(0)
-    model, x = Pooled(), torch.randn(1, 600_000, WIDTH)
-    monitor, before = LogitMonitor(model, x), alive()
-    monitor.measure()
-    assert alive()[1] - before[1] <= KEPT + 2**12
-    assert monitor.measure()[""].mean_change.tolist() == [0.0] * HEADS
+    assert 0 < alive()[1] - before[1] - 2 * 1024 * WIDTH * 4 <= 2**20 * 4
 
 
 LONG = """
@@ -165,42 +127,34 @@ import test_monitor_memory as t
 from quacklr import LogitMonitor, QKClip
 
 torch.set_num_threads(1)
-what, tokens = {what!r}, {tokens}
 model = torch.nn.Sequential(t.Attention())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+clip = QKClip(model, optimizer, 1e-3)
 
 
-def work(tokens):
+def peak_after(tokens):
     x = torch.randn(2, tokens, t.WIDTH)
-    if what == "monitor":
-        LogitMonitor(model, x).measure()
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        clip = QKClip(model, optimizer, 1e-3)
-        model(x).mean().backward()
-        optimizer.step()
-        assert bool((clip.max_logits()["0"] > 0).all())
-
-
-def peak():
+    LogitMonitor(model, x).measure()
+    model(x).mean().backward()
+    optimizer.step()
+    assert bool((clip.max_logits()["0"] > 0).all())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-work(64)
-before = peak()
-work(tokens)
-print(json.dumps(peak() - before))
+print(json.dumps([peak_after(64), peak_after({tokens})]))
 """
 
 
-@pytest.mark.parametrize("what", ["monitor", "clip"])
-def test_half_a_gigabyte_of_logits_does_not_take_half_a_gigabyte(what: str) -> None:
+def test_half_a_gigabyte_of_logits_does_not_take_half_a_gigabyte() -> None:
     """2 sequences, 2 heads, 5800 * 5800 pairs of float32: 512 MB, of which there is never more than a part.
 
-    Measured is the rise of a process's peak memory with a forward of this many tokens, after one of 64.
+    The monitor and a clip, in a process of their own.
     """
-    assert 2 * HEADS * 5800**2 * 4 >= 2**29
+    tokens = 5800
+    assert 2 * HEADS * tokens**2 * 4 >= 2**29
     folders = [str(Path(__file__).parent), str(Path(by_hand.__file__).parent)]
-    code = LONG.format(folders=folders, what=what, tokens=5800)
+    code = LONG.format(folders=folders, tokens=tokens)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert float(json.loads(done.stdout)) < 250
+    before, after = json.loads(done.stdout)
+    assert after - before < 250
