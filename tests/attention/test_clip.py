@@ -1,6 +1,6 @@
 """QK clip: which forwards count, which weights share a head's factor, in any loop and with any optimizer.
 
-That a step is Kimi K2's is tested in test_clip_models.py.
+That a step is Kimi K2's is tested in test_attention_models.py.
 """
 
 from __future__ import annotations
