@@ -135,7 +135,7 @@ def randomised(model: nn.Module, seed: int, by: float = 0.2) -> Any:
 
 def batches(step: int) -> list[Batch]:
     """With right padding, left padding and none."""
-    draw, found = torch.Generator().manual_seed(step), []
+    draw, found = torch.Generator().manual_seed(step), list[Batch]()
     for padded in (slice(-3, None), slice(0, 3), slice(0)):
         tokens = torch.randint(0, 256, (BATCH, TOKENS), generator=draw)
         mask = torch.ones(BATCH, TOKENS, dtype=torch.long)

@@ -84,7 +84,7 @@ class CompiledInside(Attention):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch's own
 @pytest.mark.parametrize("kind", [Attention, Two, Nested, CompiledInside])
 def test_the_attention_that_is_recorded_is_the_one_of_the_module(kind: type[Attention]) -> None:
-    model = nn.Sequential(kind())
+    model: Any = nn.Sequential(kind())
     paths = logit_paths(model, X) if kind is Nested else model
     clip = QKClip(paths, torch.optim.SGD(model.parameters(), lr=0.1))
     model(X)
