@@ -66,9 +66,11 @@ def tiny(model: nn.Module) -> SGD:
     return SGD(model.parameters(), lr=1e-12)
 
 
-def test_every_term_of_a_sum_is_scaled() -> None:
-    """An adapter's product is a path of its own: the query is a sum, and all of it must shrink."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_every_term_of_a_sum_is_scaled(frozen: bool) -> None:
+    """An adapter's product is a path of its own: the query is a sum, and all of it must shrink, by the same factor."""
     model = Attention(rank=3)
+    model.q.requires_grad_(not frozen)
     optimizer = tiny(model)
     assert (model.largest() > THRESHOLD).all()
     QKClip(model, optimizer, THRESHOLD)
