@@ -77,7 +77,7 @@ def test_correct_rows_pass(
     for layer in report.layers:
         assert (layer.measured > 0).all()
         assert (layer.given > 0).all()
-    assert str(report).endswith("correct: 2 layers, 8 heads; each steps by its rate")
+    assert str(report).endswith("correct: 2 of 2 layers")
 
 
 def test_grown_weights_move_logits_no_further_with_quack() -> None:
@@ -250,7 +250,7 @@ class Hidden(Separate):
 def test_a_head_without_logits_shows_nothing() -> None:
     report = checked(stack(Hidden, 1))
     assert not report.ok
-    assert str(report).endswith("no logits to compare\n\nnot shown: 1 of 1 layer")
+    assert str(report).endswith("no logits to compare\n\ncorrect: 0 of 1 layers")
     assert report.layers[0].measured.isnan().tolist() == [True, False, False, False]
 
 

@@ -36,10 +36,10 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("arguments", "code", "found"),
     [
-        ([".py:with_optimizer", "--growth", "2", "--tau", "0.5"], 0, "\n\ncorrect: 3 layers, 12 heads; each steps"),
-        ([":unheard_of"], 0, "\n\ncorrect: 3 layers, 6 heads; each steps"),
+        ([".py:with_optimizer", "--growth", "2", "--tau", "0.5"], 0, "\n\ncorrect: 3 of 3 layers"),
+        ([":unheard_of"], 0, "\n\ncorrect: 3 of 3 layers"),
         ([":first_only"], 1, "its rows could not be measured: no attention was seen in the module"),
-        ([":first_only"], 1, "\n\nnot shown: 2 of 3 layers\n"),
+        ([":first_only"], 1, "\n\ncorrect: 1 of 3 layers\n"),
         ([":idle_optimizer"], 1, "its rows took no step: no gradient, or lr is 0\n"),
     ],
 )

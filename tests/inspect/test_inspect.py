@@ -113,7 +113,7 @@ def test_frozen_zero_and_unknown_weights_are_reported(capsys: pytest.CaptureFixt
     assert "Linear has no attention that QuacK can control" in inspected(capsys, f"{mine}:without", code=1)
     text = inspected(capsys, f"{mine}:half_known", code=1)
     assert "left alone:\n1: will be measured on the first batch" in text
-    assert text.endswith("attaches to 1 of 2 attention layers, 1 will be measured on the first batch")
+    assert text.endswith("QuacK(model, optimizer) attaches to 1 of 2 attention layers")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -215,15 +216,12 @@ def _report(
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that the model returns; for other outputs the mean squared distance to fixed random numbers."""
-    returned = run(model, batch)
-    loss = getattr(returned, "loss", None)
-    loss = returned if loss is None else loss
-    if isinstance(loss, Tensor) and loss.ndim == 0:
-        return loss
-    outputs = [each for each in tensors_in(returned) if each.requires_grad]
+    """The loss, if the model returns it first; otherwise the mean squared distance to fixed random numbers."""
+    outputs = [each for each in tensors_in(run(model, batch)) if each.requires_grad]
     if not outputs:
         raise ValueError(f"{type(model).__name__} gives nothing with a gradient; pass loss=, a function (model, batch)")
+    if outputs[0].ndim == 0:
+        return outputs[0]
     noise = torch.Generator().manual_seed(0)
     targets = [torch.randn(x.shape, generator=noise).to(x.device) for x in outputs]
-    return torch.stack([(x.float() - y).square().mean() for x, y in zip(outputs, targets, strict=True)]).sum()
+    return torch.stack([F.mse_loss(x.float(), y) for x, y in zip(outputs, targets, strict=True)]).sum()

@@ -48,13 +48,10 @@ class CheckReport:
     @property
     def ok(self) -> bool:
         """Whether every layer was shown to be right."""
-        return bool(self.layers) and not any(layer.problem for layer in self.layers)
+        return not any(layer.problem for layer in self.layers)
 
     def __str__(self) -> str:
         table = columns([TITLES, *(layer.cells() for layer in self.layers)])
-        count, problems = len(self.layers), sum(bool(layer.problem) for layer in self.layers)
-        total = f"{count} layer{'s' * (count != 1)}"
-        right = f"correct: {total}, {sum(layer.heads for layer in self.layers)} heads; each steps by its rate"
-        verdict = f"not shown: {problems} of {total}" if problems else right
-        sections = [table, grouped("left alone:", self.left_alone), [verdict]]
+        verdict = f"correct: {sum(not layer.problem for layer in self.layers)} of {len(self.layers)} layers"
+        sections = table, grouped("left alone:", self.left_alone), [verdict]
         return "\n\n".join("\n".join(section) for section in sections if section)

@@ -13,7 +13,6 @@ from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
 from quacklr.describe import attention_rows, without_rate
 from quacklr.find.discover import LogitPaths, found_by_table, logit_paths, validate_controls
-from quacklr.find.finding import WILL_BE_MEASURED
 from quacklr.inspect.resolve import Target
 from quacklr.quack import QuacK
 from quacklr.util.text_table import columns, grouped, merged
@@ -39,15 +38,7 @@ class Report:
         """One sentence: what QuacK does with the model."""
         if self.error:
             return f"{self.call} raises: {self.error}"
-        findings = self.paths.found.values()
-        counts = {
-            "not recognised": sum(finding.unknown and not finding.pending for finding in findings),
-            WILL_BE_MEASURED: sum(finding.pending for finding in findings),
-        }
-        others = [f"{count} {what}" for what, count in counts.items() if count]
-        return ", ".join(
-            [f"{self.call} attaches to {len(self.paths.by_module)} of {len(findings)} attention layers", *others]
-        )
+        return f"{self.call} attaches to {len(self.paths.by_module)} of {len(self.paths.found)} attention layers"
 
     @property
     def exit_code(self) -> int:
