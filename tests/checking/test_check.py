@@ -190,26 +190,29 @@ def test_a_weight_that_two_layers_share_moves_both_and_that_is_right() -> None:
 
 
 class Attention(nn.Module):
-    """Two heads of size 3; queries with a bias, keys without."""
+    """Two heads of size 3, with q and k in one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.out = nn.Linear(16, 6), nn.Linear(16, 6, bias=False), nn.Linear(16, 16)
+        self.qk, self.out = nn.Linear(16, 12), nn.Linear(16, 16)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """By hand, one head at a time."""
         heads = []
-        for rows in (slice(0, 3), slice(3, 6)):
-            q_BID = x_BTD @ self.q.weight[rows].T + self.q.bias[rows]
-            heads.append(q_BID @ (x_BTD @ self.k.weight[rows].T).mT / 3**0.5)
+        for first in (0, 3):
+            q_BID, k_BJD = (
+                x_BTD @ self.qk.weight[start : start + 3].T + self.qk.bias[start : start + 3]
+                for start in (first, first + 6)
+            )
+            heads.append(q_BID @ k_BJD.mT / 3**0.5)
         return torch.stack(heads, 1)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        q, k = (of(x_BTD).unflatten(2, (2, 3)).transpose(1, 2) for of in (self.q, self.k))
+        q, k = (each.unflatten(2, (2, 3)).transpose(1, 2) for each in self.qk(x_BTD).chunk(2, 2))
         return x_BTD + self.out(F.scaled_dot_product_attention(q, k, x_BTD.unsqueeze(1).expand(-1, 2, -1, -1)).sum(1))
 
     def logit_paths(self) -> list[LogitPath]:
-        return mha(*packed(self.q, ("q", 2, 3)), *packed(self.k, ("k", 2, 3)))
+        return mha(*packed(self.qk, ("q", 2, 3), ("k", 2, 3)))
 
 
 def loss(model: nn.Module, x_BTD: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from quacklr.attention.monitor import LogitMonitor
 from quacklr.checking.report import CheckReport, LayerReport
-from quacklr.core.changes import HeadChange
 from quacklr.core.path import LogitPath, attentions_of
 from quacklr.core.rule import Rule
 from quacklr.core.step_scaler import first_after_step
@@ -55,11 +54,11 @@ def check(
     Raises ValueError if the rows of a path are not the rows that are measured on the batch (a tensor, a tuple, or a
     dict). Then a copy of the model takes a few real steps with QuacK, after its rows were multiplied by `growth`, as if
     they had grown in a long training. Raises ValueError if a step is not the optimizer's own step times the rate. The
-    report has the change of each head's logits in the last step, beside the bound of `quack.changes()`.
+    report has the change of each head's logits in a step, beside the bound of `quack.changes()`.
 
     `rule` and `tau` are those of QuacK. `paths` defaults to `logit_paths(model, batch)`. `loss(model, batch)` defaults
     to the model's own loss, or to a distance to random numbers. Neither the model nor the optimizers are changed.
-    Measuring the logits takes a forward pass for each layer.
+    After each step, measuring the logits takes a forward pass for each layer.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if steps < 1:
@@ -74,10 +73,15 @@ def check(
             problems = _unmeasured(model, rule.paths.paths, batch)
             _multiply_rows(rule.paths.parts, growth)
             torch.manual_seed(0)
-            old = _take_steps(model, batch, loss or default_loss, quack, steps)
-            layers, changes = attentions_of(rule.paths.paths), quack.changes()
-            measured = _measured_changes(model, batch, layers, old)
-            reports = (_report(paths, changes[name], measured[name], problems) for name, paths in layers.items())
+            layers, loss = attentions_of(rule.paths.paths), loss or default_loss
+            steps_taken = [
+                (quack.changes(), _measured_changes(model, batch, layers, old))
+                for old in _real_steps(model, batch, loss, quack, steps)
+            ]
+            reports = []
+            for name, of_layer in layers.items():
+                changes = [(*in_step[name], measured[name]) for in_step, measured in steps_taken]
+                reports.append(_report(of_layer, changes, problems.get(_module(of_layer), "")))
             return CheckReport(tuple(reports), dict(quack.left_alone))
 
 
@@ -122,8 +126,8 @@ def _multiply_rows(parts: Iterable[Weight], growth: float) -> None:
         part.param.mul_(part.spread(torch.where(part.block_of_row >= 0, growth, 1.0).to(part.param)))
 
 
-def _take_steps(model: nn.Module, batch: Any, loss: Loss, quack: QuacK, count: int) -> dict[Tensor, Tensor]:
-    """Take real steps of the parameters on paths; return these parameters as they were before the last step.
+def _real_steps(model: nn.Module, batch: Any, loss: Loss, quack: QuacK, count: int) -> Iterator[dict[Tensor, Tensor]]:
+    """Take real steps of the parameters on paths. After each, these parameters as they were before it.
 
     Other parameters, and the buffers of the model, are not changed. ValueError if a step is not scaled by its rates.
     """
@@ -136,7 +140,7 @@ def _take_steps(model: nn.Module, batch: Any, loss: Loss, quack: QuacK, count: i
     for optimizer in quack.optimizers:
         first_after_step(optimizer, keep_own)
     quack.changes()  # from now on it measures the steps
-    weights, old = quack.rule.paths.weights, dict[Tensor, Tensor]()
+    weights = quack.rule.paths.weights
     for _ in range(count):
         old = {part.param: part.param.detach().clone() for weight in weights for part in weight.parts}
         own.clear()
@@ -152,7 +156,7 @@ def _take_steps(model: nn.Module, batch: Any, loss: Loss, quack: QuacK, count: i
         for weight in weights:
             for part in weight.parts:
                 _validate_scaled(part, rates.get(weight.name), old[part.param], own.get(part.param))
-    return old
+        yield old
 
 
 @torch.no_grad()
@@ -173,7 +177,7 @@ def _validate_scaled(part: Weight, rates: Tensor | None, old: Tensor, own: Tenso
 def _measured_changes(
     model: nn.Module, batch: Any, layers: Mapping[str, Sequence[LogitPath]], old: Mapping[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    """By layer, (heads,): the mean |change| of its logits if only its own rows take the last step.
+    """By layer, (heads,): the mean |change| of its logits if only its own rows take the step.
 
     The bound is about these rows, and not about the effect of earlier layers on the inputs. -inf without logits.
     """
@@ -188,7 +192,7 @@ def _measured_changes(
         parts = [part for path in paths for weight in path.weights for part in weight.parts]
         for part in parts:
             stepped = part.spread(part.block_of_row >= 0).to(part.param.device)
-            part.param.copy_(torch.where(stepped, new[part.param], old[part.param]))
+            part.param.copy_(torch.where(stepped, new[part.param], part.param))
         torch.clear_autocast_cache()
         measured = monitor.measure(keep=False)
         for part in parts:
@@ -196,6 +200,8 @@ def _measured_changes(
         inside = [each for each in measured if _innermost(each.partition("#")[0], modules) == _module(paths)]
         of_attention = [measured[each].mean_change for each in inside if len(measured[each].max) == paths[0].heads]
         changes[name] = torch.stack([torch.full((paths[0].heads,), -torch.inf), *of_attention]).amax(0)
+    for param in old:
+        param.copy_(new[param])
     return changes
 
 
@@ -204,15 +210,15 @@ def _module(paths: Sequence[LogitPath]) -> str:
     return paths[0].weights[0].name.rpartition(".")[0]
 
 
-def _report(
-    paths: Sequence[LogitPath], change: HeadChange, measured: Tensor, problems: Mapping[str, str]
-) -> LayerReport:
-    """The line of a layer. `problems` are by module."""
-    problem = problems.get(_module(paths), "" if measured.isfinite().all() else "no logits to compare")
+def _report(paths: Sequence[LogitPath], changes: Iterable[Sequence[Tensor]], problem: str) -> LayerReport:
+    """The line of a layer, with the largest changes of all steps. `changes` has (asked, given, measured) of each."""
+    asked, given, measured = (torch.stack(each).amax(0).cpu() for each in zip(*changes, strict=True))
     trains = any(weight.trains for path in paths for weight in path.weights)
-    if not problem and trains and not (change.given > 0).all():
+    if not problem and not measured.isfinite().all():
+        problem = "no logits to compare"
+    elif not problem and trains and not (given > 0).all():
         problem = "its rows took no step: no gradient, or lr is 0"
-    return LayerReport(_module(paths), len(measured), change.asked.cpu(), change.given.cpu(), measured, problem)
+    return LayerReport(_module(paths), len(measured), asked, given, measured, problem)
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:

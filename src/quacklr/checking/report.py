@@ -14,7 +14,7 @@ TITLES = "attention", "heads", "asked", "given", "measured", ""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerReport:
-    """The change of each head's logits in the last step, in nats, (heads,) each.
+    """The largest change of each head's logits in a step, in nats, (heads,) each.
 
     `asked` and `given` are those of `quack.changes()`: by the optimizer's own step, and the bound for the step as QuacK
     scaled it. `measured`: the mean |change| of the logits of the batch by the layer's own rows, as LogitMonitor has it.
