@@ -84,7 +84,7 @@ class QuacK:
         self._scaler = StepScaler(self.rule, self.optimizers, attachment.in_groups)
         self._changes: LogitChanges | None = None
         self._state: Mapping[str, Any] | None = None  # loaded before the paths were known
-        self._scaler.first_step = self._first_step = FirstStep(attachment, self._scaler, self._start)
+        self._scaler.first_step = self._first_step = FirstStep(attachment, self._start)
         if attachment.paths:
             self._start()
         self._scaler.register()
@@ -103,7 +103,7 @@ class QuacK:
             if self.rule.linear:
                 validate_linear(self.optimizers, (part.param for part in compiled.parts), in_groups)
             self._scaler.set_paths(compiled)
-        self._first_step.set_weights(compiled.weights)
+        self._first_step.watch(compiled.weights)
         self._changes = None
         if self._state is not None:
             state, self._state = self._state, None

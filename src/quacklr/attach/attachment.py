@@ -33,6 +33,7 @@ class Attachment:
         module: the model; None if paths were given that do not come from `logit_paths`.
         engine: the training engine that divides the parameters among processes, if there is one.
         optimizers: those whose steps move the weights.
+        linear: whether their steps must be linear in lr.
         in_groups: which parameters their param groups step.
         paths: the paths that are known, over the tensors that are stepped. `measure` may find more.
         by_module: the same paths, by the name of their attention module.
@@ -52,6 +53,7 @@ class Attachment:
         if self._given == []:
             raise ValueError("there is no path to control: the list of paths is empty")
         self.module = model.model() if isinstance(model, LogitPaths) else as_module(model)
+        self.linear = linear
         self.engine = engine_of(self.module, optimizer)
         self.optimizers = as_optimizers(self.engine.optimizers or optimizer, linear)
         self.in_groups: Stepped = self.engine.stepped

@@ -6,7 +6,7 @@ new parameters into the model. A QuacK that was attached before that would do no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,8 +17,6 @@ from quacklr.attach.attachment import Attachment
 from quacklr.core.flat_tensor import gradient_of, original
 from quacklr.core.local import local_tensor
 from quacklr.core.rule import Step
-from quacklr.core.step_scaler import Arguments, StepScaler
-from quacklr.core.stepped import Stepped
 from quacklr.core.weight import Weight
 from quacklr.util.caller import warn
 
@@ -29,7 +27,7 @@ NONE_STEPPED = (
 )
 NOT_IN_GROUPS = "{}: its parameter is no longer in an optimizer that QuacK is attached to, so its step is not scaled"
 REPLACED = (
-    "{}: {} parameters on the paths were replaced after QuacK was attached, by sharding or by "
+    "{}: {} of {} parameters on the paths were replaced after QuacK was attached, by sharding or by "
     "load_state_dict(assign=True), so the model does not use those that QuacK scales; load and shard first, then make "
     "the optimizer, then attach"
 )
@@ -44,127 +42,107 @@ KEEPS_A_COPY = (
 )
 
 
-class WeightsOnPaths:
-    """Weights that the optimizers step, and the model uses, when this object is made. `parts` has their biases too."""
+class FirstStep:
+    """The checks of QuacK and of QK clip, called before and after the first step of each optimizer.
 
-    def __init__(self, attachment: Attachment, weights: Iterable[Weight]) -> None:
-        self._attachment = attachment
-        self.parts = [part for weight in weights for part in weight.parts if weight.rated]
-        own = self._parameters_of_model()
-        self._of_model = [part for part in self.parts if id(original(part.param)) in own]
+    `watch` says which weights are checked. `start` is called before a step if a measurement has found other paths.
+    """
 
-    def _parameters_of_model(self) -> set[int]:
+    def __init__(self, attachment: Attachment, start: Callable[[], None] = lambda: None) -> None:
+        self._attachment, self._start = attachment, start
+        self._parts: list[Weight] = []
+        self._used: list[Weight] = []
+        self._more = False  # whether paths were found that are not used yet
+        self._unchecked = False
+        self._had_gradient: set[int] = set()
+        self._stepped: set[Optimizer] = set()
+
+    def watch(self, weights: Iterable[Weight]) -> None:
+        """Check these weights and their biases in the next step of each optimizer."""
+        self._parts = [part for weight in weights for part in weight.parts if weight.rated]
+        self._used = self._used_now()
+        self._unchecked = True
+        self._stepped.clear()
+
+    def _used_now(self) -> list[Weight]:
+        """The weights whose parameters the model has."""
         model = self._attachment.module
-        return set() if model is None else {id(param) for param in model.parameters()}
+        own = set(map(id, model.parameters())) if model is not None else set()
+        return [part for part in self._parts if id(original(part.param)) in own]
 
-    def check(self) -> None:
-        """RuntimeError if none of them is stepped now, or used by the model; a warning if some are not."""
-        optimizers, in_groups = self._attachment.optimizers, self._attachment.in_groups
-        trained = [part for part in self.parts if part.param.requires_grad]
-        held = in_groups.known.union(*map(in_groups.by, optimizers))
+    @property
+    def needs_batch(self) -> bool:
+        """Whether no path is known, and the model has run no batch that could be measured."""
+        return not self._parts and not self._attachment.has_batch
+
+    def before(self) -> None:
+        """Measure the first batch, and check that the optimizers step the weights on the paths."""
+        if self._attachment.has_batch or not self._parts:
+            self._more |= self._attachment.measure()
+        if self._more:
+            self._start()
+            self._more = False
+        self._had_gradient.update(id(part.param) for part in self._parts if gradient_of(part.param) is not None)
+        if self._unchecked:
+            self._check_weights()
+            self._unchecked = False
+
+    def after(self, optimizer: Optimizer, step: Step | None = None) -> bool:
+        """Measure what ran in the step, and check the step of QuacK. Returns whether nothing is left to do.
+
+        Paths that are found now are for the next step.
+        """
+        if self._attachment.waits:
+            self._more |= self._attachment.measure()
+        if step is not None and optimizer not in self._stepped:
+            self._check_gradients(step)
+            if not self._attachment.linear:
+                self._warn_of_copies(step)
+        self._stepped.add(optimizer)
+        return len(self._stepped) == len(self._attachment.optimizers) and not self._attachment.waits and not self._more
+
+    def _check_weights(self) -> None:
+        """RuntimeError if no weight is stepped, or used by the model; a warning if some are not."""
+        in_groups = self._attachment.in_groups
+        held = in_groups.known.union(*map(in_groups.by, self._attachment.optimizers))
+        trained = [part for part in self._parts if part.param.requires_grad]
         missing = [part for part in trained if id(part.param) not in held]
         if missing and len(missing) == len(trained):
             raise RuntimeError(NONE_STEPPED.format(missing[0].name))
         if missing:
             warn(NOT_IN_GROUPS.format(missing[0].name))
-        own = self._parameters_of_model()
-        replaced = [part for part in self._of_model if id(original(part.param)) not in own]
-        if replaced and len(replaced) == len(self._of_model):
-            raise RuntimeError(REPLACED.format(replaced[0].name, "all"))
-        if replaced:
-            warn(REPLACED.format(replaced[0].name, f"{len(replaced)} of {len(self._of_model)}"))
-
-
-class FirstStep:
-    """Called by the scaler before and after the first step of each optimizer; removes itself afterwards.
-
-    `start` is called if a measurement has found paths; it gives them to the scaler, and calls `set_weights`.
-    """
-
-    def __init__(self, attachment: Attachment, scaler: StepScaler, start: Callable[[], None]) -> None:
-        self._attachment, self._scaler, self._start = attachment, scaler, start
-        self._more = False  # whether paths were found that are not used yet
-        self._on_paths = WeightsOnPaths(attachment, ())
-        self._stepped: set[Optimizer] = set()
-        self._had_gradient: set[int] = set()
-
-    def set_weights(self, weights: Collection[Weight]) -> None:
-        """Check these weights from now on, in the next step of each optimizer."""
-        self._on_paths = WeightsOnPaths(self._attachment, weights)
-        self._stepped.clear()
-
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Measure the first batch, and check that the optimizer steps the weights on the paths.
-
-        If the model runs only in the step, in a closure, returns other arguments for the step: a closure that also
-        calls the scaler's `before`.
-        """
-        runs_later = self._scaler.paths is None and not self._attachment.has_batch
-        if runs_later and (with_closure := self._with_closure(optimizer, args, kwargs)):
-            return with_closure
-        if self._attachment.has_batch or self._scaler.paths is None:
-            self._more |= self._attachment.measure()
-        if self._more:
-            self._start()
-            self._more = False
-        parts = self._on_paths.parts
-        self._had_gradient.update(id(part.param) for part in parts if gradient_of(part.param) is not None)
-        if not self._stepped:
-            self._on_paths.check()
-        return None
-
-    def _with_closure(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            return None
-
-        def measured() -> Any:
-            result = closure()
-            self._scaler.before(optimizer)
-            return result
-
-        return ((args[0], measured, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": measured})
-
-    def after(self, step: Step) -> None:
-        """Check that the weights had gradients, or moved. Paths that are found now are for the next step."""
-        if self._attachment.waits:
-            self._more |= self._attachment.measure()
-        if step.optimizer not in self._stepped:
-            self._check_gradients(step)
-            if not self._scaler.rule.linear:
-                warn_of_copies(step.optimizer, step.tensors, self._scaler.in_groups)
-            self._stepped.add(step.optimizer)
-        all_stepped = len(self._stepped) == len(self._scaler.optimizers)
-        if all_stepped and not self._attachment.waits and not self._more:
-            self._scaler.first_step = None
+        used = set(self._used_now())
+        if replaced := [part for part in self._used if part not in used]:
+            message = REPLACED.format(replaced[0].name, len(replaced), len(self._used))
+            if len(replaced) == len(self._used):
+                raise RuntimeError(message)
+            warn(message)
 
     def _check_gradients(self, step: Step) -> None:
-        """Check that a weight on a path had a gradient in this step, or moved without one."""
-        parts = self._on_paths.parts
-        stepped = [part.param for part in parts if part.param.requires_grad and id(part.param) in step.tensors]
+        """Check that a weight had a gradient in the step, or moved without one."""
+        stepped = [part.param for part in self._parts if part.param.requires_grad and id(part.param) in step.tensors]
         params = [param for param in stepped if local_tensor(param).numel()]  # a rank may have no entry of a parameter
         had_gradient = any(gradient_of(param) is not None or id(param) in self._had_gradient for param in params)
         if not params or had_gradient or step.blocks.have_moved(step.copies):
             return
-        ids, in_groups = {id(part.param) for part in parts}, self._scaler.in_groups
-        others = [other for other in self._scaler.optimizers if other is not step.optimizer]
+        ids, in_groups = {id(part.param) for part in self._parts}, self._attachment.in_groups
+        others = [other for other in self._attachment.optimizers if other is not step.optimizer]
         if all(in_groups.by(other).isdisjoint(ids) for other in others):
             raise RuntimeError(NO_GRADIENT.format(""))
         warn(NO_GRADIENT.format(f" of {type(step.optimizer).__name__}"))
 
+    def _warn_of_copies(self, step: Step) -> None:
+        """Warn if the optimizer's state has a copy of a weight that it steps: an average, or a master weight.
 
-def warn_of_copies(optimizer: Optimizer, tensors: Collection[int], in_groups: Stepped) -> None:
-    """Warn if an optimizer's state has a copy of one of these tensors (by id), after its first step.
-
-    Copies are averages, slow weights, and weights of higher precision. The scaling is lost if the optimizer computes
-    the next weights from them. Waits for the device.
-    """
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        state: Any = optimizer.state.get(param, {}) if not set(tensors).isdisjoint(in_groups.of(param)) else {}
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, Tensor) and value.shape == param.shape and _is_copy(value, param):
-                warn(KEEPS_A_COPY.format(type(optimizer).__name__, key))
-                return
+        The scaling is lost if the optimizer computes the next weights from the copy. Waits for the device.
+        """
+        for param in (param for group in step.optimizer.param_groups for param in group["params"]):
+            on_path = not step.tensors.isdisjoint(self._attachment.in_groups.of(param))
+            state: Any = step.optimizer.state.get(param) if on_path else None
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor) and value.shape == param.shape and _is_copy(value, param):
+                    warn(KEEPS_A_COPY.format(type(step.optimizer).__name__, key))
+                    return
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.attach.attachment import Attachment
-from quacklr.attach.first_step import WeightsOnPaths
+from quacklr.attach.first_step import FirstStep
 from quacklr.attention.interceptor import SUPPORTED
 from quacklr.attention.recorder import record_max_logits
 from quacklr.core.flat_tensor import original
@@ -105,7 +105,8 @@ class QKClip:
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
-        self._on_paths: WeightsOnPaths | None = WeightsOnPaths(attachment, weights)  # until the first step
+        self._first_step: FirstStep | None = FirstStep(attachment)
+        self._first_step.watch(weights)
         heads = {name: each[0].heads for name, each in self._paths.items()}
         self._forwards = record_max_logits(module, heads, self._record)
         eager: Any = torch.compiler.disable
@@ -122,21 +123,16 @@ class QKClip:
             maxima[name] = torch.fmax(maxima[name], max_H) if name in maxima else max_H
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if is_idle(optimizer):
-            return
-        if self._attachment.has_batch:
-            self._attachment.measure()
-        if self._on_paths is not None:
-            self._on_paths.check()
-            self._on_paths = None
+        if self._first_step is not None and not is_idle(optimizer):
+            self._first_step.before()
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         if steps_on_stack(optimizer) > 1:  # a step that calls the step of its parent class runs the hooks twice
             return
         idle = is_idle(optimizer)
-        if self._attachment.waits and not idle:
-            self._attachment.measure()
+        if self._first_step is not None and not idle and self._first_step.after(optimizer):
+            self._first_step = None
         params = self._attachment.in_groups.by(optimizer)
         stepped = self._stepped.get(optimizer)
         if stepped is None:  # else an engine steps the next part of the parameters

@@ -27,17 +27,13 @@ from quacklr.util.autocast import without_autocast
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # every class's step is wrapped by this function
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 class FirstStepChecks(Protocol):
     """What is called before and after the first step of each optimizer (attach/first_step.py)."""
 
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Called before a step. Returns other arguments for the step, if `StepScaler.before` is called later."""
-
-    def after(self, step: Step) -> None:
-        """Called after a step, before it is scaled."""
+    @property
+    def needs_batch(self) -> bool: ...
+    def before(self) -> None: ...
+    def after(self, optimizer: Optimizer, step: Step) -> bool: ...
 
 
 class StepScaler:
@@ -75,21 +71,33 @@ class StepScaler:
         of_callers = [running.tensors for running in self.running.values()]
         return (self.in_groups.by(optimizer) & self.on_paths).difference(*of_callers)
 
-    def before(
-        self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Arguments | None:
-        """Copy the rows that the optimizer is about to move."""
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Copy the rows that the optimizer is about to move.
+
+        If the model runs its first batch in the step, in a closure, returns other arguments of the step: with a closure
+        that calls this method again.
+        """
         self._drop_failed(optimizer)
         if optimizer in self.running:  # a nested step
             return None
         idle = is_idle(optimizer)  # every lr is 0
         if self.first_step is not None and not idle:
-            later = self.first_step.before(optimizer, args, kwargs or {})
-            if later is not None:
-                return later
+            closure = args[1] if len(args) > 1 else (kwargs or {}).get("closure")
+            if closure is not None and self.first_step.needs_batch:
+                later = self._before_again(optimizer, closure)
+                return ((optimizer, later, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": later})
+            self.first_step.before()
         if self.paths is not None:
             self._begin(optimizer, self.paths, idle)
         return None
+
+    def _before_again(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def again() -> Any:
+            result = closure()
+            self.before(optimizer)
+            return result
+
+        return again
 
     def _begin(self, optimizer: Optimizer, paths: CompiledPaths, idle: bool) -> None:
         tensors, stepped = self.tensors_of(optimizer), self.rule.stepped
@@ -108,8 +116,8 @@ class StepScaler:
         step = self.running.get(optimizer)
         if step is None or (step.calls_step and steps_on_stack(optimizer) > 1):  # only a nested step ends
             return
-        if self.first_step is not None:
-            self.first_step.after(step)
+        if self.first_step is not None and self.first_step.after(optimizer, step):
+            self.first_step = None
         del self.running[optimizer]
         rates = self.rule.after(step)
         if self.measures:
