@@ -205,7 +205,7 @@ def fused(repeat: int) -> QuacK:
 def test_a_state_of_other_rows_is_refused() -> None:
     concat, per_head = fused(1), fused(4)
     concat.load_state_dict(concat.state_dict())
-    with pytest.raises(ValueError, match="k has other rows in the state than in the model"):
+    with pytest.raises(ValueError, match="k has rows [0-9a-f]+ in the state, [0-9a-f]+ in the model"):
         per_head.load_state_dict(concat.state_dict())
 
 

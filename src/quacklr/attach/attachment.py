@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from quacklr.attach.linearity import validate_linear
 from quacklr.attach.optimizers import as_optimizers
 from quacklr.core.path import LogitPath, as_paths
 from quacklr.core.stepped import Stepped
+from quacklr.core.validate import validate_stepped
 from quacklr.core.weight import Weight
 from quacklr.find.discover import LogitPaths, by_module, found_by_table, validate_controls
 from quacklr.find.finding import Finding
@@ -86,6 +88,13 @@ class Attachment:
         for path in self.paths:
             name = path.weights[0].name
             self.by_module.setdefault(module_of.get(name, name.rpartition(".")[0]), []).append(path)
+
+    def validate(self, weights: Sequence[Weight]) -> None:
+        """ValueError if the optimizers do not step these weights, or not in the way that the rule needs."""
+        with self.engine.filled_groups():
+            validate_stepped(weights, self.optimizers, self.in_groups)
+            if self.linear:
+                validate_linear(self.optimizers, (part.param for weight in weights for part in weight.parts), self.in_groups)
 
     @property
     def waits(self) -> bool:

@@ -29,7 +29,7 @@ from quacklr.core.local import local_boxes
 from quacklr.core.path import LogitPath
 from quacklr.core.step_scaler import steps_on_stack
 from quacklr.core.stepped import is_idle
-from quacklr.core.validate import validate_not_attached_twice, validate_number, validate_stepped
+from quacklr.core.validate import validate_not_attached_twice, validate_number
 from quacklr.core.weight import Weight, distinct
 from quacklr.find.discover import validate_known
 from quacklr.sharded.collectives import all_reduce_max, groups_of, is_distributed
@@ -88,8 +88,7 @@ class QKClip:
         validate_known(attachment.found, module)
         validate_no_tensor_parallel(module, "QK clip", engine.tensor_parallel)
         weights = [weight for path in attachment.paths for weight in path.weights]
-        with engine.filled_groups():
-            validate_stepped(weights, self.optimizers, attachment.in_groups)
+        attachment.validate(weights)
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         validate_not_attached_twice(weights, [weight for other in others for weight in other._canonical], "QKClip")
         self._paths = attachment.by_module
