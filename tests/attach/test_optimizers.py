@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import reference
 from models import PerHead, Separate, assert_equal, layers, train
 from quacklr import ConstantTau, Paper, QuacK, Weight, frobenius, mha, packed, spectral
-from quacklr.attach.linearity import KNOWN_LINEAR, NOT_LINEAR
+from quacklr.attach.optimizers import KNOWN_LINEAR, NOT_LINEAR
 from quacklr.core.norms import Norm
 
 ACCEPTED: dict[str, dict[str, Any]] = {

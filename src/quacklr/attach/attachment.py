@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from quacklr.attach.linearity import validate_linear
-from quacklr.attach.optimizers import as_optimizers
+from quacklr.attach.optimizers import as_optimizers, validate_linear
 from quacklr.core.path import LogitPath, as_paths
 from quacklr.core.stepped import Stepped
 from quacklr.core.validate import validate_stepped
@@ -21,11 +20,6 @@ from quacklr.find.first_batch import FirstBatch
 from quacklr.sharded.collectives import reshard
 from quacklr.sharded.engines.read import as_module, engine_of
 from quacklr.util.modules import named_parameters
-
-REPLACED = (
-    "{}: its parameter has shape {} now, and had {} when the paths were made; pass the model itself, or make the paths "
-    "again after it was sharded or changed"
-)
 
 
 class Attachment:
@@ -94,7 +88,9 @@ class Attachment:
         with self.engine.filled_groups():
             validate_stepped(weights, self.optimizers, self.in_groups)
             if self.linear:
-                validate_linear(self.optimizers, (part.param for weight in weights for part in weight.parts), self.in_groups)
+                validate_linear(
+                    self.optimizers, (part.param for weight in weights for part in weight.parts), self.in_groups
+                )
 
     @property
     def waits(self) -> bool:
@@ -136,7 +132,10 @@ def relocated(paths: LogitPaths, model: nn.Module, flat: Container[int]) -> list
         param: Any = now.get(name, weight.param)
         bias = at_place(weight.bias) if isinstance(weight.bias, Weight) else None
         if param.shape != shape and id(param) not in flat:
-            raise ValueError(REPLACED.format(weight.name, tuple(param.shape), tuple(shape)))
+            raise ValueError(
+                f"{weight.name}: its parameter has shape {tuple(param.shape)} now, and had {tuple(shape)} when the paths "
+                "were made; pass the model itself, or make the paths again after it was sharded or changed"
+            )
         return weight if param is weight.param and bias is weight.bias else replace(weight, param=param, bias=bias)
 
     weights = {weight: at_place(weight) for path in paths for weight in path.weights}

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from quacklr.core.norms import Norm
 from quacklr.core.sensitivity import CompiledPaths
-from quacklr.core.weight import Weight
 
 VERSION = 3
 NOT_STARTED = {"version": VERSION, "rule": None}  # the state before the paths are known

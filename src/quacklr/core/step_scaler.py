@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +25,6 @@ from quacklr.core.stepped import Stepped, is_idle
 from quacklr.util.autocast import without_autocast
 
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # every class's step is wrapped by this function
-
-
-class FirstStepChecks(Protocol):
-    """What is called before and after the first step of each optimizer (attach/first_step.py)."""
-
-    @property
-    def needs_batch(self) -> bool: ...
-    def before(self) -> None: ...
-    def after(self, optimizer: Optimizer, step: Step) -> bool: ...
 
 
 class StepScaler:
@@ -48,7 +39,7 @@ class StepScaler:
         self.paths: CompiledPaths | None = None
         self.on_paths: set[int] = set()
         self.running: dict[Optimizer, Step] = {}
-        self.first_step: FirstStepChecks | None = None
+        self.first_step: Any = None  # attach/first_step.py, until each optimizer has stepped
         self.measures = rule.measures
         self.measured: list[tuple[Tensor, Tensor, Tensor]] = []
         self._hooks: list[Any] = []
@@ -72,32 +63,31 @@ class StepScaler:
         return (self.in_groups.by(optimizer) & self.on_paths).difference(*of_callers)
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Copy the rows that the optimizer is about to move.
-
-        If the model runs its first batch in the step, in a closure, returns other arguments of the step: with a closure
-        that calls this method again.
-        """
+        """Copy the rows that the optimizer is about to move. Returns other arguments of the step, or None."""
         self._drop_failed(optimizer)
         if optimizer in self.running:  # a nested step
             return None
         idle = is_idle(optimizer)  # every lr is 0
         if self.first_step is not None and not idle:
-            closure = args[1] if len(args) > 1 else (kwargs or {}).get("closure")
-            if closure is not None and self.first_step.needs_batch:
-                later = self._before_again(optimizer, closure)
-                return ((optimizer, later, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": later})
+            if later := self._in_closure(optimizer, args, kwargs or {}):
+                return later
             self.first_step.before()
         if self.paths is not None:
             self._begin(optimizer, self.paths, idle)
         return None
 
-    def _before_again(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def again() -> Any:
+    def _in_closure(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """If the model runs its first batch in the step's closure: arguments with a closure that calls `before` too."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None or not self.first_step.needs_batch:
+            return None
+
+        def measured() -> Any:
             result = closure()
             self.before(optimizer)
             return result
 
-        return again
+        return ((args[0], measured, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": measured})
 
     def _begin(self, optimizer: Optimizer, paths: CompiledPaths, idle: bool) -> None:
         tensors, stepped = self.tensors_of(optimizer), self.rule.stepped
