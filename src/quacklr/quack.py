@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.attach.attachment import Attachment
-from quacklr.attach.first_step import FirstStep
 from quacklr.core.changes import HeadChange, LogitChanges
 from quacklr.core.flat_tensor import original
 from quacklr.core.path import LogitPath, all_rated
@@ -75,12 +74,14 @@ class QuacK:
         self.rule = chosen_rule(tau, rule)
         if any(other.rule is self.rule for other in _attached):
             raise ValueError(f"{self.rule} belongs to another QuacK; make a rule for each")
-        self._attachment = attachment = Attachment(model, optimizer, linear=self.rule.linear, verify=verify)
+        self._attachment = attachment = Attachment(
+            model, optimizer, linear=self.rule.linear, verify=verify, start=self._start
+        )
         self.optimizers = attachment.optimizers
         self._scaler = StepScaler(self.rule, self.optimizers, attachment.in_groups)
         self._changes: LogitChanges | None = None
         self._state: Mapping[str, Any] = NOT_STARTED  # loaded before the paths were known
-        self._scaler.first_step = self._first_step = FirstStep(attachment, self._start)
+        self._scaler.first_step = attachment
         if attachment.paths:
             self._start()
         self._scaler.register()
@@ -93,10 +94,9 @@ class QuacK:
         others = [each for each in _attached - {self._scaler} if not set(each.optimizers).isdisjoint(self.optimizers)]
         taken = [weight for other in others if other.paths is not None for weight in other.paths.weights]
         validate_not_attached_twice(compiled.weights, taken)
-        self._attachment.validate(compiled.weights)
+        self._attachment.control(compiled.weights)
         with self._attachment.engine.filled_groups():
             self._scaler.set_paths(compiled)
-        self._first_step.watch(compiled.weights)
         self._changes = None
         self.load_state_dict(self._state)
         self._state = NOT_STARTED

@@ -155,7 +155,7 @@ def test_after_a_nested_step_that_raised_the_next_step_starts_anew() -> None:
     torch.testing.assert_close(q.detach(), torch.full((2, 3), 5 - 2 * TAU * LR))
 
 
-@pytest.mark.filterwarnings("ignore:k. its parameter is no longer in an optimizer")
+@pytest.mark.filterwarnings("ignore:k. 1 of 2 weights on the paths are no longer")
 def test_an_iteration_begins_when_a_tensor_steps_again_not_when_an_optimizer_does() -> None:
     """As DeepSpeed's ZeRO does: one optimizer steps several times an iteration, each time with other groups."""
     q, k = parameter(), parameter()
@@ -248,7 +248,10 @@ def test_an_optimizer_that_steps_other_tensors_is_an_error_at_the_first_step() -
     attached(optimizer, q, k)
     flattened(optimizer)
     for _ in range(2):  # not only once
-        with pytest.raises(RuntimeError, match=r"no weight on a path is stepped, .* first q: .* deepspeed\.initialize"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"^q: 2 of 2 weights on the paths are no longer in the optimizer.* deepspeed\.initialize",
+        ):
             optimizer.step()
 
 
@@ -258,7 +261,7 @@ def test_an_optimizer_that_steps_some_of_the_tensors_is_a_warning_once() -> None
     attached(optimizer, q, k)
     optimizer.param_groups.pop()
     give_gradients(q, k)
-    with pytest.warns(UserWarning, match="^k: its parameter is no longer in an optimizer") as seen:
+    with pytest.warns(UserWarning, match="^k: 1 of 2 weights on the paths are no longer in the optimizer") as seen:
         optimizer.step()
     assert seen[0].filename == __file__
     optimizer.step()
@@ -280,7 +283,7 @@ def test_parameters_that_are_no_longer_in_the_model_are_an_error(replace: Callab
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     QuacK(model, optimizer)
     replace(model)
-    with pytest.raises(RuntimeError, match=r"^0.q: .* parameters .* were replaced after QuacK was attached"):
+    with pytest.raises(RuntimeError, match=r"^0.q: 4 of 4 weights on the paths are no longer in the model"):
         train(model, optimizer, steps=1)
 
 
@@ -289,7 +292,7 @@ def test_some_parameters_that_are_no_longer_in_the_model_are_a_warning() -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     QuacK(model, optimizer)
     replaced(model[1])
-    with pytest.warns(UserWarning, match=r"^1.q: .* parameters .* were replaced after QuacK was attached") as seen:
+    with pytest.warns(UserWarning, match=r"^1.q: 2 of 4 weights on the paths are no longer in the model") as seen:
         train(model, optimizer, steps=1)
     assert seen[0].filename == train.__code__.co_filename
 

@@ -215,5 +215,5 @@ def test_parameters_that_were_replaced_after_attaching_are_an_error() -> None:
     QKClip(model, optimizer, 0.05)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     model(X).square().mean().backward()
-    with pytest.raises(RuntimeError, match="q: 2 of 2 parameters on the paths were replaced"):
+    with pytest.raises(RuntimeError, match="q: 2 of 2 weights on the paths are no longer in the model"):
         optimizer.step()

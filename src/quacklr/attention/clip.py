@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.attach.attachment import Attachment
-from quacklr.attach.first_step import FirstStep
 from quacklr.attention.interceptor import SUPPORTED
 from quacklr.attention.recorder import record_max_logits
 from quacklr.core.flat_tensor import original
@@ -88,7 +87,7 @@ class QKClip:
         validate_known(attachment.found, module)
         validate_no_tensor_parallel(module, "QK clip", engine.tensor_parallel)
         weights = [weight for path in attachment.paths for weight in path.weights]
-        attachment.validate(weights)
+        attachment.control(weights)
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         validate_not_attached_twice(weights, [weight for other in others for weight in other._canonical], "QKClip")
         self._paths = attachment.by_module
@@ -104,8 +103,7 @@ class QKClip:
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
-        self._first_step: FirstStep | None = FirstStep(attachment)
-        self._first_step.watch(weights)
+        self._checks_steps = True
         heads = {name: each[0].heads for name, each in self._paths.items()}
         self._forwards = record_max_logits(module, heads, self._record)
         eager: Any = torch.compiler.disable
@@ -122,16 +120,16 @@ class QKClip:
             maxima[name] = torch.fmax(maxima[name], max_H) if name in maxima else max_H
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._first_step is not None and not is_idle(optimizer):
-            self._first_step.before()
+        if self._checks_steps and not is_idle(optimizer):
+            self._attachment.before_step()
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         if steps_on_stack(optimizer) > 1:  # a step that calls the step of its parent class runs the hooks twice
             return
         idle = is_idle(optimizer)
-        if self._first_step is not None and not idle and self._first_step.after(optimizer):
-            self._first_step = None
+        if self._checks_steps and not idle:
+            self._checks_steps = not self._attachment.after_step(optimizer)
         params = self._attachment.in_groups.by(optimizer)
         stepped = self._stepped.get(optimizer)
         if stepped is None:  # else an engine steps the next part of the parameters

@@ -39,7 +39,7 @@ class StepScaler:
         self.paths: CompiledPaths | None = None
         self.on_paths: set[int] = set()
         self.running: dict[Optimizer, Step] = {}
-        self.first_step: Any = None  # attach/first_step.py, until each optimizer has stepped
+        self.first_step: Any = None  # the Attachment, until each optimizer has stepped
         self.measures = rule.measures
         self.measured: list[tuple[Tensor, Tensor, Tensor]] = []
         self._hooks: list[Any] = []
@@ -71,7 +71,7 @@ class StepScaler:
         if self.first_step is not None and not idle:
             if later := self._in_closure(optimizer, args, kwargs or {}):
                 return later
-            self.first_step.before()
+            self.first_step.before_step()
         if self.paths is not None:
             self._begin(optimizer, self.paths, idle)
         return None
@@ -106,7 +106,7 @@ class StepScaler:
         step = self.running.get(optimizer)
         if step is None or (step.calls_step and steps_on_stack(optimizer) > 1):  # only a nested step ends
             return
-        if self.first_step is not None and self.first_step.after(optimizer, step):
+        if self.first_step is not None and self.first_step.after_step(optimizer, step):
             self.first_step = None
         del self.running[optimizer]
         rates = self.rule.after(step)
