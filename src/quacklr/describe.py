@@ -40,13 +40,6 @@ def describe(compiled: CompiledPaths, when: str, rates: Mapping[str, Tensor], at
     return "\n".join([*sections, *(["left alone:", *alone] if alone else [])])
 
 
-def describe_pending(attachment: Attachment) -> str:
-    """What will be measured: the first modules that may be attention."""
-    names = [name or "the model" for name, finding in attachment.found.items() if finding.pending]
-    more = f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
-    return f"  attention will be measured on the first batch{more}"
-
-
 def _short(weight: Weight, module: str) -> str:
     return weight.name.removeprefix(f"{module}.")
 

@@ -23,7 +23,7 @@ from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.state import NOT_STARTED, validate_state
 from quacklr.core.step_scaler import StepScaler
 from quacklr.core.validate import validate_not_attached_twice
-from quacklr.describe import describe, describe_pending
+from quacklr.describe import describe
 from quacklr.rules.paper import Paper
 from quacklr.sharded.blocks import ShardedBlocks, blocks_of
 
@@ -191,16 +191,15 @@ class QuacK:
         self.remove()
 
     def __repr__(self) -> str:
-        names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        return f"QuacK({self.rule!r}) on {names}\n{self._table()}"
-
-    def _table(self) -> str:
-        paths = self._scaler.paths
+        names, paths = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers), self._scaler.paths
         if paths is None:
-            return describe_pending(self._attachment)
+            pending = [name or "the model" for name, finding in self._attachment.found.items() if finding.pending]
+            which = f": {', '.join(pending[:3])}{' and others' if len(pending) > 3 else ''}" if pending else ""
+            return f"QuacK({self.rule!r}) on {names}\n  attention will be measured on the first batch{which}"
         sharded = isinstance(paths.blocks, ShardedBlocks)  # if so, print the last rates: `rates()` is collective
         when = "last rates" if sharded or self.rule.measures else "rates now"
-        return describe(paths, when, self.rates(last=sharded), self._attachment)
+        table = describe(paths, when, self.rates(last=sharded), self._attachment)
+        return f"QuacK({self.rule!r}) on {names}\n{table}"
 
 
 def chosen_rule(tau: float | None, rule: Rule | None) -> Rule:

@@ -57,11 +57,6 @@ class StepScaler:
         self.rule.start(paths, self.optimizers, self.in_groups)
         self.paths, self.on_paths = paths, {id(part.param) for part in paths.parts}
 
-    def tensors_of(self, optimizer: Optimizer) -> set[int]:
-        """Ids of the tensors on paths that the optimizer steps, without those of steps that called this one."""
-        of_callers = [running.tensors for running in self.running.values()]
-        return (self.in_groups.by(optimizer) & self.on_paths).difference(*of_callers)
-
     def before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Copy the rows that the optimizer is about to move. Returns other arguments of the step, or None."""
         self._drop_failed(optimizer)
@@ -90,7 +85,9 @@ class StepScaler:
         return ((args[0], measured, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": measured})
 
     def _begin(self, optimizer: Optimizer, paths: CompiledPaths, idle: bool) -> None:
-        tensors, stepped = self.tensors_of(optimizer), self.rule.stepped
+        of_callers = [running.tensors for running in self.running.values()]  # of steps that called this one
+        tensors = (self.in_groups.by(optimizer) & self.on_paths).difference(*of_callers)
+        stepped = self.rule.stepped
         begins = not stepped or not stepped.isdisjoint(tensors)
         if begins:
             self.measured = []
