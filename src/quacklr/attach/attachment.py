@@ -23,7 +23,7 @@ from quacklr.core.rule import Step
 from quacklr.core.stepped import Stepped
 from quacklr.core.validate import validate_stepped
 from quacklr.core.weight import Weight
-from quacklr.find.discover import LogitPaths, by_module, found_by_table, validate_controls
+from quacklr.find.discover import LogitPaths, found_by_table, validate_controls
 from quacklr.find.finding import Finding
 from quacklr.find.first_batch import FirstBatch
 from quacklr.sharded.collectives import reshard
@@ -57,7 +57,7 @@ class Attachment:
         linear: whether their steps must be linear in lr.
         in_groups: which parameters their param groups step.
         paths: the paths that are known, over the tensors that are stepped. a measurement may find more.
-        by_module: the same paths, by the name of their attention module.
+        by_module: the same paths, by the name of their attention module; none if there is no module.
         found: by module name, how its attention was found.
         left_alone: by module name, why its attention is on no path.
 
@@ -100,7 +100,6 @@ class Attachment:
         self._start, self._more = start, False  # _more: paths were found that are not used yet
         self._parts: list[Weight] = []  # the weights and biases that are controlled
         self._of_model: list[Weight] = []  # those whose parameters are the model's
-        self._unchecked = False
         self._had_gradient: set[int] = set()
         self._stepped: set[Optimizer] = set()
 
@@ -111,11 +110,9 @@ class Attachment:
         self.left_alone: Mapping[str, str] = paths.left_alone if paths is not None else {}
         known = self._given if self._given is not None else paths or []
         self.paths = self.engine.located(known)
-        module_of = {path.weights[0].name: name for name, each in by_module(paths or known).items() for path in each}
-        self.by_module: dict[str, list[LogitPath]] = {}
-        for path in self.paths:
-            name = path.weights[0].name
-            self.by_module.setdefault(module_of.get(name, name.rpartition(".")[0]), []).append(path)
+        modules = paths.by_module if paths is not None else {}
+        names = {name: {path.weights[0].name for path in each} for name, each in modules.items()}
+        self.by_module = {name: [p for p in self.paths if p.weights[0].name in of] for name, of in names.items()}
 
     def control(self, weights: Sequence[Weight]) -> None:
         """These weights are controlled from now on: validate how the optimizers step them, and check their next step.
@@ -128,7 +125,6 @@ class Attachment:
             if self.linear:
                 validate_linear(self.optimizers, (part.param for part in self._parts), self.in_groups)
         self._of_model = self._in_model()
-        self._unchecked = True
         self._stepped.clear()
 
     def _in_model(self) -> list[Weight]:
@@ -160,23 +156,18 @@ class Attachment:
     @property
     def needs_batch(self) -> bool:
         """Whether no path is known, and the model has run no batch that could be measured."""
-        return not self._parts and not self._has_batch
-
-    @property
-    def _has_batch(self) -> bool:
-        return self._first_batch is not None and self._first_batch.has_batch
+        return not self._parts and not (self._first_batch is not None and self._first_batch.has_batch)
 
     def before_step(self) -> None:
         """Before the first step of each optimizer: measure the batch, and check the weights."""
-        if self._has_batch or not self._parts:
+        if not self._parts or (self._first_batch is not None and self._first_batch.has_batch):
             self._more |= self._measure()
         if self._more:
             self._start()
             self._more = False
         self._had_gradient.update(id(part.param) for part in self._parts if gradient_of(part.param) is not None)
-        if self._unchecked:
+        if not self._stepped:
             self._check_weights()
-            self._unchecked = False
 
     def after_step(self, optimizer: Optimizer, step: Step | None = None) -> bool:
         """After the first step of each optimizer: measure what ran in it, and check the step of QuacK.
