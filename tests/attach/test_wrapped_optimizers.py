@@ -266,7 +266,7 @@ class KeepsCopies(SGD):
     """Steps a copy of the weights, and sets the weights to it, as an optimizer with master weights does."""
 
     @torch.no_grad()
-    def step(self, _: Any = None) -> Any:  # type: ignore[override]
+    def step(self, _: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
             master = self.state[param].setdefault("master", param.detach().clone())
             master.sub_(param.grad, alpha=self.param_groups[0]["lr"])
