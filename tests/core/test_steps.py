@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Latent, Separate, assert_equal, layers, train
-from quacklr import Paper, QuacK, Weight, mha, spectral
+from quacklr import ConstantTau, Paper, QuacK, Weight, mha, spectral
 
 
 def parameters(model: nn.Module) -> list[Tensor]:
@@ -81,6 +81,26 @@ def test_a_step_with_a_closure_is_the_same_step() -> None:
                 optimizer.step()
         results.append(parameters(model))
     assert_equal(*results)
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_a_step_whose_closure_runs_the_first_batch_is_scaled(positional: bool) -> None:
+    """No path is known before the closure has run: this attention is measured."""
+    attention = type("Unknown", (Separate,), {"logit_paths": None})()
+    model = nn.Sequential(attention)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    QuacK(model, optimizer, rule=ConstantTau(0.5))
+    before = parameters(model)
+
+    def closure() -> Tensor:
+        loss: Tensor = model(tokens()).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure) if positional else optimizer.step(closure=closure)  # type: ignore[arg-type]
+    for param, old, rate in zip(model.parameters(), before, (0.5, 0.5, 1.0), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.detach(), old - 0.1 * rate * param.grad)
 
 
 def test_after_a_step_that_raised_the_next_starts_clean() -> None:
