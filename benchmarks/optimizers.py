@@ -34,7 +34,7 @@ from optimizer_judge import CHAOTIC, EQUAL, SHORT, STEPS, deviation, make, model
 from torch.optim import Optimizer
 
 from quacklr import QuacK
-from quacklr.attach.linearity import NOT_LINEAR
+from quacklr.attach.optimizers import NOT_LINEAR
 from quacklr.util.modules import run_uncompiled
 
 PACKAGES = [

@@ -26,21 +26,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "Budget",
-    "ConstantTau",
-    "Limit",
+__all__ = ["Budget", "ConstantTau", "Limit", "LogitPath", "Paper", "QuacK", "Rule", "Weight", "logit_paths"]
+__all__ += [
     "LogitMonitor",
-    "LogitPath",
     "LogitStats",
-    "Paper",
     "QKClip",
-    "QuacK",
-    "Rule",
-    "Weight",
     "check",
     "frobenius",
-    "logit_paths",
     "mha",
     "mla",
     "packed",

@@ -15,22 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.attach.attachment import Attachment
-from quacklr.attach.first_step import FirstStep
-from quacklr.attach.linearity import validate_linear
 from quacklr.core.changes import HeadChange, LogitChanges
 from quacklr.core.flat_tensor import original
 from quacklr.core.path import LogitPath, all_rated
 from quacklr.core.rule import Rule
 from quacklr.core.sensitivity import CompiledPaths
-from quacklr.core.state import not_started, validate_state
+from quacklr.core.state import NOT_STARTED, validate_state
 from quacklr.core.step_scaler import StepScaler
-from quacklr.core.validate import validate_not_attached_twice, validate_not_meta, validate_stepped
+from quacklr.core.validate import validate_not_attached_twice
 from quacklr.describe import describe
-from quacklr.find.finding import Finding
 from quacklr.rules.paper import Paper
 from quacklr.sharded.blocks import ShardedBlocks, blocks_of
-
-PENDING = "attention will be measured on the first batch"
 
 _attached: WeakSet[StepScaler] = WeakSet()  # their hooks keep them alive
 
@@ -79,12 +74,14 @@ class QuacK:
         self.rule = chosen_rule(tau, rule)
         if any(other.rule is self.rule for other in _attached):
             raise ValueError(f"{self.rule} belongs to another QuacK; make a rule for each")
-        self._attachment = attachment = Attachment(model, optimizer, linear=self.rule.linear, verify=verify)
+        self._attachment = attachment = Attachment(
+            model, optimizer, linear=self.rule.linear, verify=verify, start=self._start
+        )
         self.optimizers = attachment.optimizers
         self._scaler = StepScaler(self.rule, self.optimizers, attachment.in_groups)
         self._changes: LogitChanges | None = None
-        self._state: Mapping[str, Any] | None = None  # loaded before the paths were known
-        self._scaler.first_step = self._first_step = FirstStep(attachment, self._scaler, self._start)
+        self._state: Mapping[str, Any] = NOT_STARTED  # loaded before the paths were known
+        self._scaler.first_step = attachment
         if attachment.paths:
             self._start()
         self._scaler.register()
@@ -92,22 +89,17 @@ class QuacK:
 
     def _start(self) -> None:
         """Validate the paths that were found, and give them to the rule."""
-        paths, in_groups = self._attachment.paths, self._attachment.in_groups
-        validate_not_meta(weight for path in paths for weight in path.weights)
-        compiled = CompiledPaths(all_rated(paths) if self.rule.rates_all else paths, blocks_of)
-        others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
-        taken = [other.paths for other in others if other is not self._scaler and other.paths is not None]
-        validate_not_attached_twice(compiled.weights, [weight for paths in taken for weight in paths.weights])
+        paths = all_rated(self._attachment.paths) if self.rule.rates_all else self._attachment.paths
+        compiled = CompiledPaths(paths, blocks_of)
+        others = [each for each in _attached - {self._scaler} if not set(each.optimizers).isdisjoint(self.optimizers)]
+        taken = [weight for other in others if other.paths is not None for weight in other.paths.weights]
+        validate_not_attached_twice(compiled.weights, taken)
+        self._attachment.control(compiled.weights)
         with self._attachment.engine.filled_groups():
-            validate_stepped(compiled.weights, self.optimizers, in_groups)
-            if self.rule.linear:
-                validate_linear(self.optimizers, (part.param for part in compiled.parts), in_groups)
             self._scaler.set_paths(compiled)
-        self._first_step.set_weights(compiled.weights)
         self._changes = None
-        if self._state is not None:
-            state, self._state = self._state, None
-            self.load_state_dict(state)
+        self.load_state_dict(self._state)
+        self._state = NOT_STARTED
 
     @property
     def left_alone(self) -> Mapping[str, str]:
@@ -146,13 +138,11 @@ class QuacK:
         None if the parameter is frozen, or if none of its rows is on a path. For a sharded parameter this is a
         collective call, except with Limit and Budget, and the result is a plain tensor for the whole parameter.
         """
-        known = self._scaler.paths.weights if self._scaler.paths is not None else []
-        rated = [weight for weight in known if weight.rated]
+        paths = self._scaler.paths
+        rated = [weight for weight in paths.weights if weight.rated] if paths is not None else []
         parts = [(weight, part) for weight in rated for part in weight.parts if original(part.param) is param]
-        if not parts or not param.requires_grad:
-            return None
-        rates = self.rates()
-        if any(weight.name not in rates for weight, _ in parts):
+        rates = self.rates() if parts and param.requires_grad else {}
+        if not rates or any(weight.name not in rates for weight, _ in parts):
             return None
         of_row = torch.ones(len(parts[0][1].block_of_row), device=param.device, dtype=torch.float32)
         for weight, part in parts:
@@ -167,7 +157,7 @@ class QuacK:
         not part of it. The other rules have no state, and this is only a version.
         """
         if self._scaler.paths is None:
-            return dict(self._state) if self._state is not None else not_started(self.rule)
+            return dict(self._state)
         return self.rule.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -178,7 +168,7 @@ class QuacK:
         validate_state(state_dict)
         if self._scaler.paths is None:
             self._state = state_dict
-        elif not state_dict.get("not_started"):
+        elif state_dict["rule"] is not None:
             self.rule.load_state_dict(state_dict, partial=self._attachment.waits)
 
     def remove(self) -> None:
@@ -201,20 +191,15 @@ class QuacK:
         self.remove()
 
     def __repr__(self) -> str:
-        names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        paths = self._scaler.paths
+        names, paths = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers), self._scaler.paths
         if paths is None:
-            return f"QuacK({self.rule!r}) on {names}\n  {PENDING}{pending_modules(self._attachment.found)}"
+            pending = [name or "the model" for name, finding in self._attachment.found.items() if finding.pending]
+            which = f": {', '.join(pending[:3])}{' and others' if len(pending) > 3 else ''}" if pending else ""
+            return f"QuacK({self.rule!r}) on {names}\n  attention will be measured on the first batch{which}"
         sharded = isinstance(paths.blocks, ShardedBlocks)  # if so, print the last rates: `rates()` is collective
         when = "last rates" if sharded or self.rule.measures else "rates now"
         table = describe(paths, when, self.rates(last=sharded), self._attachment)
         return f"QuacK({self.rule!r}) on {names}\n{table}"
-
-
-def pending_modules(found: Mapping[str, Finding]) -> str:
-    """The first modules that may be attention."""
-    names = [name or "the model" for name, finding in found.items() if finding.pending]
-    return f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
 
 
 def chosen_rule(tau: float | None, rule: Rule | None) -> Rule:

@@ -1,10 +1,8 @@
-"""`validate_linear` tests on small parameters whether an optimizer is linear in lr. Judge: by hand."""
+"""QuacK tests on small parameters whether an optimizer is linear in lr. Judge: by hand."""
 
 from __future__ import annotations
 
-import random
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +14,6 @@ from torch.optim import Optimizer
 
 from models import Separate
 from quacklr import QuacK
-from quacklr.attach.linearity import TOLERANCE, validate_linear
 
 
 class At(NamedTuple):
@@ -36,44 +33,23 @@ class StandIn(Optimizer):
         super().__init__(params, {"lr": lr, **settings})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
+    def step(self, _: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    state["step"] = state.get("step", 0) + 1
-                    self.move(At(param, param.grad, group["lr"], state, group))
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                self.move(At(param, param.grad, group["lr"], state, group))
 
     def move(self, at: At) -> None:
         raise NotImplementedError
 
 
-def momentum(state: dict[str, Any], grad: Tensor, factor: float = 0.9) -> Tensor:
-    """The updated momentum."""
-    state["m"] = factor * state.get("m", torch.zeros_like(grad)) + grad
-    return state["m"]
-
-
-class Momentum(StandIn):
-    def move(self, at: At) -> None:
-        at.param.sub_(momentum(at.state, at.grad), alpha=at.lr)
-
-
 class CoupledDecay(StandIn):
-    """Coupled weight decay: the momentum holds gradients of the current weights, and no copy of them."""
+    """The momentum holds gradients of the current weights, and no copy of them."""
 
     def move(self, at: At) -> None:
-        at.param.sub_(momentum(at.state, at.grad + 0.1 * at.param), alpha=at.lr)
-
-
-class Trust(StandIn):
-    """The step is as long as the weights, as in LARS and LAMB."""
-
-    def move(self, at: At) -> None:
-        at.param.sub_(at.grad * at.param.norm() / at.grad.norm(), alpha=at.lr)
+        at.state["m"] = 0.9 * at.state.get("m", torch.zeros_like(at.grad)) + at.grad + 0.1 * at.param
+        at.param.sub_(at.state["m"], alpha=at.lr)
 
 
 class StochasticRounding(StandIn):
@@ -81,14 +57,6 @@ class StochasticRounding(StandIn):
 
     def move(self, at: At) -> None:
         at.param.sub_(at.grad + torch.randn_like(at.grad), alpha=at.lr)
-
-
-class InSingle(StandIn):
-    """Works only with fp32 parameters, so its steps are rounded."""
-
-    def move(self, at: At) -> None:
-        at.state.setdefault("m", torch.zeros(at.grad.shape, dtype=torch.float32)).lerp_(at.grad, 0.1)
-        at.param.sub_(at.state["m"] + 0.01 * at.param, alpha=at.lr)
 
 
 class SinceTheStart(StandIn):
@@ -108,60 +76,15 @@ class Averaged(StandIn):
         at.param.copy_(average)
 
 
-class ScheduleFree(StandIn):
-    """Gradients at a point between the iterate and its average."""
-
-    def move(self, at: At) -> None:
-        z, x = at.state.setdefault("z", at.param.clone()), at.state.setdefault("x", at.param.clone())
-        z.sub_(at.grad, alpha=at.lr)
-        x.lerp_(z, 1 / at.state["step"])
-        at.param.copy_(0.1 * z + 0.9 * x)
-
-
-class DualAveraging(StandIn):
-    """The weights at the start plus the sum of all gradients, as in MADGRAD and FTRL."""
-
-    def move(self, at: At) -> None:
-        start = at.state.setdefault("start", at.param.clone())
-        at.param.copy_(start - at.lr * momentum(at.state, at.grad, 1.0) / at.state["step"] ** 0.5)
-
-
 class SlowWeights(StandIn):
     """Lookahead built in."""
 
     def move(self, at: At) -> None:
         slow = at.state.setdefault("slow", at.param.clone())
         at.param.sub_(at.grad, alpha=at.lr)
-        if at.state["step"] % at.group.get("k", 6) == 0:
+        if at.state["step"] % 6 == 0:
             slow.lerp_(at.param, 0.5)
             at.param.copy_(slow)
-
-
-class LastMove(StandIn):
-    """Momentum as the difference between the last two weights."""
-
-    def move(self, at: At) -> None:
-        last = at.param - at.state.get("before", at.param)
-        at.state["before"] = at.param.clone()
-        at.param.add_(0.9 * last - at.lr * at.grad)
-
-
-class StepFromDistance(StandIn):
-    """A step size for all parameters, from sums of gradients that are weighted by lr, as in D-Adaptation."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=1.0)
-
-    @torch.no_grad()
-    def step(self, *_: Any) -> None:  # type: ignore[override]
-        params = [(param, group["lr"]) for group in self.param_groups for param in group["params"]]
-        size = self.state[params[0][0]].setdefault("size", 1e-3)
-        totals = [momentum(self.state[param], size * lr * param.grad, 1.0) for param, lr in params]
-        above = sum(float(total.square().sum()) for total in totals)
-        below = sum(float((total * param.grad).sum()) for total, (param, _) in zip(totals, params, strict=True))
-        self.state[params[0][0]]["size"] = max(size, above / below)
-        for param, lr in params:
-            param.sub_(param.grad, alpha=size * lr)
 
 
 class CappedLr(StandIn):
@@ -169,40 +92,12 @@ class CappedLr(StandIn):
         at.param.sub_(at.grad, alpha=min(at.lr, at.group.get("cap", 0.03)))
 
 
-class CappedTrust(StandIn):
-    """A ratio that is clipped after it was divided by lr."""
-
-    def move(self, at: At) -> None:
-        at.param.sub_(at.grad, alpha=at.lr * min(1.0, 0.03 / at.lr))
-
-
-class OnASphere(StandIn):
-    """The norm of the weights stays what it was."""
-
-    def move(self, at: At) -> None:
-        norm = at.param.norm()
-        at.param.sub_(at.grad * norm / at.grad.norm(), alpha=at.lr)
-        at.param.mul_(norm / at.param.norm())
-
-
-class NoLr(StandIn):
-    def move(self, at: At) -> None:
-        at.param.sub_(at.grad, alpha=0.01)
-
-
-LINEAR_ONES = [Momentum, CoupledDecay, Trust, StochasticRounding, InSingle, SinceTheStart]
-WEIGHTS_KEPT = [Averaged, ScheduleFree, DualAveraging, SlowWeights, LastMove]
-NOT_A_FACTOR = [StepFromDistance, CappedLr, CappedTrust, OnASphere, NoLr]
-
-
 def by_hand(cls: type[StandIn], rates: list[float]) -> float:
     """How far scaled steps are off steps with a scaled lr, relative to the distance travelled."""
     ends = []
     for scale in (True, False):
         torch.manual_seed(0)
-        random.seed(0)
-        dtype = torch.float32 if cls is InSingle else torch.float64
-        start = torch.randn(5, 3, dtype=dtype)
+        start = torch.randn(5, 3, dtype=torch.float64)
         param = nn.Parameter(start.clone())
         optimizer = cls([param])
         lr = optimizer.param_groups[0]["lr"]
@@ -216,49 +111,43 @@ def by_hand(cls: type[StandIn], rates: list[float]) -> float:
     return float((ends[0] - ends[1]).norm() / (ends[1] - start).norm())
 
 
-def attached(cls: type[StandIn], **settings: Any) -> None:
+def attached(cls: type[Optimizer], bias: bool = False, **settings: Any) -> None:
     """Attach QuacK, and remove it."""
-    model = nn.Sequential(Separate())
+    model = nn.Sequential(Separate(bias=bias))
     QuacK(model, cls(model.parameters(), **settings)).remove()
 
 
-CONSTANT, CHANGING = [0.5] * 20, [0.5, 1.5, 0.25, 1.0, 0.75] * 4
-
-
-@pytest.mark.parametrize("cls", LINEAR_ONES)
+@pytest.mark.parametrize("cls", [CoupledDecay, StochasticRounding, SinceTheStart])
 def test_an_optimizer_that_is_linear_in_lr_is_accepted_without_a_warning(cls: type[StandIn]) -> None:
-    assert by_hand(cls, CHANGING) < 1e-4
+    assert by_hand(cls, [0.5, 1.5, 0.25, 1.0, 0.75] * 4) < 1e-4
     attached(cls)
 
 
-@pytest.mark.parametrize("cls", [*WEIGHTS_KEPT, *NOT_A_FACTOR])
+@pytest.mark.parametrize("cls", [Averaged, SlowWeights, CappedLr])
 def test_an_optimizer_that_keeps_weights_or_for_which_lr_is_no_factor_is_refused(cls: type[StandIn]) -> None:
-    assert by_hand(cls, CONSTANT) > TOLERANCE
-    with pytest.raises(
-        ValueError, match=rf"^{cls.__name__} is not linear in lr \(on small parameters its steps .*% off"
-    ):
+    assert by_hand(cls, [0.5] * 20) > 0.01
+    with pytest.raises(ValueError, match=rf"^{cls.__name__} is not linear in lr \(on small parameters its .*% off"):
         attached(cls)
 
 
 def test_linearity_depends_on_the_settings_in_defaults_and_in_attributes() -> None:
-    attached(CappedLr, cap=1.0)
-
     class Flagged(StandIn):
         def __init__(self, params: Any, averages: bool) -> None:
             super().__init__(params)
             self.averages = averages
 
         def move(self, at: At) -> None:
-            (Averaged if self.averages else Momentum).move(self, at)  # type: ignore[arg-type]
+            (Averaged if self.averages else CoupledDecay).move(self, at)  # type: ignore[arg-type]
 
+    attached(CappedLr, cap=1.0)
     attached(Flagged, averages=False)
     with pytest.raises(ValueError, match="Flagged is not linear"):
         attached(Flagged, averages=True)
 
 
-def test_only_param_groups_with_weights_on_a_path_matter() -> None:
+def test_only_param_groups_with_weights_on_a_path_matter_and_each_has_its_settings() -> None:
     model = Separate()
-    groups = [{"params": [model.q.weight, model.k.weight], "cap": 1.0}, {"params": [model.v.weight]}]
+    groups = [{"params": [model.q.weight, model.k.weight], "cap": 1.0}, {"params": [model.v.weight], "lr": None}]
     QuacK(nn.Sequential(model), CappedLr(groups)).remove()
     groups = [{"params": [model.v.weight, model.q.weight], "cap": 1.0}, {"params": [model.k.weight], "cap": 0.01}]
     with pytest.raises(ValueError, match="CappedLr is not linear"):
@@ -266,19 +155,18 @@ def test_only_param_groups_with_weights_on_a_path_matter() -> None:
 
 
 def test_steps_of_vectors_are_measured_if_a_bias_is_on_a_path() -> None:
-    class OnlyMatrices(Momentum):
+    class OnlyMatrices(StandIn):
         def move(self, at: At) -> None:
-            (Momentum if at.param.ndim == 2 else Averaged).move(self, at)  # type: ignore[arg-type]
+            (CoupledDecay if at.param.ndim == 2 else Averaged).move(self, at)  # type: ignore[arg-type]
 
     attached(OnlyMatrices)
-    model = nn.Sequential(Separate(bias=True))
     with pytest.raises(ValueError, match="OnlyMatrices is not linear"):
-        QuacK(model, OnlyMatrices(model.parameters()))
+        attached(OnlyMatrices, bias=True)
 
 
-@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0), torch.tensor(0.05)])
-def test_an_lr_may_be_0_or_a_tensor(lr: Any) -> None:
-    attached(Momentum, lr=lr)
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.05), 1e-6])
+def test_an_lr_may_be_0_or_a_tensor_or_so_small_that_steps_are_rounded(lr: Any) -> None:
+    attached(CoupledDecay, lr=lr)
     with pytest.raises(ValueError, match="Averaged is not linear"):
         attached(Averaged, lr=lr)
 
@@ -287,27 +175,14 @@ def test_during_a_warmup_the_lr_after_it_is_used() -> None:
     model = nn.Sequential(Separate())
     optimizer = CappedLr(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-3)
-    assert optimizer.param_groups[0]["lr"] < 0.03
     with pytest.raises(ValueError, match="CappedLr is not linear"):
         QuacK(model, optimizer)
-
-
-@pytest.mark.parametrize("lr", [1e-5, 1e-6])
-def test_rounding_is_no_deviation_and_a_small_lr_does_not_hide_one(lr: float) -> None:
-    attached(InSingle, lr=lr)
-    with pytest.raises(ValueError, match="ScheduleFree is not linear"):
-        attached(ScheduleFree, lr=lr)
 
 
 class NeedsTheModel(StandIn):
     def __init__(self, params: Any, model: nn.Module) -> None:
         super().__init__(params)
         self.inside = model
-
-
-class Raises(StandIn):
-    def step(self, *_: Any) -> None:  # type: ignore[override]
-        raise RuntimeError("only on a full moon")
 
 
 class MovesNothing(StandIn):
@@ -320,7 +195,7 @@ class NotFinite(StandIn):
         at.param.sub_(at.grad / 0)
 
 
-class WithoutLr(Momentum):
+class WithoutLr(CoupledDecay):
     def __init__(self, params: Any) -> None:
         Optimizer.__init__(self, params, {"eta": 0.1})
 
@@ -329,7 +204,6 @@ class WithoutLr(Momentum):
     ("make", "reason"),
     [
         (lambda params: NeedsTheModel(params, nn.Linear(2, 2)), "TypeError: .*'model'"),
-        (Raises, "RuntimeError: only on a full moon"),
         (MovesNothing, "RuntimeError: its step moves nothing"),
         (NotFinite, "RuntimeError: its steps are not finite"),
         (WithoutLr, "ValueError: its param groups have no lr"),
@@ -337,17 +211,10 @@ class WithoutLr(Momentum):
 )
 def test_an_optimizer_that_cannot_be_run_triggers_a_warning_with_the_reason(make: Any, reason: str) -> None:
     model = nn.Sequential(Separate())
-    with pytest.warns(
-        UserWarning, match=rf"could not be tested on small parameters \({reason}.*no copy of the weights"
-    ) as seen:
+    warned = rf"could not be tested on small parameters \({reason}.*no copy of the weights"
+    with pytest.warns(UserWarning, match=warned) as seen:
         QuacK(model, make(model.parameters())).remove()
     assert seen[0].filename == __file__
-
-
-def test_groups_on_no_path_need_no_lr() -> None:
-    model = Separate()
-    groups = [{"params": [model.q.weight, model.k.weight]}, {"params": [model.v.weight], "lr": None}]
-    QuacK(nn.Sequential(model), Momentum(groups)).remove()
 
 
 def test_the_optimizer_and_the_random_numbers_are_unchanged() -> None:
@@ -365,12 +232,12 @@ def test_the_optimizer_and_the_random_numbers_are_unchanged() -> None:
     assert all(torch.equal(param, weight) for param, weight in zip(model.parameters(), weights, strict=True))
 
 
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
-def test_it_works_without_gradients_in_inference_mode_and_with_another_default_device(around: Any) -> None:
+@pytest.mark.parametrize("around", [torch.inference_mode, lambda: torch.device("meta")])
+def test_it_works_in_inference_mode_and_with_another_default_device(around: Any) -> None:
     model = nn.Sequential(Separate())
     optimizer = Averaged(model.parameters())
     with around(), pytest.raises(ValueError, match="Averaged is not linear"):
-        validate_linear([optimizer], model.parameters())
+        QuacK(model, optimizer)
 
 
 def test_zero_redundancy_optimizer_is_as_linear_as_its_inner_optimizer(tmp_path: Path) -> None:
@@ -387,12 +254,8 @@ def test_zero_redundancy_optimizer_is_as_linear_as_its_inner_optimizer(tmp_path:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"lr": torch.tensor(0.1), "foreach": False}])
-def test_other_kernels_are_tested(options: dict[str, Any]) -> None:
-    class Mine(torch.optim.AdamW):
-        pass
-
+def test_kernels_that_the_cpu_does_not_have_are_not_used() -> None:
     model = nn.Sequential(Separate())
-    optimizer = Mine(model.parameters(), **options)
+    optimizer = type("Mine", (torch.optim.AdamW,), {})(model.parameters(), fused=True)
     optimizer.param_groups[0]["capturable"] = True  # for a GPU
     QuacK(model, optimizer).remove()

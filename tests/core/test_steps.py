@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from models import Latent, PerHead, Separate, assert_equal, layers, train
-from quacklr import ConstantTau, Paper, QuacK, Weight, frobenius, mha, spectral
+from models import Latent, Separate, assert_equal, layers, train
+from quacklr import ConstantTau, Paper, QuacK, Weight, mha, spectral
 
 
 def parameters(model: nn.Module) -> list[Tensor]:
@@ -44,42 +41,10 @@ def test_the_learning_rate_that_others_see_is_never_written() -> None:
     assert (quack.rates()["0.q"] - 0.5).abs().max() > 0.01
 
 
-def test_a_scheduled_run_equals_one_with_the_scheduled_rates() -> None:
-    """Under a schedule QuacK with a constant tau is the plain run with tau times the schedule."""
-    results = []
-    for attach in (True, False):
-        model, _ = model_and_optimizer()
-        model.double()
-        qk = [param for name, param in model.named_parameters() if ".v." not in name]
-        v = [param for name, param in model.named_parameters() if ".v." in name]
-        optimizer = torch.optim.SGD(
-            [{"params": qk, "lr": 0.1 if attach else 0.05}, {"params": v, "lr": 0.1}], momentum=0.9
-        )
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-        if attach:
-            QuacK(model, optimizer, rule=ConstantTau(0.5))
-        for step in range(4):
-            train(model, optimizer, steps=1, seed=step)
-            scheduler.step()
-        results.append(parameters(model))
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
-
-
-def test_gradient_clipping_and_logging_see_the_plain_gradients() -> None:
-    norms = []
-    for attach in (False, True):
-        model, optimizer = model_and_optimizer()
-        if attach:
-            QuacK(model, optimizer, tau=0.1)
-        model(tokens()).sum().backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-    assert_equal(*norms)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_of_the_grad_scaler_changes_nothing(fused: bool) -> None:
+def test_an_overflow_of_the_grad_scaler_changes_nothing() -> None:
+    """With a fused optimizer the scaler calls its step, and the hooks, also after an overflow."""
     model, _ = model_and_optimizer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0, fused=True)
     quack = QuacK(model, optimizer, tau=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = parameters(model)
@@ -118,6 +83,26 @@ def test_a_step_with_a_closure_is_the_same_step() -> None:
     assert_equal(*results)
 
 
+@pytest.mark.parametrize("positional", [True, False])
+def test_a_step_whose_closure_runs_the_first_batch_is_scaled(positional: bool) -> None:
+    """No path is known before the closure has run: this attention is measured."""
+    attention = type("Unknown", (Separate,), {"logit_paths": None})()
+    model = nn.Sequential(attention)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    QuacK(model, optimizer, rule=ConstantTau(0.5))
+    before = parameters(model)
+
+    def closure() -> Tensor:
+        loss: Tensor = model(tokens()).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure) if positional else optimizer.step(closure=closure)  # type: ignore[arg-type]
+    for param, old, rate in zip(model.parameters(), before, (0.5, 0.5, 1.0), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.detach(), old - 0.1 * rate * param.grad)
+
+
 def test_after_a_step_that_raised_the_next_starts_clean() -> None:
     model, optimizer = model_and_optimizer()
     quack = QuacK(model, optimizer, tau=0.5)
@@ -146,14 +131,11 @@ def test_after_a_step_that_raised_the_next_starts_clean() -> None:
 def test_a_step_with_lr_0_captures_and_changes_nothing(lr: float | Tensor) -> None:
     model, optimizer = model_and_optimizer()
     quack = QuacK(model, optimizer, tau=0.5)
-    before, state = parameters(model), copy.deepcopy(quack.state_dict())
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    before = parameters(model)
+    optimizer.param_groups[0]["lr"] = lr
     train(model, optimizer, steps=2)
     assert_equal(parameters(model), before)
-    assert_equal(quack.state_dict()["sensitivity"], state["sensitivity"])
-    assert not quack.rule.stepped
-    assert not quack._scaler.running
+    assert not any(quack.state_dict()["stepped"].values())
 
 
 def two_optimizers(order: int, attach: bool) -> tuple[nn.Sequential, list[torch.optim.Optimizer], QuacK | None]:
@@ -247,35 +229,13 @@ def test_an_optimizer_that_replaces_the_data_of_its_parameters_is_scaled_too() -
     assert_equal(param.detach(), torch.full((2, 3), 0.75))
 
 
-@pytest.mark.parametrize("norm", [frobenius, spectral])
-@pytest.mark.parametrize("attention", [Separate, PerHead, Latent])
-def test_training_is_deterministic(norm: Any, attention: Callable[[], nn.Module]) -> None:
+def test_training_is_deterministic() -> None:
     results = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = nn.Sequential(attention())
+        model = nn.Sequential(Latent())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        QuacK(model, optimizer, rule=Paper(norm=norm))
+        QuacK(model, optimizer, rule=Paper(norm=spectral))
         train(model, optimizer, steps=5)
         results.append(parameters(model))
     assert_equal(*results)
-
-
-def test_loading_the_optimizer_but_not_quack_triggers_a_warning() -> None:
-    model, optimizer = model_and_optimizer()
-    quack = QuacK(model, optimizer)
-    train(model, optimizer, steps=1)
-    saved, state = copy.deepcopy(optimizer.state_dict()), quack.state_dict()
-    optimizer.load_state_dict(saved)
-    with pytest.warns(UserWarning, match="load_state_dict"):
-        train(model, optimizer, steps=1)
-    train(model, optimizer, steps=1)  # once is enough
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for load in (
-            (quack.load_state_dict, optimizer.load_state_dict),
-            (optimizer.load_state_dict, quack.load_state_dict),
-        ):
-            for each in load:
-                each(state if each == quack.load_state_dict else saved)
-            train(model, optimizer, steps=1)

@@ -1,28 +1,49 @@
-"""A model and the optimizers that train it, as QuacK and QK clip need them: which weights step, and on which paths."""
+"""A model and the optimizers that train it, as QuacK and QK clip need them: which weights step, and on which paths.
+
+In the first step of each optimizer the first batch is measured, and the steps are checked. DeepSpeed puts flat copies
+of the parameters into the param groups; `fully_shard` and `load_state_dict(assign=True)` put new parameters into the
+model. A QuacK that was attached before that would do nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.attach.optimizers import as_optimizers
+from quacklr.attach.optimizers import as_optimizers, validate_linear
+from quacklr.core.flat_tensor import gradient_of, original
+from quacklr.core.local import local_tensor
 from quacklr.core.path import LogitPath, as_paths
+from quacklr.core.rule import Step
 from quacklr.core.stepped import Stepped
+from quacklr.core.validate import validate_stepped
 from quacklr.core.weight import Weight
-from quacklr.find.discover import LogitPaths, by_module, found_by_table, validate_controls
+from quacklr.find.discover import LogitPaths, found_by_table, validate_controls
 from quacklr.find.finding import Finding
 from quacklr.find.first_batch import FirstBatch
 from quacklr.sharded.collectives import reshard
 from quacklr.sharded.engines.read import as_module, engine_of
+from quacklr.util.caller import warn
 from quacklr.util.modules import named_parameters
 
-REPLACED = (
-    "{}: its parameter has shape {} now, and had {} when the paths were made; pass the model itself, or make the paths "
-    "again after it was sharded or changed"
+LOST = (
+    "{}: {} of {} weights on the paths are no longer {}. Did something replace parameters after QuacK was attached, as "
+    "deepspeed.initialize, fully_shard and load_state_dict(assign=True) do? Load and shard first, then make the "
+    "optimizer, then attach"
+)
+NO_GRADIENT = (
+    "no weight on a path had a gradient in the first step{}, so QuacK does nothing: was the model sharded, or were its "
+    "parameters replaced, after QuacK was attached? Shard first, then make the optimizer, then attach"
+)
+KEEPS_A_COPY = (
+    "{} keeps a copy of the weights in its state ({!r}), and a budget scales the step of the weights only. If the "
+    "optimizer computes weights from the copy, as schedule-free optimizers and those with master weights do, part of "
+    "the scaling is lost. Use an optimizer without copies"
 )
 
 
@@ -33,11 +54,14 @@ class Attachment:
         module: the model; None if paths were given that do not come from `logit_paths`.
         engine: the training engine that divides the parameters among processes, if there is one.
         optimizers: those whose steps move the weights.
+        linear: whether their steps must be linear in lr.
         in_groups: which parameters their param groups step.
-        paths: the paths that are known, over the tensors that are stepped. `measure` may find more.
-        by_module: the same paths, by the name of their attention module.
+        paths: the paths that are known, over the tensors that are stepped. a measurement may find more.
+        by_module: the same paths, by the name of their attention module; none if there is no module.
         found: by module name, how its attention was found.
         left_alone: by module name, why its attention is on no path.
+
+    `start` is called before a step if a measurement has found other paths.
     """
 
     def __init__(
@@ -47,11 +71,13 @@ class Attachment:
         *,
         linear: bool,
         verify: bool,
+        start: Callable[[], None] = lambda: None,
     ) -> None:
         self._given = None if as_module(model) is not None else as_paths(model, "the model must be an nn.Module or")
         if self._given == []:
             raise ValueError("there is no path to control: the list of paths is empty")
         self.module = model.model() if isinstance(model, LogitPaths) else as_module(model)
+        self.linear = linear
         self.engine = engine_of(self.module, optimizer)
         self.optimizers = as_optimizers(self.engine.optimizers or optimizer, linear)
         self.in_groups: Stepped = self.engine.stepped
@@ -71,6 +97,11 @@ class Attachment:
         known = found and not any(finding.pending for finding in found.values())
         if self.module is not None and (known or not self.waits):
             validate_controls(found, self.module)
+        self._start, self._more = start, False  # _more: paths were found that are not used yet
+        self._parts: list[Weight] = []  # the weights and biases that are controlled
+        self._of_model: list[Weight] = []  # those whose parameters are the model's
+        self._had_gradient: set[int] = set()
+        self._stepped: set[Optimizer] = set()
 
     def _set_found(self, found: Mapping[str, Finding]) -> None:
         self.found = found
@@ -79,24 +110,34 @@ class Attachment:
         self.left_alone: Mapping[str, str] = paths.left_alone if paths is not None else {}
         known = self._given if self._given is not None else paths or []
         self.paths = self.engine.located(known)
-        module_of = {path.weights[0].name: name for name, each in by_module(paths or known).items() for path in each}
-        self.by_module: dict[str, list[LogitPath]] = {}
-        for path in self.paths:
-            name = path.weights[0].name
-            self.by_module.setdefault(module_of.get(name, name.rpartition(".")[0]), []).append(path)
+        modules = paths.by_module if paths is not None else {}
+        names = {name: {path.weights[0].name for path in each} for name, each in modules.items()}
+        self.by_module = {name: [p for p in self.paths if p.weights[0].name in of] for name, of in names.items()}
+
+    def control(self, weights: Sequence[Weight]) -> None:
+        """These weights are controlled from now on: validate how the optimizers step them, and check their next step.
+
+        ValueError if the optimizers do not step them, or not in the way that the rule needs.
+        """
+        self._parts = [part for weight in weights for part in weight.parts if weight.rated]
+        with self.engine.filled_groups():
+            validate_stepped(weights, self.optimizers, self.in_groups)
+            if self.linear:
+                validate_linear(self.optimizers, (part.param for part in self._parts), self.in_groups)
+        self._of_model = self._in_model()
+        self._stepped.clear()
+
+    def _in_model(self) -> list[Weight]:
+        own = set(map(id, self.module.parameters())) if self.module is not None else set()
+        return [part for part in self._parts if id(original(part.param)) in own]
 
     @property
     def waits(self) -> bool:
         """Whether some attention may be found only when a batch runs it."""
         return self._first_batch is not None and not self._first_batch.is_done
 
-    @property
-    def has_batch(self) -> bool:
-        """Whether the model has run a batch that is not measured yet."""
-        return self._first_batch is not None and self._first_batch.has_batch
-
-    def measure(self) -> bool:
-        """Measure the batch that the model has run, before a step. Returns whether there are other paths now.
+    def _measure(self) -> bool:
+        """Measure the batch that the model has run, before or after a step. Returns whether there are other paths now.
 
         ValueError if the measurement contradicts what was found. RuntimeError if something cannot be measured.
         """
@@ -112,6 +153,86 @@ class Attachment:
         if self._first_batch is not None:
             self._first_batch.remove()
 
+    @property
+    def needs_batch(self) -> bool:
+        """Whether no path is known, and the model has run no batch that could be measured."""
+        return not self._parts and not (self._first_batch is not None and self._first_batch.has_batch)
+
+    def before_step(self) -> None:
+        """Before the first step of each optimizer: measure the batch, and check the weights."""
+        if not self._parts or (self._first_batch is not None and self._first_batch.has_batch):
+            self._more |= self._measure()
+        if self._more:
+            self._start()
+            self._more = False
+        self._had_gradient.update(id(part.param) for part in self._parts if gradient_of(part.param) is not None)
+        if not self._stepped:
+            self._check_weights()
+
+    def after_step(self, optimizer: Optimizer, step: Step | None = None) -> bool:
+        """After the first step of each optimizer: measure what ran in it, and check the step of QuacK.
+
+        Returns whether nothing is left to do. Paths that are found now are for the next step.
+        """
+        if self.waits:
+            self._more |= self._measure()
+        if step is not None and optimizer not in self._stepped:
+            self._check_gradients(step)
+            if not self.linear:
+                self._warn_of_copies(step)
+        self._stepped.add(optimizer)
+        return len(self._stepped) == len(self.optimizers) and not self.waits and not self._more
+
+    def _check_weights(self) -> None:
+        """RuntimeError if the optimizers step none of the weights, or the model has none; a warning if it is a part."""
+        held = self.in_groups.known.union(*map(self.in_groups.by, self.optimizers))
+        trained = [part for part in self._parts if part.param.requires_grad]
+        _check_lost(trained, [part for part in trained if id(part.param) in held], "in the optimizer's param groups")
+        _check_lost(self._of_model, self._in_model(), "in the model")
+
+    def _check_gradients(self, step: Step) -> None:
+        """Check that a weight had a gradient in the step, or moved without one."""
+        stepped = [part.param for part in self._parts if part.param.requires_grad and id(part.param) in step.tensors]
+        params = [param for param in stepped if local_tensor(param).numel()]  # a rank may have no entry of a parameter
+        had_gradient = any(gradient_of(param) is not None or id(param) in self._had_gradient for param in params)
+        if not params or had_gradient or step.blocks.have_moved(step.copies):
+            return
+        ids, in_groups = {id(part.param) for part in self._parts}, self.in_groups
+        others = [other for other in self.optimizers if other is not step.optimizer]
+        if all(in_groups.by(other).isdisjoint(ids) for other in others):
+            raise RuntimeError(NO_GRADIENT.format(""))
+        warn(NO_GRADIENT.format(f" of {type(step.optimizer).__name__}"))
+
+    def _warn_of_copies(self, step: Step) -> None:
+        """Warn if the optimizer's state has a copy of a weight that it steps: an average, or a master weight.
+
+        The scaling is lost if the optimizer computes the next weights from the copy. Waits for the device.
+        """
+        for param in (param for group in step.optimizer.param_groups for param in group["params"]):
+            on_path = not step.tensors.isdisjoint(self.in_groups.of(param))
+            state: Any = step.optimizer.state.get(param) if on_path else None
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor) and value.shape == param.shape and _is_copy(value, param):
+                    warn(KEEPS_A_COPY.format(type(step.optimizer).__name__, key))
+                    return
+
+
+def _check_lost(weights: Sequence[Weight], left: Collection[Weight], where: str) -> None:
+    lost = [weight for weight in weights if weight not in left]
+    if not lost:
+        return
+    message = LOST.format(lost[0].name, len(lost), len(weights), where)
+    if not left:
+        raise RuntimeError(message)
+    warn(message)
+
+
+@torch.no_grad()
+def _is_copy(value: Tensor, param: Tensor) -> bool:
+    """Whether the distance is less than half of the weight's norm. Momenta and second moments are further away."""
+    weight, kept = local_tensor(param).float(), local_tensor(value).float()
+    return weight.shape == kept.shape and bool((kept.to(weight.device) - weight).norm() < 0.5 * weight.norm())
+
 
 def relocated(paths: LogitPaths, model: nn.Module, flat: Container[int]) -> list[LogitPath]:
     """The same paths over the parameters that the model has now: sharding and assigning may have replaced them.
@@ -125,7 +246,10 @@ def relocated(paths: LogitPaths, model: nn.Module, flat: Container[int]) -> list
         param: Any = now.get(name, weight.param)
         bias = at_place(weight.bias) if isinstance(weight.bias, Weight) else None
         if param.shape != shape and id(param) not in flat:
-            raise ValueError(REPLACED.format(weight.name, tuple(param.shape), tuple(shape)))
+            raise ValueError(
+                f"{weight.name}: its parameter has shape {tuple(param.shape)} now, and had {tuple(shape)} when the "
+                "paths were made; pass the model itself, or make the paths again after it was sharded or changed"
+            )
         return weight if param is weight.param and bias is weight.bias else replace(weight, param=param, bias=bias)
 
     weights = {weight: at_place(weight) for path in paths for weight in path.weights}

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.attach.attachment import Attachment
-from quacklr.attach.first_step import WeightsOnPaths
 from quacklr.attention.interceptor import SUPPORTED
 from quacklr.attention.recorder import RecordedForward
 from quacklr.core.flat_tensor import original
@@ -29,7 +28,7 @@ from quacklr.core.local import local_boxes
 from quacklr.core.path import LogitPath
 from quacklr.core.step_scaler import steps_on_stack
 from quacklr.core.stepped import is_idle
-from quacklr.core.validate import validate_not_attached_twice, validate_number, validate_stepped
+from quacklr.core.validate import validate_not_attached_twice, validate_number
 from quacklr.core.weight import Weight, distinct
 from quacklr.find.discover import validate_known
 from quacklr.sharded.collectives import all_reduce_max, groups_of, is_distributed
@@ -85,8 +84,7 @@ class QKClip:
         validate_known(attachment.found, module)
         validate_no_tensor_parallel(module, "QK clip", engine.tensor_parallel)
         weights = [weight for path in attachment.paths for weight in path.weights]
-        with engine.filled_groups():
-            validate_stepped(weights, self.optimizers, attachment.in_groups)
+        attachment.control(weights)
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
         validate_not_attached_twice(weights, [weight for other in others for weight in other._canonical], "QKClip")
         self._paths = attachment.by_module
@@ -101,7 +99,7 @@ class QKClip:
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
-        self._on_paths: WeightsOnPaths | None = WeightsOnPaths(attachment, weights)  # until the first step
+        self._checks_steps = True
         modules, running = dict(named_modules(module)), list[str]()
         self._forwards = [
             RecordedForward(name, modules[name], each[0].heads, self._record, running)
@@ -121,21 +119,16 @@ class QKClip:
             maxima[name] = torch.maximum(maxima[name], max_H) if name in maxima else max_H
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if is_idle(optimizer):
-            return
-        if self._attachment.has_batch:
-            self._attachment.measure()
-        if self._on_paths is not None:
-            self._on_paths.check()
-            self._on_paths = None
+        if self._checks_steps and not is_idle(optimizer):
+            self._attachment.before_step()
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         if steps_on_stack(optimizer) > 1:  # a step that calls the step of its parent class runs the hooks twice
             return
         idle = is_idle(optimizer)
-        if self._attachment.waits and not idle:
-            self._attachment.measure()
+        if self._checks_steps and not idle:
+            self._checks_steps = not self._attachment.after_step(optimizer)
         params = self._attachment.in_groups.by(optimizer)
         stepped = self._stepped.get(optimizer)
         if stepped is None:  # else an engine steps the next part of the parameters

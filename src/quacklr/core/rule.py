@@ -50,7 +50,7 @@ class Step:
     measured: tuple[Tensor, Tensor] | None = None
 
     def measure(self) -> tuple[Tensor, Tensor]:
-        """For all blocks: Frobenius norms before the step, and largest singular values of the step. After a step only.
+        """After a step, for all blocks: Frobenius norms before it, and its largest singular values.
 
         Collective for sharded weights.
         """

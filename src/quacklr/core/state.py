@@ -22,10 +22,9 @@ from torch import Tensor
 
 from quacklr.core.norms import Norm
 from quacklr.core.sensitivity import CompiledPaths
-from quacklr.core.weight import Weight
 
 VERSION = 3
-FLOAT32 = torch.finfo(torch.float32)
+NOT_STARTED = {"version": VERSION, "rule": None}  # the state before the paths are known
 NOT_A_STATE = "this is not the state of a QuacK of this version"
 BY_WEIGHT = ("shape", "rows", "sensitivity", "rates", "stepped")
 
@@ -42,8 +41,7 @@ def write_state(
     index, stepped = compiled.blocks.flat_index, set(stepped)
     return {
         "norm": norm_name(norm),
-        "shape": {weight.name: list(weight.param.shape) for weight in compiled.weights},
-        "rows": {weight.name: _digest(weight) for weight in compiled.weights},
+        **_layouts(compiled),
         "sensitivity": {weight.name: start[blocks] for weight, blocks in index.items()},
         "rates": {weight.name: rates[blocks] for weight, blocks in index.items()},
         "stepped": {part.name: id(part.param) in stepped for part in compiled.parts},
@@ -64,15 +62,9 @@ def read_state(
             raise ValueError(f"{NOT_A_STATE}: it has no valid {key!r}")
     if state.get("norm") != norm_name(norm):
         raise ValueError(f"the state was made with norm={state.get('norm')}, but this QuacK has norm={norm_name(norm)}")
-    _validate_same_weights(compiled, state, partial)
+    _validate_same_weights(_layouts(compiled), state, partial)
     start, rates = (_flat(compiled, state, key) for key in ("sensitivity", "rates"))
-    stepped = state["stepped"]
-    return start, rates, {id(part.param) for part in compiled.parts if stepped.get(part.name) is True}
-
-
-def not_started(rule: object) -> dict[str, Any]:
-    """The state of a rule whose paths are not known yet."""
-    return {"version": VERSION, "rule": type(rule).__name__, "not_started": True}
+    return start, rates, {id(part.param) for part in compiled.parts if state["stepped"].get(part.name) is True}
 
 
 def validate_state(state: Any) -> None:
@@ -88,35 +80,32 @@ def _flat(compiled: CompiledPaths, state: Mapping[str, Any], key: str) -> Tensor
     flat = torch.empty(compiled.blocks.total, device=compiled.blocks.device, dtype=torch.float32)
     for weight, index in compiled.blocks.flat_index.items():
         found = state[key].get(weight.name)
-        least = FLOAT32.tiny if key == "sensitivity" and weight.rated else 0.0
-        if not isinstance(found, Tensor) or found.shape != (weight.blocks,) or not _are_numbers(found, least):
+        least = torch.finfo(torch.float32).tiny if key == "sensitivity" and weight.rated else 0.0
+        is_vector = isinstance(found, Tensor) and found.is_floating_point() and found.shape == (weight.blocks,)
+        if not is_vector or not (found.isfinite() & (found >= least)).all():
             numbers = "finite numbers above 0" if least else "finite numbers from 0 up"
             raise ValueError(f"{weight.name}: its {key} in the state must be {weight.blocks} {numbers}, not {found}")
         flat[index] = found.to(flat)
     return flat
 
 
-def _are_numbers(values: Tensor, least: float) -> bool:
-    return values.is_floating_point() and bool((values.isfinite() & (values >= least)).all())
+def _layouts(compiled: CompiledPaths) -> dict[str, dict[str, Any]]:
+    """By weight, the shape of its parameter, and a digest of the blocks of all rows, of the parameter and its bias."""
+    digests = {}
+    for weight in compiled.weights:
+        runs = [torch.unique_consecutive(part.block_of_row, return_counts=True) for part in weight.parts]
+        layout = [(part.dim, *(run.tolist() for run in each)) for part, each in zip(weight.parts, runs, strict=True)]
+        digests[weight.name] = hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
+    return {"shape": {weight.name: list(weight.param.shape) for weight in compiled.weights}, "rows": digests}
 
 
-def _digest(weight: Weight) -> str:
-    """A digest of the blocks of all rows, of the parameter and of its bias."""
-    runs = [torch.unique_consecutive(part.block_of_row, return_counts=True) for part in weight.parts]
-    layout = [(part.dim, *(run.tolist() for run in each)) for part, each in zip(weight.parts, runs, strict=True)]
-    return hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
-
-
-def _validate_same_weights(compiled: CompiledPaths, state: Mapping[str, Any], partial: bool) -> None:
-    saved = {name: (list(shape), state["rows"].get(name)) for name, shape in state["shape"].items()}
-    own = {weight.name: (list(weight.param.shape), _digest(weight)) for weight in compiled.weights}
-    more = [] if partial else sorted(saved.keys() - own.keys())
-    differences = [f"{name} is in the state but not in the model" for name in more]
-    differences += [f"{name} is in the model but not in the state" for name in sorted(own.keys() - saved.keys())]
-    for name in sorted(own.keys() & saved.keys()):
-        if saved[name][0] != own[name][0]:
-            differences.append(f"{name} has shape {saved[name][0]} in the state, {own[name][0]} in the model")
-        elif saved[name][1] != own[name][1]:
-            differences.append(f"{name} has other rows in the state than in the model")
+def _validate_same_weights(own: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any], partial: bool) -> None:
+    names, saved = own["shape"].keys(), state["shape"].keys()
+    differences = [f"{name} is in the state but not in the model" for name in sorted(saved - names) if not partial]
+    differences += [f"{name} is in the model but not in the state" for name in sorted(names - saved)]
+    for name in sorted(names & saved):
+        for key in (key for key in own if state[key].get(name) != own[key][name]):
+            differences.append(f"{name} has {key} {state[key].get(name)} in the state, {own[key][name]} in the model")
+            break
     if differences:
         raise ValueError("the state is of another model: " + "; ".join(differences))

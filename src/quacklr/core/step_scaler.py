@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,19 +25,6 @@ from quacklr.core.stepped import Stepped, is_idle
 from quacklr.util.autocast import without_autocast
 
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # every class's step is wrapped by this function
-
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class FirstStepChecks(Protocol):
-    """What is called before and after the first step of each optimizer (attach/first_step.py)."""
-
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Called before a step. Returns other arguments for the step, if `StepScaler.before` is called later."""
-
-    def after(self, step: Step) -> None:
-        """Called after a step, before it is scaled."""
 
 
 class StepScaler:
@@ -52,7 +39,7 @@ class StepScaler:
         self.paths: CompiledPaths | None = None
         self.on_paths: set[int] = set()
         self.running: dict[Optimizer, Step] = {}
-        self.first_step: FirstStepChecks | None = None
+        self.first_step: Any = None  # the Attachment, until each optimizer has stepped
         self.measures = rule.measures
         self.measured: list[tuple[Tensor, Tensor, Tensor]] = []
         self._hooks: list[Any] = []
@@ -70,29 +57,37 @@ class StepScaler:
         self.rule.start(paths, self.optimizers, self.in_groups)
         self.paths, self.on_paths = paths, {id(part.param) for part in paths.parts}
 
-    def tensors_of(self, optimizer: Optimizer) -> set[int]:
-        """Ids of the tensors on paths that the optimizer steps, without those of steps that called this one."""
-        of_callers = [running.tensors for running in self.running.values()]
-        return (self.in_groups.by(optimizer) & self.on_paths).difference(*of_callers)
-
-    def before(
-        self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Arguments | None:
-        """Copy the rows that the optimizer is about to move."""
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Copy the rows that the optimizer is about to move. Returns other arguments of the step, or None."""
         self._drop_failed(optimizer)
         if optimizer in self.running:  # a nested step
             return None
         idle = is_idle(optimizer)  # every lr is 0
         if self.first_step is not None and not idle:
-            later = self.first_step.before(optimizer, args, kwargs or {})
-            if later is not None:
+            if later := self._in_closure(optimizer, args, kwargs or {}):
                 return later
+            self.first_step.before_step()
         if self.paths is not None:
             self._begin(optimizer, self.paths, idle)
         return None
 
+    def _in_closure(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """If the model runs its first batch in the step's closure: arguments with a closure that calls `before` too."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None or not self.first_step.needs_batch:
+            return None
+
+        def measured() -> Any:
+            result = closure()
+            self.before(optimizer)
+            return result
+
+        return ((args[0], measured, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": measured})
+
     def _begin(self, optimizer: Optimizer, paths: CompiledPaths, idle: bool) -> None:
-        tensors, stepped = self.tensors_of(optimizer), self.rule.stepped
+        of_callers = [running.tensors for running in self.running.values()]  # of steps that called this one
+        tensors = (self.in_groups.by(optimizer) & self.on_paths).difference(*of_callers)
+        stepped = self.rule.stepped
         begins = not stepped or not stepped.isdisjoint(tensors)
         if begins:
             self.measured = []
@@ -108,8 +103,8 @@ class StepScaler:
         step = self.running.get(optimizer)
         if step is None or (step.calls_step and steps_on_stack(optimizer) > 1):  # only a nested step ends
             return
-        if self.first_step is not None:
-            self.first_step.after(step)
+        if self.first_step is not None and self.first_step.after_step(optimizer, step):
+            self.first_step = None
         del self.running[optimizer]
         rates = self.rule.after(step)
         if self.measures:

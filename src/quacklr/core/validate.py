@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from quacklr.core.flat_tensor import original
 from quacklr.core.local import is_sharded
 from quacklr.core.sensitivity import CompiledPaths
-from quacklr.core.stepped import PLAIN, Stepped
+from quacklr.core.stepped import Stepped
 from quacklr.core.weight import Weight
 
 FLOAT32 = torch.finfo(torch.float32)
@@ -32,8 +32,11 @@ def validate_norm(norm: object) -> None:
         raise ValueError(f"norm={norm!r}: a norm is a function, quacklr.frobenius or quacklr.spectral")
 
 
-def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer], in_groups: Stepped = PLAIN) -> None:
-    """Every parameter on a path that is not frozen must be in one of the optimizers."""
+def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
+    """Every parameter on a path must have values, and must be in one of the optimizers if it is not frozen."""
+    for part in (part for weight in weights for part in weight.parts):
+        if part.param.device.type == "meta":
+            raise ValueError(f"{part.name}: its parameter is on the meta device; attach after materialising the model")
     if not any(weight.trains for weight in weights):
         raise ValueError(f"{weights[0].name} and all others on a path are frozen, so there is nothing to control")
     stepped = set().union(*map(in_groups.by, optimizers))
@@ -49,13 +52,6 @@ def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer],
             f"{part.name}: its parameter is in none of the optimizers given; pass the one that steps it too, "
             "or freeze it with requires_grad_(False)"
         )
-
-
-def validate_not_meta(weights: Iterable[Weight]) -> None:
-    """A weight on the meta device has no norm."""
-    for part in (part for weight in weights for part in weight.parts):
-        if part.param.device.type == "meta":
-            raise ValueError(f"{part.name}: its parameter is on the meta device; attach after materialising the model")
 
 
 def validate_not_attached_twice(weights: Iterable[Weight], taken: Iterable[Weight], who: str = "QuacK") -> None:
