@@ -98,50 +98,36 @@ def _head_counts(config: Any) -> set[int]:
 
 
 def names_used(module: nn.Module) -> set[str]:
-    """All names in the code that a module's forward can reach."""
-    return {name for code in _reachable_code(module) for name in _names_in(code)}
-
-
-def _reachable_code(module: nn.Module) -> Iterator[CodeType]:
-    """The code of the module's forward and of all functions that it may call.
-
-    Calls are followed into the module's own methods, into functions that are not torch's, and into submodules without
-    parameters.
-    """
-    waiting: list[Any] = [(module, _own_forward(module), type(module))]
+    """The names in the code that the module's forward reaches by calling its own methods, parts and functions."""
+    found: set[str] = set()
     seen: set[CodeType] = set()
+    waiting = [_own_forward(module)]
     while waiting:
-        owner, function, cls = waiting.pop()
-        function = unwrap(function)
+        function = unwrap(waiting.pop())
         code = getattr(function, "__code__", None)
-        if code is None or code in seen:
-            continue
-        seen.add(code)
-        yield code
-        for name in _names_in(code):
-            waiting += _callees(owner, function, cls, name)
+        if code is not None and code not in seen:
+            names = set(_names_in(code))
+            seen.add(code)
+            found |= names
+            waiting += [called for name in names for called in _called(name, function, module)]
+    return found
 
 
-def _callees(owner: nn.Module, function: Any, cls: type, name: str) -> Iterator[tuple[nn.Module, Any, type]]:
-    """The functions that a name in the code of a function may refer to, each with its module and defining class."""
+def _called(name: str, function: Any, module: nn.Module) -> list[Any]:
+    """What a name in the code of a function may call, if the code of that is not torch's.
+
+    Parts with weights are not followed. A callable object may be a processor of diffusers.
+    """
+    classes = type(module).__mro__
     if name == "super":
-        above = type(owner).__mro__[type(owner).__mro__.index(cls) + 1 :] if cls in type(owner).__mro__ else ()
-        yield from ((owner, vars(c)[function.__name__], c) for c in above[:-1] if function.__name__ in vars(c))
-        return
-    submodule = dict(owner.named_children()).get(name)
-    if submodule is not None and not has_weights(submodule):
-        yield submodule, type(submodule).forward, type(submodule)
-    for c in type(owner).__mro__:
-        if issubclass(c, nn.Module) and c is not nn.Module and name in vars(c):
-            yield owner, vars(c)[name], c
-            return
-    attribute = vars(owner).get(name)  # a function, or a callable object such as diffusers' processors
-    attribute = attribute if isinstance(attribute, FunctionType) else vars(type(attribute)).get("__call__")
-    if isinstance(attribute, FunctionType):
-        yield owner, attribute, cls
-    found = getattr(function, "__globals__", {}).get(name)
-    if isinstance(found, FunctionType) and found.__module__.split(".")[0] != "torch":
-        yield owner, found, cls
+        return [vars(cls)[function.__name__] for cls in classes if function.__name__ in vars(cls)]
+    scopes = (module._modules, vars(module), *map(vars, classes), function.__globals__)
+    called: Any = next((scope[name] for scope in scopes if name in scope), None)
+    if isinstance(called, nn.Module):
+        return [] if has_weights(called) else [type(called).forward]
+    if str(getattr(called, "__module__", "")).startswith("torch."):
+        return []
+    return [called, getattr(type(called), "__call__", None)]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
