@@ -11,7 +11,7 @@ import re
 from torch import nn
 
 from quacklr.find.finding import Finding, UnreadableError, pending
-from quacklr.find.tables.facts import calls_attention, is_trusted, names_used
+from quacklr.find.tables.facts import ATTENTION_CALL, calls, is_trusted
 from quacklr.find.tables.fused import fused, multihead
 from quacklr.find.tables.latent import latent
 from quacklr.find.tables.separate import separate
@@ -44,9 +44,8 @@ def _in_tables(module: nn.Module) -> Finding | None:
 def _looks_like_attention(module: nn.Module) -> bool:
     """Whether a module has projections and calls a kernel, or has a softmax and projections with names such as `q`."""
     own = _own_projections(module)
-    if len(own) > 1 and any(KERNEL.search(name) for name in names_used(module)):
-        return True
-    return any(QUERY_OR_KEY.fullmatch(name) for name in own) and calls_attention(module)
+    named = any(QUERY_OR_KEY.fullmatch(name) for name in own)
+    return (named or len(own) > 1) and calls(module, ATTENTION_CALL if named else KERNEL)
 
 
 def _own_projections(module: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ TRUSTED = {
 }
 ATTENTION_CALL = re.compile(
     r"softmax|logsumexp|scaled_dot_product|multi_head_attention|attention_interface|eager_attention|flash|sdpa"
-    r"|(core|inner|dot_product|fused|memory_efficient)_attention|attn_(fn|func|op)$|attend$",
+    r"|(core|inner|dot_product|fused|memory_efficient)_attention|attn_(fn|func|op)$",
     re.IGNORECASE,
 )
 NORM_CALL = re.compile(r".*norm.*|rsqrt|std|var|cosine_similarity", re.IGNORECASE)
@@ -73,28 +73,19 @@ def head_sizes(module: nn.Module, q_rows: int, k_rows: int) -> tuple[int, int, i
     heads, groups = int_attributes(module, HEADS), int_attributes(module, GROUPS)
     sizes = [*int_attributes(module, HEAD_SIZE), *(q_rows // n for n in heads), *int_attributes(config, HEAD_SIZE)]
     sizes += [q_rows // n for n in int_attributes(config, HEADS)]
-    if not sizes:
+    if not any(sizes[:1]):
         raise UnreadableError("it does not say how many heads it has")
-    if not (d := sizes[0]):
-        raise UnreadableError(f"it says it has {heads} heads, and its queries have {q_rows} rows")
+    d = sizes[0]
     said = f"queries have {q_rows} rows, keys {k_rows}, and a head {d}"
     if q_rows % d or k_rows % d or (q_rows // d) % (k_rows // d):
         raise UnreadableError(f"{said}, which does not divide")
     if any(n * d != q_rows for n in heads) or any(n * d != k_rows for n in groups):
         raise UnreadableError(f"{said}, but it says it has {heads or groups} heads")
-    in_config = _head_counts(config)
-    if not heads and in_config and q_rows // d not in in_config:
+    of_layers = [value for name, value in getattr(config, "__dict__", {}).items() if "head" in name]
+    counts = [count for each in of_layers for count in (each if isinstance(each, list | tuple) else [each])]
+    if counts and not heads and q_rows // d not in counts:
         raise UnreadableError(f"{said}, so {q_rows // d} heads, which its config does not mention")
     return q_rows // d, k_rows // d, d
-
-
-def _head_counts(config: Any) -> set[int]:
-    """Every integer that a config has under a name that contains `head`."""
-    found: set[int] = set()
-    for name, value in (config if isinstance(config, dict) else getattr(config, "__dict__", {})).items():
-        if "head" in name:
-            found |= {v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, int)}
-    return found
 
 
 def names_used(module: nn.Module) -> set[str]:
@@ -138,24 +129,26 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def calls_attention(module: nn.Module) -> bool:
-    """Whether the module's forward uses a softmax or an attention kernel."""
-    own = {name for cls in type(module).__mro__ if issubclass(cls, nn.Module) for name in vars(cls)}
-    return any(ATTENTION_CALL.search(name) for name in names_used(module) - own)
+def calls(module: nn.Module, pattern: re.Pattern[str] = ATTENTION_CALL) -> bool:
+    """Whether the module's forward uses a name like this: a softmax, or an attention kernel."""
+    return any(pattern.search(name) for name in names_used(module))
 
 
 def norm_calls(module: nn.Module) -> list[str]:
     """Names in the forward that look like a norm function, and are neither a part nor a setting of the module.
 
     The usual names of query and key norms are not listed: where the module lacks such a part, the norm is disabled.
+    Megatron's code has norms that it does not call.
     """
-    config = getattr(module, "config", None)
+    if is_trusted(module, {"megatron"}):
+        return []
+    settings = (nn.Module, int, float, NoneType)
     return sorted(
         name
         for name in names_used(module) - {*Q_NORM, *K_NORM}
         if NORM_CALL.fullmatch(name)
-        and not (hasattr(module, name) and isinstance(getattr(module, name), (nn.Module, int, float, NoneType)))
-        and not hasattr(config, name)
+        and not isinstance(getattr(module, name, ""), settings)
+        and not hasattr(getattr(module, "config", None), name)
     )
 
 

@@ -12,7 +12,7 @@ from quacklr.core.weight import Segment
 from quacklr.find.finding import NO_SOFTMAX, QK_NORM, Finding, UnreadableError
 from quacklr.find.tables.facts import (
     active_child,
-    calls_attention,
+    calls,
     head_sizes,
     is_trusted,
     names_used,
@@ -50,7 +50,7 @@ def _container(module: nn.Module) -> nn.Module:
 
 
 def _read(module: nn.Module, names: tuple[str, str], projections: Sequence[Any]) -> Finding:
-    if not calls_attention(module):
+    if not calls(module):
         if LINEAR_ATTENTION.search(type(module).__name__):
             return Finding(reason=NO_SOFTMAX)
         raise UnreadableError("its forward calls no softmax")
@@ -80,12 +80,12 @@ def has_qk_norm(module: nn.Module) -> bool:
     q, k = (active_child(module, *(name for name in names if name not in before)) for names in (Q_NORM, K_NORM))
     if (q is None) != (k is None):
         raise UnreadableError("only queries or only keys have a norm")
-    calls = norm_calls(module) if not is_trusted(module, {"megatron"}) else []  # Megatron's self-test calls torch.norm
-    cosine = calls == ["normalize"] and hasattr(module, "logit_scale")
+    norms = norm_calls(module)
+    cosine = norms == ["normalize"] and hasattr(module, "logit_scale")
     if q is not None or cosine:
         return True
-    if calls:
-        raise UnreadableError(f"its code calls {' and '.join(calls)}")
+    if norms:
+        raise UnreadableError(f"its code calls {' and '.join(norms)}")
     return False
 
 
@@ -98,6 +98,6 @@ def _query_only(module: nn.Module) -> Finding | None:
     """The finding for a layer with a query projection and no key projection, because it reads another layer's keys."""
     for q, k in QUERY_AND_KEY:
         has_query = isinstance(getattr(module, q, None), nn.Linear) and getattr(module, k, None) is None
-        if has_query and active_child(module, *Q_NORM) is not None and calls_attention(module):
+        if has_query and active_child(module, *Q_NORM) is not None and calls(module):
             return Finding(reason=QK_NORM + " (its keys are another layer's)")
     return None
