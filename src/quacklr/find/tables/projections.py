@@ -16,9 +16,7 @@ from quacklr.find.finding import Finding
 from quacklr.find.tables.facts import is_trusted
 
 PACKAGES = {"transformers", "megatron", "transformer_engine"}
-LINEAR = {
-    *("FalconLinear", "ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TELinear"),
-}
+LINEAR = "FalconLinear ColumnParallelLinear TEColumnParallelLinear TELayerNormColumnParallelLinear TELinear".split()
 Chain = tuple[Weight, ...]  # from the weight next to the logit to the one that reads the input
 
 
