@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from quacklr.attach.attachment import Attachment
+from quacklr.core.path import attentions_of, module_of
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
-from quacklr.find.discover import by_module
 from quacklr.find.finding import GIVEN
 from quacklr.util.text_table import columns, grouped, value_range
 
@@ -24,9 +24,10 @@ def describe(compiled: CompiledPaths, when: str, rates: Mapping[str, Tensor], at
     Behind the table: attention that is not verified, and what was left alone, with reasons.
     """
     findings = attachment.found
-    attentions = by_module(compiled.paths)
+    modules = [module_of(path) for path in compiled.paths]
     rows = [("attention", "found", "heads", "logit", when)]
-    for module, paths in attentions.items():
+    for paths in attentions_of(compiled.paths).values():
+        module = module_of(paths[0])
         logit = " + ".join(" ".join(weight_term(weight, module) for weight in path.weights) for path in paths)
         weights = dict.fromkeys(compiled.canonical[weight] for path in paths for weight in path.weights)
         ranges = [f"{_short(w, module)} {value_range(rates[w.name])}" for w in weights if w.name in rates]
@@ -35,7 +36,7 @@ def describe(compiled: CompiledPaths, when: str, rates: Mapping[str, Tensor], at
         rows.append((module or "(model)", found, heads, logit, "  ".join(ranges)))
     frozen = {w.name: FROZEN if w.rated else UNRATED for w in compiled.weights if not w.trains}
     alone = grouped({**frozen, **attachment.left_alone}.items())
-    notes = grouped((name, each.note) for name, each in findings.items() if each.note and name in attentions)
+    notes = grouped((name, each.note) for name, each in findings.items() if each.note and name in modules)
     sections = [*columns(rows), *(["found by table:", *notes] if notes else [])]
     return "\n".join([*sections, *(["left alone:", *alone] if alone else [])])
 

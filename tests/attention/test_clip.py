@@ -13,7 +13,6 @@ from models import assert_equal
 from quacklr import LogitPath, QKClip, logit_paths, mha, packed
 from quacklr.attention.clip import factors
 from quacklr.attention.clip import gamma as gamma_of
-from quacklr.find.discover import by_module
 from quacklr.lab.model import MHA, MLA, Decoder, Shape, build
 
 SHAPE = Shape(d_model=32, layers=2, d_ff=48, context=12, vocab=50, init_std=0.4)
@@ -117,7 +116,7 @@ def test_below_the_threshold_nothing_changes_bitwise() -> None:
 def test_mla_with_one_head_is_scaled_as_with_many() -> None:
     spec = MLA(heads=1, nope_dim=8, rope_dim=4, v_head_dim=8, d_cq=16, d_ckv=8)
     model = build(SHAPE, spec, seed=0)
-    paths = by_module(logit_paths(model))["blocks.0.attention"]
+    paths = logit_paths(model).by_module["blocks.0.attention"]
     scaled = factors(paths, torch.tensor([0.25]))
     found = {weight.name.rsplit(".")[-1]: float(factor) for weight, factor in scaled.items()}
     assert found == {"uq": 0.5, "uk": 0.5, "qr": 0.25}

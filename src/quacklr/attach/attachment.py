@@ -13,7 +13,7 @@ from quacklr.attach.optimizers import as_optimizers
 from quacklr.core.path import LogitPath, as_paths
 from quacklr.core.stepped import Stepped
 from quacklr.core.weight import Weight
-from quacklr.find.discover import LogitPaths, by_module, found_by_table, validate_controls
+from quacklr.find.discover import LogitPaths, found_by_table, validate_controls
 from quacklr.find.finding import Finding
 from quacklr.find.first_batch import FirstBatch
 from quacklr.sharded.collectives import reshard
@@ -35,7 +35,7 @@ class Attachment:
         optimizers: those whose steps move the weights.
         in_groups: which parameters their param groups step.
         paths: the paths that are known, over the tensors that are stepped. `measure` may find more.
-        by_module: the same paths, by the name of their attention module.
+        by_module: the same paths, by the name of their attention module; none if there is no module.
         found: by module name, how its attention was found.
         left_alone: by module name, why its attention is on no path.
     """
@@ -79,11 +79,9 @@ class Attachment:
         self.left_alone: Mapping[str, str] = paths.left_alone if paths is not None else {}
         known = self._given if self._given is not None else paths or []
         self.paths = self.engine.located(known)
-        module_of = {path.weights[0].name: name for name, each in by_module(paths or known).items() for path in each}
-        self.by_module: dict[str, list[LogitPath]] = {}
-        for path in self.paths:
-            name = path.weights[0].name
-            self.by_module.setdefault(module_of.get(name, name.rpartition(".")[0]), []).append(path)
+        modules = paths.by_module if paths is not None else {}
+        names = {name: {path.weights[0].name for path in each} for name, each in modules.items()}
+        self.by_module = {name: [p for p in self.paths if p.weights[0].name in of] for name, of in names.items()}
 
     @property
     def waits(self) -> bool:

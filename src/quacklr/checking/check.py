@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from quacklr.checking.report import CheckReport, LayerReport
 from quacklr.checking.steps import Loss, Steps, default_loss
 from quacklr.core.changes import HeadChange
-from quacklr.core.path import LogitPath, attentions_of
+from quacklr.core.path import LogitPath, attentions_of, module_of
 from quacklr.core.rule import Rule
 from quacklr.core.stepped import is_idle
 from quacklr.core.validate import validate_number
 from quacklr.core.weight import Weight
 from quacklr.find.compare import contradiction, differences
-from quacklr.find.discover import by_module, logit_paths
+from quacklr.find.discover import logit_paths
 from quacklr.find.finding import is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.quack import QuacK, chosen_rule
@@ -69,7 +69,8 @@ def check(
             problems, layers = _unmeasured(model, rule.paths.paths, batch), attentions_of(rule.paths.paths)
             _multiply_rows(rule.paths.parts, growth)
             torch.manual_seed(0)
-            modules = [module for name, module in named_modules(model) if name in by_module(rule.paths.paths)]
+            names = {module_of(path) for path in rule.paths.paths}
+            modules = [module for name, module in named_modules(model) if name in names]
             stepper = Steps(model, modules, batch, loss or default_loss, quack)
             taken = [stepper.step() for _ in range(steps)]
             return CheckReport(tuple(_report(n, layers, taken, problems) for n in layers), dict(quack.left_alone))
@@ -96,16 +97,12 @@ def _multiply_rows(parts: Iterable[Weight], growth: float) -> None:
         part.param.mul_(part.spread(torch.where(part.block_of_row >= 0, growth, 1.0).to(part.param)))
 
 
-def _module(path: LogitPath) -> str:
-    """The attention module of a path: a weight is named `<module>.<role>`."""
-    return path.weights[0].name.rpartition(".")[0]
-
-
-def _unmeasured(model: nn.Module, paths: Iterable[LogitPath], batch: Any) -> dict[str, str]:
+def _unmeasured(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dict[str, str]:
     """By module, why its rows could not be measured. ValueError if the rows are not those measured."""
     modules, measured, unmeasured = dict(named_modules(model)), measured_paths(model, batch), dict[str, str]()
-    layers = by_module(paths)
-    for name, given in layers.items():
+    layers = dict.fromkeys(map(module_of, paths))
+    for name in layers:
+        given = [path for path in paths if module_of(path) == name]
         found = [finding for inner, finding in measured.items() if _innermost(inner, layers) == name]
         reasons = [finding.reason for finding in found if finding.unknown]
         if reasons or not found:
@@ -125,8 +122,8 @@ def _report(
     name: str, layers: Mapping[str, list[LogitPath]], taken: Sequence[Changes], problems: Mapping[str, str]
 ) -> LayerReport:
     """The largest changes of a layer in all steps."""
-    module, heads = _module(layers[name][0]), layers[name][0].heads
-    modules = [_module(paths[0]) for paths in layers.values() if paths[0].heads == heads]
+    module, heads = module_of(layers[name][0]), layers[name][0].heads
+    modules = [module_of(paths[0]) for paths in layers.values() if paths[0].heads == heads]
     logits = [torch.full((heads,), -torch.inf)]  # not finite if the layer has no logits
     for _, measured in taken:
         own = [attention for attention in measured if _innermost(attention.partition("#")[0], modules) == module]

@@ -7,6 +7,9 @@ it is only recognised, by the names of its parts and of the functions that its f
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +23,17 @@ TABLES = (fused, latent, separate)
 QUERY_OR_KEY = re.compile(r"(\w+_)?[wc]?_?(q|k|qk|qkv|kv|query|key|query_key_value|attn)(_\w+)?|in_proj", re.I)
 KERNEL = re.compile(r"scaled_dot_product_attention|multi_head_attention_forward|flash_attn|attention_interface")
 
+# classes whose attribute `scaling` is not the scale of the logit
+SCALES: dict[str, Callable[[Any], float | None]] = {
+    "GPTNeoSelfAttention": lambda _: 1.0,  # its logits are not scaled
+    "EsmSelfAttention": lambda _: None,  # it multiplies the query by 1 / sqrt(head size), and has `scaling` 1
+    "EvollaSaProtSelfAttention": lambda _: None,
+    "OpenAIPrivacyFilterAttention": lambda module: (
+        getattr(module, "scaling", 0) ** 2
+    ),  # it multiplies the query and the key
+    "MptAttention": lambda module: getattr(module, "softmax_scale", None),
+}
+
 
 def by_table(module: nn.Module) -> Finding | None:
     """The finding of the first table that has the module; pending if the module only looks like an attention.
@@ -28,10 +42,18 @@ def by_table(module: nn.Module) -> Finding | None:
     """
     try:
         if (found := _in_tables(module)) is not None:
-            return found
+            return scaled(found, module)
     except UnreadableError as reason:
         return pending(str(reason))
     return pending(f"no table has the class {type(module).__name__}") if _looks_like_attention(module) else None
+
+
+def scaled(finding: Finding, module: nn.Module) -> Finding:
+    """The finding with the scale of its paths, if the module has the attribute `scaling` of transformers' attention."""
+    scale = SCALES.get(type(module).__name__, lambda module: getattr(module, "scaling", None))(module)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
+        return finding
+    return replace(finding, paths=[replace(path, scale=scale) for path in finding.paths])
 
 
 def _in_tables(module: nn.Module) -> Finding | None:

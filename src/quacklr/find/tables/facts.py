@@ -112,7 +112,7 @@ def _called(name: str, function: Any, module: nn.Module) -> list[Any]:
     classes = type(module).__mro__
     if name == "super":
         return [vars(cls)[function.__name__] for cls in classes if function.__name__ in vars(cls)]
-    scopes = (module._modules, vars(module), *map(vars, classes), function.__globals__)
+    scopes = (module._modules, *map(vars, classes), vars(module), function.__globals__)
     called: Any = next((scope[name] for scope in scopes if name in scope), None)
     if isinstance(called, nn.Module):
         return [] if has_weights(called) else [type(called).forward]

@@ -74,9 +74,7 @@ def _read(module: nn.Module, names: PartNames, parts: list[nn.Module | None]) ->
     return _paths(module, names.gated, (q, q_down, kv_down, kv_up), cut)
 
 
-def _paths(
-    module: nn.Module, gated: bool, terms: tuple[list[ProjectionWeight], ...], cut: dict[str, str]
-) -> Finding:
+def _paths(module: nn.Module, gated: bool, terms: tuple[list[ProjectionWeight], ...], cut: dict[str, str]) -> Finding:
     """The path without rotary embedding, and the one with it."""
     q, q_down, kv_down, kv_up = terms
     heads, nope, rope, value, rest = _sizes(module, q[0].rows, kv_down[0].rows, kv_up[0].rows, gated)
