@@ -6,7 +6,7 @@ batch, tables are compared with the measurement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -14,7 +14,6 @@ from weakref import ref
 from torch import nn
 
 from quacklr.core.path import LogitPath, as_paths
-from quacklr.core.weight import Weight
 from quacklr.find.compare import verified
 from quacklr.find.finding import BY_TABLE, DECLARED, MEASURED, VERIFIED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
@@ -27,6 +26,10 @@ UNSEEN = (
     "attention), train it without QuacK. If it has: scaled_dot_product_attention and a softmax that the model calls "
     "are seen, other kernels such as flash or flex attention are not; switch the model to sdpa or eager, or pass no "
     "sample"
+)
+NONE = (
+    ": no module looks like softmax attention. If it has none (Mamba, RWKV, linear attention), train it without QuacK. "
+    "If it has"
 )
 NOT_SEEN = "not recognised, and not seen to attend in a forward of the batch"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
@@ -55,7 +58,11 @@ class LogitPaths(list[LogitPath]):
     @property
     def left_alone(self) -> dict[str, str]:
         """By name, why an attention or a weight of one is on no path."""
-        return left_alone(self.found)
+        reasons: dict[str, str] = {}
+        for name, finding in self.found.items():
+            reasons |= {name: finding.reason} if finding.reason else {}
+            reasons |= {f"{name}.{role}" if name else role: why for role, why in finding.cut.items()}
+        return reasons
 
 
 def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> LogitPaths:
@@ -93,9 +100,10 @@ def found_by_table(model: nn.Module) -> dict[str, Finding]:
     found: dict[str, Finding] = {}
     with evaluating(model):  # reading a parametrised weight in training mode may change it
         for name, module in named_modules(model):
-            if not any(is_inside(name, outer) for outer, finding in found.items() if not finding.pending):
-                if (finding := _declared(module, name) or by_table(module)) is not None:
-                    found[name] = finding
+            if any(is_inside(name, outer) for outer, finding in found.items() if not finding.pending):
+                continue
+            if (finding := _declared(module, name) or by_table(module)) is not None:
+                found[name] = finding
     return found
 
 
@@ -126,14 +134,14 @@ def without_pending(
     A pending module is dropped if it contains an attention that was measured, or has weights of one.
     """
     modules = dict(named_modules(model))
-    on_paths = {id(part.param) for each in measured.values() for w in _weights(each.paths) for part in w.parts}
+    weights = [w for finding in measured.values() for path in finding.paths for w in path.weights]
+    on_paths = {id(part.param) for weight in weights for part in weight.parts}
     left: dict[str, Finding] = {}
     for name, finding in found.items():
+        attends = any(is_inside(other, name) for other in measured)
         if not finding.pending or not ran(name):
             left[name] = finding
-        elif not any(is_inside(other, name) for other in measured) and on_paths.isdisjoint(
-            map(id, modules[name].parameters())
-        ):
+        elif not attends and on_paths.isdisjoint(map(id, modules[name].parameters())):
             left[name] = Finding(reason=NOT_SEEN, unknown=True, origin=MEASURED)
     return left
 
@@ -157,19 +165,13 @@ def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:
     if any(finding.paths for finding in found.values()):
         return
     first_with: dict[str, str] = {}
-    for name, reason in left_alone(found).items():
-        first_with.setdefault(reason, name)
+    for name, finding in found.items():
+        first_with.setdefault(finding.reason, name)
     kind, reasons = type(model).__name__, "".join(f" ({n or 'the model'}: {why})" for why, n in first_with.items())
     if found and not any(finding.unknown or finding.declared for finding in found.values()):
-        raise ValueError(
-            f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}; "
-            "train it without QuacK"
-        )
-    none = (
-        ": no module looks like softmax attention. If it has none (Mamba, RWKV, linear attention), train it without "
-        "QuacK. If it has"
-    )
-    raise ValueError(f"{kind} has no attention that QuacK can control{reasons if found else none}: {WAYS_OUT}")
+        nothing = f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}"
+        raise ValueError(f"{nothing}; train it without QuacK")
+    raise ValueError(f"{kind} has no attention that QuacK can control{reasons or NONE}: {WAYS_OUT}")
 
 
 def warn_unknown(found: Mapping[str, Finding]) -> None:
@@ -186,19 +188,6 @@ def _declared(module: Any, name: str) -> Finding | None:
         return None
     paths = as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'} must return")
     return Finding(paths, "" if paths else DECLARED_NONE, origin=DECLARED)
-
-
-def _weights(paths: Iterable[LogitPath]) -> Iterator[Weight]:
-    return (weight for path in paths for weight in path.weights)
-
-
-def left_alone(found: Mapping[str, Finding]) -> dict[str, str]:
-    """By name, why an attention or a weight of one is on no path."""
-    reasons: dict[str, str] = {}
-    for name, finding in found.items():
-        reasons |= {name: finding.reason} if finding.reason else {}
-        reasons |= {f"{name}.{role}" if name else role: why for role, why in finding.cut.items()}
-    return reasons
 
 
 def _renamed(paths: Sequence[LogitPath], module: str) -> list[LogitPath]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from quacklr.find.finding import UnreadableError
 from quacklr.find.tables.naming import GROUPS, HARMLESS, HARMLESS_IN_PACKAGE, HEAD_SIZE, HEADS, K_NORM, Q_NORM
 
 TRUSTED = {
@@ -24,6 +23,10 @@ ATTENTION_CALL = re.compile(
     re.IGNORECASE,
 )
 NORM_CALL = re.compile(r".*norm.*|rsqrt|std|var|cosine_similarity", re.IGNORECASE)
+
+
+class UnreadableError(ValueError):
+    """A table has the module's class, but not this form of it. The message is the reason."""
 
 
 def is_trusted(module: nn.Module, packages: Collection[str] = TRUSTED) -> bool:
@@ -118,7 +121,7 @@ def _called(name: str, function: Any, module: nn.Module) -> list[Any]:
         return [] if has_weights(called) else [type(called).forward]
     if str(getattr(called, "__module__", "")).startswith("torch."):
         return []
-    return [called, getattr(type(called), "__call__", None)]
+    return [called, vars(type(called)).get("__call__")]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

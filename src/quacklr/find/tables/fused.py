@@ -14,8 +14,15 @@ from torch import nn
 
 from quacklr.core.path import LogitPath, mha
 from quacklr.core.weight import Segment, Weight, packed
-from quacklr.find.finding import QK_NORM, Finding, UnreadableError
-from quacklr.find.tables.facts import head_sizes, int_attributes, int_setting, is_trusted, validate_parts
+from quacklr.find.finding import QK_NORM, Finding
+from quacklr.find.tables.facts import (
+    UnreadableError,
+    head_sizes,
+    int_attributes,
+    int_setting,
+    is_trusted,
+    validate_parts,
+)
 from quacklr.find.tables.naming import GROUPS, HEAD_SIZE, HEADS, K_NORM, Q_NORM
 from quacklr.find.tables.projections import ProjectionWeight, chains, finding_from, projection_weights
 from quacklr.find.tables.separate import has_qk_norm
@@ -74,9 +81,10 @@ def fused(module: nn.Module) -> Finding | None:
     """The finding for a class in `CLASSES`; None for other modules."""
     names = {cls.__name__ for cls in type(module).__mro__}
     for known in CLASSES:
-        if not names.isdisjoint(known.classes) and is_trusted(module, {known.package}):
-            if terms := projection_weights(dict(module.named_modules()).get(known.child)):
-                return _read(module, known, terms)
+        if names.isdisjoint(known.classes) or not is_trusted(module, {known.package}):
+            continue
+        if terms := projection_weights(dict(module.named_modules()).get(known.child)):
+            return _read(module, known, terms)
     return None
 
 

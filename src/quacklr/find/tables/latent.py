@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import nn
 
 from quacklr.core.weight import Segment
-from quacklr.find.finding import LATENT_NORM, Finding, UnreadableError
-from quacklr.find.tables.facts import active_child, int_setting, norm_calls, validate_parts
+from quacklr.find.finding import LATENT_NORM, Finding
+from quacklr.find.tables.facts import UnreadableError, active_child, int_setting, norm_calls, validate_parts
 from quacklr.find.tables.naming import HEADS, NOPE_SIZE, Q_NORM, ROPE_SIZE, VALUE_SIZE
 from quacklr.find.tables.projections import Chain, ProjectionWeight, chains, finding_from, projection_weights
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,7 +17,7 @@ from quacklr.find.finding import Finding
 from quacklr.find.tables.facts import is_trusted
 
 PACKAGES = {"transformers", "megatron", "transformer_engine"}
-LINEAR = "FalconLinear ColumnParallelLinear TEColumnParallelLinear TELayerNormColumnParallelLinear TELinear".split()
+LINEAR = re.compile(r"FalconLinear|TELinear|(TE|TELayerNorm)?ColumnParallelLinear")
 Chain = tuple[Weight, ...]  # from the weight next to the logit to the one that reads the input
 
 
@@ -78,7 +79,7 @@ def _plain(module: Any) -> list[ProjectionWeight]:
         return []
     pointwise = isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}
     known = type(module).__name__ if is_trusted(module, PACKAGES) else ""
-    linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or known in LINEAR)
+    linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or LINEAR.fullmatch(known))
     transposed = weight.ndim == 2 and known == "Conv1D"  # transformers'
     if not isinstance(weight, nn.Parameter) or not (pointwise or linear or transposed) or _is_hooked(module):
         return []

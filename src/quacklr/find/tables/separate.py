@@ -9,8 +9,16 @@ from typing import Any
 from torch import nn
 
 from quacklr.core.weight import Segment
-from quacklr.find.finding import NO_SOFTMAX, QK_NORM, Finding, UnreadableError
-from quacklr.find.tables.facts import active_child, calls, head_sizes, names_used, norm_calls, validate_parts
+from quacklr.find.finding import NO_SOFTMAX, QK_NORM, Finding
+from quacklr.find.tables.facts import (
+    UnreadableError,
+    active_child,
+    calls,
+    head_sizes,
+    names_used,
+    norm_calls,
+    validate_parts,
+)
 from quacklr.find.tables.naming import K_NORM, Q_NORM, QUERY_AND_KEY
 from quacklr.find.tables.projections import ProjectionWeight, chains, finding_from, projection_weights
 
