@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from quacklr.find.tables.naming import GROUPS, HARMLESS, HARMLESS_IN_PACKAGE, HEAD_SIZE, HEADS, K_NORM, Q_NORM
+from quacklr.find.tables.naming import GROUPS, HARMLESS, HEAD_SIZE, HEADS, K_NORM, Q_NORM
 
 TRUSTED = {
     *("torch", "transformers", "timm", "torchtitan", "megatron", "litgpt", "olmo", "olmo_core", "diffusers", "peft"),
@@ -159,9 +159,7 @@ def validate_parts(module: nn.Module, known: Iterable[str], projections: str) ->
     """UnreadableError if the module has parts with weights, or norms, that are neither known nor harmless."""
     parts = [name for name, part in module.named_children() if has_weights(part)]
     parts += [name for name, _ in module.named_parameters(recurse=False)]
-    package = type(module).__module__.partition(".")[0]
-    expected = {*known, *HARMLESS, *HARMLESS_IN_PACKAGE.get(package, ())}
-    if unexpected := [name for name in parts if name not in expected]:
+    if unexpected := [name for name in parts if name not in {*known, *HARMLESS}]:
         raise UnreadableError(f"besides {projections} it has {', '.join(unexpected)}")
 
 

@@ -74,7 +74,12 @@ CLASSES = (
     FusedClasses("megatron", "linear_qkv", grouped, ("SelfAttention",)),
 )
 Q_BIAS = "q_bias"  # DeBERTa's, added to all queries
-OTHER_PARTS = (Q_BIAS, "v_bias", "rel_pos_h", "rel_pos_w", *Q_NORM, *K_NORM)  # SAM's; norms are checked elsewhere
+OTHER_PARTS = (
+    *(Q_BIAS, "v_bias"),  # DeBERTa
+    *("rel_pos_h", "rel_pos_w"),  # SAM
+    *("attn_out", "ff_out", "ff_proj", "attn_norm", "ff_norm"),  # OLMo's block has the MLP too
+    *(*Q_NORM, *K_NORM),  # these are checked elsewhere
+)
 
 
 def fused(module: nn.Module) -> Finding | None:
