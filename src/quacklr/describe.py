@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from quacklr.attach.attachment import Attachment
-from quacklr.core.path import LogitPath
+from quacklr.core.path import LogitPath, attentions_of, module_of
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
-from quacklr.find.discover import by_module
 from quacklr.find.finding import GIVEN, Finding
 from quacklr.util.text_table import columns, grouped, value_range
 
@@ -24,27 +23,29 @@ def describe(compiled: CompiledPaths, when: str, rates: Mapping[str, Tensor], at
     `rates` are by weight name, `when` is their heading.
     Behind the table: attention that is not verified, and what was left alone, with reasons.
     """
-    found, attentions = attachment.found, by_module(compiled.paths)
+    found, attentions = attachment.found, attentions_of(compiled.paths).values()
 
     def rates_of(module: str, paths: Sequence[LogitPath]) -> str:
         weights = dict.fromkeys(compiled.canonical[weight] for path in paths for weight in path.weights)
         return "  ".join(f"{_short(w, module)} {value_range(rates[w.name])}" for w in weights if w.name in rates)
 
-    notes = {name: found[name].note for name in attentions if name in found and found[name].note}
+    modules = [module_of(paths[0]) for paths in attentions]
+    notes = {name: found[name].note for name in modules if name in found and found[name].note}
     left_alone = {**without_rate(compiled.weights), **attachment.left_alone}
     table = columns(attention_rows(attentions, found, when, rates_of))
     return "\n".join([*table, *grouped("found by table:", notes), *grouped("left alone:", left_alone)])
 
 
 def attention_rows(
-    attentions: Mapping[str, Sequence[LogitPath]],
+    attentions: Iterable[Sequence[LogitPath]],
     found: Mapping[str, Finding],
     title: str,
     last: Callable[[str, Sequence[LogitPath]], str],
 ) -> list[tuple[str, ...]]:
     """The rows of the table, and their titles. `last` returns the cell of a module in the last column."""
     rows = [("attention", "found", "heads", "logit", title)]
-    for module, paths in attentions.items():
+    for paths in attentions:
+        module = module_of(paths[0])
         origin = found[module].origin if module in found else GIVEN
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
         logit = " + ".join(" ".join(_term(weight, module) for weight in path.weights) for path in paths)

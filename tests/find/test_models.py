@@ -77,18 +77,16 @@ def without_the_key(path: LogitPath) -> LogitPath:
     return LogitPath(path.weights[:-1], path.heads)
 
 
-WRONG: list[Callable[[Sequence[LogitPath]], list[LogitPath]]] = [
-    lambda paths: [shifted(path) for path in paths],
-    lambda paths: [*map(crossed, paths[:1]), *paths[1:]],
-    lambda paths: [*map(without_the_key, paths[:1]), *paths[1:]],
-    lambda paths: list(paths[1:]),
-    lambda _: [],
+WRONG: list[tuple[str, str, Callable[[Sequence[LogitPath]], list[LogitPath]]]] = [
+    ("rows shifted by one", "gpt2", lambda paths: [shifted(path) for path in paths]),
+    ("heads crossed", "llama", lambda paths: [*map(crossed, paths[:1]), *paths[1:]]),
+    ("a path without its key", "deepseek_v3", lambda paths: [*map(without_the_key, paths[:1]), *paths[1:]]),
+    ("a path missing", "deepseek_v3", lambda paths: list(paths[1:])),
+    ("called normed", "llama", lambda _: []),
 ]
-WAYS = ["rows shifted by one", "heads crossed", "a path without its key", "a path missing", "called normed"]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
-@pytest.mark.parametrize("change", WRONG, ids=WAYS)
+@pytest.mark.parametrize(("name", "change"), [pytest.param(name, change, id=way) for way, name, change in WRONG])
 def test_the_judge_sees_what_is_wrong(name: str, change: Callable[[Sequence[LogitPath]], list[LogitPath]]) -> None:
     model, sample = build(name)
     claims = {module: change(finding.paths) for module, finding in found_by_table(model).items()}

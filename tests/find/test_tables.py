@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,57 +95,30 @@ def test_sizes_that_contradict_each_other_are_not_guessed(attention: nn.Module, 
         logit_paths(Model(HF, attention))
 
 
-class Config:
-    """As transformers has them."""
-
-    num_attention_heads, swa_num_attention_heads = 3, 5
-
-    def __init__(self) -> None:
-        self.num_attention_heads = 3
-
-
 def test_a_config_that_does_not_mention_so_many_heads_is_not_believed() -> None:
     attention: Any = Attention(head_dim=8)
-    attention.config = Config()
-    finding = by_table(attention)
-    assert finding is not None
-    assert "so 4 heads, which its config does not mention" in finding.note
-    attention.config.num_attention_heads = 4
-    assert by_table(attention) is not None
+    attention.config = SimpleNamespace(num_attention_heads=3, swa_num_attention_heads=[5, 3])
+    with pytest.raises(ValueError, match="so 4 heads, which its config does not mention"):
+        logit_paths(Model(HF, attention))
+    attention.config.swa_num_attention_heads = [5, 4]
     assert len(logit_paths(Model(HF, attention))) == 1
 
 
-known = called("LlamaAttention", "transformers.models.llama")
+def known(**parts: nn.Module) -> Any:
+    """An attention that a table has, with parts that the table does not expect."""
+    attention = Known()
+    for name, part in parts.items():
+        setattr(attention, name, part)
+    return attention
 
 
-@known
-class Convolved(Plain):
-    """Has something between projection and logit that no rule knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k_conv = nn.Conv1d(8, 8, 3)
+def hooked() -> nn.Module:
+    attention = known()
+    attention.q_proj.register_forward_hook(lambda _module, _args, out: F.normalize(out, dim=-1))
+    return attention
 
 
-@known
-class Normed(Plain):
-    """Has a norm of a name that no rule knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale_q = nn.LayerNorm(8)
-
-
-@known
-class OneNorm(Plain):
-    """A norm on the keys alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k_norm = nn.RMSNorm(8)
-
-
-@known
+@called("LlamaAttention", "transformers.models.llama")
 class Unit(Plain):
     """Cosine attention, by a function."""
 
@@ -153,34 +126,7 @@ class Unit(Plain):
         return super().attend(F.normalize(query, dim=-1), F.normalize(key, dim=-1), value)
 
 
-@known
-class KeysFromElsewhere(Plain):
-    """Reads the keys of another layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k_proj = None  # type: ignore[assignment]
-
-
-@known
-class Own(Plain):
-    """One norm for queries and keys, under a name that others use for a norm of the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(8)
-
-
-@known
-class Hooked(Plain):
-    """Something is done to its queries by a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj.register_forward_hook(lambda _module, _args, out: F.normalize(out, dim=-1))
-
-
-@known
+@called("LlamaAttention", "transformers.models.llama")
 class Tiled(Plain):
     """Head h reads key group h % groups."""
 
@@ -188,47 +134,24 @@ class Tiled(Plain):
         return F.scaled_dot_product_attention(query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1))
 
 
-class Helpers:
-    """Imitates a module of helper functions."""
-
-    @staticmethod
-    def rms_norm_per_head(x: Tensor) -> Tensor:
-        return x / x.square().mean(-1, keepdim=True).sqrt()
-
-
-@known
-class Imported(Plain):
-    """A norm function of another module."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return super().attend(Helpers.rms_norm_per_head(query), Helpers.rms_norm_per_head(key), value)
-
-
-@known
-class ElementwiseAttention(nn.Module):
+@called("LlamaAttention", "transformers.models.llama")
+class Elementwise(Plain):
     """Has the names, but no softmax."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.head_dim = linear(32), linear(32), 8
-
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.q_proj(x) * self.k_proj(x))
+        return torch.sigmoid(self.q_proj(x)) * x
 
 
 @pytest.mark.parametrize(
     ("attention", "why"),
     [
-        (Convolved(), "besides q_proj and k_proj it has k_conv"),
-        (Normed(), "besides q_proj and k_proj it has scale_q"),
-        (OneNorm(), "only queries or only keys have a norm"),
+        (known(k_conv=nn.Conv1d(8, 8, 3)), "besides q_proj and k_proj it has k_conv"),
+        (known(norm=nn.RMSNorm(8)), "besides q_proj and k_proj it has norm"),
+        (known(k_norm=nn.RMSNorm(8)), "only queries or only keys have a norm"),
+        (hooked(), "q_proj is not a projection that we can read"),
         (Unit(), "its code calls normalize"),
-        (KeysFromElsewhere(), "no table has the class LlamaAttention"),
-        (ElementwiseAttention(), "its forward calls no softmax"),
-        (Own(), "besides q_proj and k_proj it has norm"),
-        (Hooked(), "q_proj is not a projection that we can read"),
         (Tiled(), "it may repeat each key for consecutive heads, or all keys one after another"),
-        (Imported(), "its code calls rms_norm_per_head"),
+        (Elementwise(), "its forward calls no softmax"),
     ],
     ids=lambda each: "" if isinstance(each, nn.Module) else each,
 )
@@ -244,7 +167,7 @@ def test_a_form_of_a_class_that_its_table_does_not_have_is_pending_with_the_reas
 
 
 class CausalSelfAttention(nn.Module):
-    """Has nanoGPT's names, but each head's q, k, v together."""
+    """Has a class name that litgpt has too, and nanoGPT's names; but each head's q, k, v are together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,12 +178,43 @@ class CausalSelfAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def test_a_fused_layout_is_not_guessed_from_a_name_that_many_have() -> None:
-    model = Model(HF, CausalSelfAttention())
-    with pytest.raises(ValueError, match=r"no table has the class CausalSelfAttention, .*logit_paths\(model, batch\)"):
+def in_a_function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT, dim=-1) @ v
+
+
+class Block(nn.Module):
+    """A fused projection, and a softmax in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_qkv = linear(96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_a_function(*self.to_qkv(x).chunk(3, dim=-1))
+
+
+class Unusual(nn.Module):
+    """Projections whose names say nothing, and a kernel in a part without weights."""
+
+    class Kernel(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, k)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.inner = linear(32), linear(32), Unusual.Kernel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.left(x), self.right(x))
+
+
+@pytest.mark.parametrize("attention", [CausalSelfAttention(), Block(), Unusual()], ids=lambda each: type(each).__name__)
+def test_an_attention_that_no_table_has_is_pending_whatever_its_class_is_called(attention: nn.Module) -> None:
+    model = Model(HF, Known(), attention)
+    assert [finding.origin for finding in found_by_table(model).values()] == ["by table", "pending"]
+    kind = type(attention).__name__
+    with pytest.raises(ValueError, match=rf"no table has the class {kind}, .*logit_paths\(model, batch\)"):
         logit_paths(model)
-    (path,) = logit_paths(model, torch.randint(61, (1, 4)))
-    assert path.weights[0].block_of_row.tolist() == [b if r < 8 else -1 for b in range(4) for r in range(24)]
 
 
 def test_the_cross_attention_of_gpt2_is_read_and_measured() -> None:
@@ -273,28 +227,11 @@ def test_the_cross_attention_of_gpt2_is_read_and_measured() -> None:
     ]
 
 
-class Block(nn.Module):
-    """One fused projection without a usual name, and a softmax written out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to_qkv = linear(96)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.to_qkv(x).chunk(3, dim=-1)
-        return torch.softmax(q @ k.mT, dim=-1) @ v
-
-
-def test_an_attention_that_no_table_has_is_pending_whatever_its_class_is_called() -> None:
-    found = found_by_table(Model(HF, Known(), Block()))
-    assert [finding.origin for finding in found.values()] == ["by table", "pending"]
-
-
 def user_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return Plain.forward(self, hidden_states)
 
 
-def test_a_forward_that_the_user_replaced_is_not_trusted() -> None:
+def test_a_forward_or_a_processor_of_the_user_is_not_trusted() -> None:
     attention: Any = Known()
     assert is_trusted(attention)
     attention.forward = MethodType(user_forward, attention)
@@ -305,6 +242,9 @@ def test_a_forward_that_the_user_replaced_is_not_trusted() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Known, "forward", user_forward)
         assert not is_trusted(Known())
+    attention = Known()
+    attention.processor = Model  # as in diffusers, an object of this class attends
+    assert not is_trusted(attention)
 
 
 def test_a_wrapped_forward_is_trusted() -> None:
@@ -322,35 +262,14 @@ def test_a_wrapped_forward_is_trusted() -> None:
         assert is_trusted(model.get_submodule("model.layers.0.self_attn"))
 
 
-def test_a_processor_of_the_user_is_not_trusted() -> None:
-    attention: Any = Known()
-    attention.processor = Helpers()
-    assert not is_trusted(attention)
-
-
-def test_the_error_for_a_model_with_qk_norm_throughout_advises_to_train_without() -> None:
-    normed: Any = Known()
-    normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
-    with pytest.raises(ValueError, match=r"nothing for QuacK to control .* QK norm.*; train it without"):
-        logit_paths(Model(HF, normed))
-
-
-def test_what_is_left_alone_in_many_layers_is_one_line() -> None:
-    normed: list[Any] = [Known(), Known()]
-    for attention in normed:
-        attention.q_norm, attention.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+def test_a_layer_with_qk_norm_is_left_alone_and_a_model_of_such_layers_needs_no_quack() -> None:
+    normed = [known(q_norm=nn.RMSNorm(8), k_norm=nn.RMSNorm(8)) for _ in range(2)]
     model = Model(HF, Known(), *normed)
+    assert logit_paths(model).left_alone == dict.fromkeys(map(HF.format, (1, 2)), QK_NORM)
     quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert repr(quack).endswith("left alone:\n  model.layers.{1-2}.self_attn: " + QK_NORM)
-
-
-def test_a_layer_with_qk_norm_is_left_alone_without_a_warning() -> None:
-    normed: Any = Known()
-    normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
-    left_alone = logit_paths(Model(HF, Known(), normed)).left_alone
-    assert left_alone == {
-        "model.layers.1.self_attn": "QK norm: its logit does not depend on the scale of its queries and keys"
-    }
+    with pytest.raises(ValueError, match=r"nothing for QuacK to control in its 2 .*QK norm.*; train it without"):
+        logit_paths(Model(HF, *normed))
 
 
 def test_what_has_nothing_to_do_with_attention_is_not_mentioned() -> None:

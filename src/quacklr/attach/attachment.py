@@ -56,7 +56,7 @@ class Attachment:
         optimizers: those whose steps move the weights.
         linear: whether their steps must be linear in lr.
         in_groups: which parameters their param groups step.
-        paths: the paths that are known, over the tensors that are stepped. a measurement may find more.
+        paths: the paths that are known, over the tensors that are stepped. A measurement may find more.
         by_module: the same paths, by the name of their attention module; none if there is no module.
         found: by module name, how its attention was found.
         left_alone: by module name, why its attention is on no path.

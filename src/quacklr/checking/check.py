@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from quacklr.attention.monitor import LogitMonitor
 from quacklr.checking.report import CheckReport, LayerReport
-from quacklr.core.path import LogitPath, attentions_of
+from quacklr.core.path import LogitPath, attentions_of, module_of
 from quacklr.core.rule import Rule
 from quacklr.core.step_scaler import first_after_step
 from quacklr.core.validate import validate_number
 from quacklr.core.weight import Weight
 from quacklr.find.compare import contradiction, differences
-from quacklr.find.discover import by_module, logit_paths
+from quacklr.find.discover import logit_paths
 from quacklr.find.finding import is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.quack import QuacK, chosen_rule
@@ -81,7 +81,7 @@ def check(
             reports = []
             for name, of_layer in layers.items():
                 changes = [(*in_step[name], measured[name]) for in_step, measured in steps_taken]
-                reports.append(_report(of_layer, changes, problems.get(_module(of_layer), "")))
+                reports.append(_report(of_layer, changes, problems.get(module_of(of_layer[0]), "")))
             return CheckReport(tuple(reports), dict(quack.left_alone))
 
 
@@ -100,11 +100,12 @@ def _copied(model: nn.Module, optimizers: list[Optimizer], paths: Any) -> tuple[
     return copies
 
 
-def _unmeasured(model: nn.Module, paths: Iterable[LogitPath], batch: Any) -> dict[str, str]:
+def _unmeasured(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dict[str, str]:
     """By module, why its rows could not be measured. ValueError if the rows are not those measured."""
     modules, measured, unmeasured = dict(named_modules(model)), measured_paths(model, batch), dict[str, str]()
-    layers = by_module(paths)
-    for name, given in layers.items():
+    layers = dict.fromkeys(map(module_of, paths))
+    for name in layers:
+        given = [path for path in paths if module_of(path) == name]
         found = [finding for inner, finding in measured.items() if _innermost(inner, layers) == name]
         reasons = [finding.reason for finding in found if finding.unknown]
         if reasons or not found:
@@ -187,7 +188,7 @@ def _measured_changes(
         param.copy_(old[param])
     torch.clear_autocast_cache()
     monitor.measure()
-    modules = [_module(paths) for paths in layers.values()]
+    modules = [module_of(paths[0]) for paths in layers.values()]
     for name, paths in layers.items():
         parts = [part for path in paths for weight in path.weights for part in weight.parts]
         for part in parts:
@@ -197,17 +198,12 @@ def _measured_changes(
         measured = monitor.measure(keep=False)
         for part in parts:
             part.param.copy_(old[part.param])
-        inside = [each for each in measured if _innermost(each.partition("#")[0], modules) == _module(paths)]
+        inside = [each for each in measured if _innermost(each.partition("#")[0], modules) == module_of(paths[0])]
         of_attention = [measured[each].mean_change for each in inside if len(measured[each].max) == paths[0].heads]
         changes[name] = torch.stack([torch.full((paths[0].heads,), -torch.inf), *of_attention]).amax(0)
     for param in old:
         param.copy_(new[param])
     return changes
-
-
-def _module(paths: Sequence[LogitPath]) -> str:
-    """The module of an attention: a weight is named `<module>.<role>`."""
-    return paths[0].weights[0].name.rpartition(".")[0]
 
 
 def _report(paths: Sequence[LogitPath], changes: Iterable[Sequence[Tensor]], problem: str) -> LayerReport:
@@ -218,7 +214,7 @@ def _report(paths: Sequence[LogitPath], changes: Iterable[Sequence[Tensor]], pro
         problem = "no logits to compare"
     elif not problem and trains and not (given > 0).all():
         problem = "its rows took no step: no gradient, or lr is 0"
-    return LayerReport(_module(paths), len(measured), asked, given, measured, problem)
+    return LayerReport(module_of(paths[0]), len(measured), asked, given, measured, problem)
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -118,11 +118,16 @@ def all_rated(paths: Iterable[LogitPath]) -> list[LogitPath]:
     return [replace(path, weights=tuple(rated[weight] for weight in path.weights)) for path in paths]
 
 
+def module_of(path: LogitPath) -> str:
+    """The name of the attention module of a path, "" without one: a weight is named `<module>.<role>`."""
+    return path.weights[0].name.rpartition(".")[0]
+
+
 def attentions_of(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
     """The paths of each attention, by the name of its module: the paths whose terms add up to one logit.
 
-    A weight is named after its module, "<module>.<role>". Paths of weights without a module belong to one attention if
-    they share a weight and have the same number of heads; this attention is named after its first weight.
+    Paths of weights without a module belong to one attention if they share a weight and have the same number of heads;
+    this attention is named after its first weight.
     """
     attentions: dict[str, list[LogitPath]] = {}
     for path in paths:
@@ -131,10 +136,8 @@ def attentions_of(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
 
 
 def _attention_name(path: LogitPath, known: Mapping[str, Sequence[LogitPath]]) -> str:
-    module, dot, _ = path.weights[0].name.rpartition(".")
-    if dot:
-        same = module
-    else:
+    same = module_of(path)
+    if not same:
         sharing = (
             name
             for name, others in known.items()

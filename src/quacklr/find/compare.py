@@ -8,7 +8,6 @@ from dataclasses import replace
 from torch import nn
 
 from quacklr.core.path import LogitPath
-from quacklr.core.weight import Weight
 from quacklr.find.finding import VERIFIED, Finding
 from quacklr.util.modules import named_parameters
 
@@ -51,17 +50,14 @@ def differences(by_table: Sequence[LogitPath], measured: Sequence[LogitPath], mo
 def chains(paths: Iterable[LogitPath], names: dict[int, str]) -> set[frozenset[NamedRows]]:
     """The parameter rows that each head of each path reads. Names of weights and the order of heads do not matter."""
     return {
-        frozenset(rows for weight, b in zip(path.weights, read, strict=True) for rows in _rows(weight, b, names))
+        frozenset(
+            (names[id(part.param)], part.dim, tuple((part.block_of_row == block).nonzero().flatten().tolist()))
+            for weight, block in zip(path.weights, read, strict=True)
+            for part in weight.parts
+        )
         for path in paths
         for read in path.reads.T.tolist()
     }
-
-
-def _rows(weight: Weight, block: int, names: dict[int, str]) -> list[NamedRows]:
-    return [
-        (names[id(part.param)], part.dim, tuple((part.block_of_row == block).nonzero().flatten().tolist()))
-        for part in weight.parts
-    ]
 
 
 def _described(chains: set[frozenset[NamedRows]]) -> str:

@@ -6,7 +6,7 @@ batch, tables are compared with the measurement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -14,11 +14,10 @@ from weakref import ref
 from torch import nn
 
 from quacklr.core.path import LogitPath, as_paths
-from quacklr.core.weight import Weight
 from quacklr.find.compare import verified
 from quacklr.find.finding import BY_TABLE, DECLARED, MEASURED, VERIFIED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.find.tables import by_table
+from quacklr.find.tables import by_table, scaled
 from quacklr.util.caller import warn
 from quacklr.util.modules import evaluating, named_modules, named_parameters
 
@@ -28,15 +27,10 @@ UNSEEN = (
     "are seen, other kernels such as flash or flex attention are not; switch the model to sdpa or eager, or pass no "
     "sample"
 )
-SCALES: dict[str, Callable[[Any], float | None]] = {  # classes whose attribute `scaling` is not the scale of the logit
-    "GPTNeoSelfAttention": lambda _: 1.0,  # its logits are not scaled
-    "EsmSelfAttention": lambda _: None,  # it multiplies the query by 1 / sqrt(head size), and has `scaling` 1
-    "EvollaSaProtSelfAttention": lambda _: None,
-    "OpenAIPrivacyFilterAttention": lambda module: (
-        getattr(module, "scaling", 0) ** 2
-    ),  # applied to the query and to the key
-    "MptAttention": lambda module: getattr(module, "softmax_scale", None),
-}
+NONE = (
+    ": no module looks like softmax attention. If it has none (Mamba, RWKV, linear attention), train it without QuacK. "
+    "If it has"
+)
 NOT_SEEN = "not recognised, and not seen to attend in a forward of the batch"
 DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
 WAYS_OUT = (
@@ -46,29 +40,29 @@ WAYS_OUT = (
 
 
 class LogitPaths(list[LogitPath]):
-    """The paths of a model.
+    """The paths of a model, with weights named `<module>.<role>`.
 
-    `by_module` has the paths of each attention, `found` the finding for each attention, and `left_alone` the reason for
-    each attention or weight that has no path; all by module name. `parameters` has the name and the shape of each
-    parameter of the model, by its id. `model` is a weak reference.
+    Attributes:
+        found: by module name, the finding for each attention.
+        by_module: by module name, the paths of each attention that has some.
+        model: a weak reference to the model.
+        parameters: the name and the shape that each parameter of the model had, by its id.
     """
 
     def __init__(self, found: Mapping[str, Finding], model: nn.Module) -> None:
+        self.found, self.model = dict(found), ref(model)
         self.by_module = {name: _renamed(finding.paths, name) for name, finding in found.items() if finding.paths}
-        super().__init__(path for paths in self.by_module.values() for path in paths)
-        self.left_alone, self.found = _left_alone(found), dict(found)
-        self.model = ref(model)
         self.parameters = {id(each): (name, each.shape) for name, each in named_parameters(model)}
+        super().__init__(path for paths in self.by_module.values() for path in paths)
 
-
-def by_module(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
-    """The paths of each attention module. A plain list is grouped by the names of its weights, `<module>.<role>`."""
-    if isinstance(paths, LogitPaths):
-        return paths.by_module
-    found: dict[str, list[LogitPath]] = {}
-    for path in paths:
-        found.setdefault(path.weights[0].name.rpartition(".")[0], []).append(path)
-    return found
+    @property
+    def left_alone(self) -> dict[str, str]:
+        """By name, why an attention or a weight of one is on no path."""
+        reasons: dict[str, str] = {}
+        for name, finding in self.found.items():
+            reasons |= {name: finding.reason} if finding.reason else {}
+            reasons |= {f"{name}.{role}" if name else role: why for role, why in finding.cut.items()}
+        return reasons
 
 
 def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> LogitPaths:
@@ -106,10 +100,10 @@ def found_by_table(model: nn.Module) -> dict[str, Finding]:
     found: dict[str, Finding] = {}
     with evaluating(model):  # reading a parametrised weight in training mode may change it
         for name, module in named_modules(model):
-            if not any(is_inside(name, outer) for outer, finding in found.items() if not finding.pending):
-                finding = _declared(module, name) or by_table(module)
-                if finding is not None:
-                    found[name] = finding if finding.declared else _with_scale(finding, module)
+            if any(is_inside(name, outer) for outer, finding in found.items() if not finding.pending):
+                continue
+            if (finding := _declared(module, name) or by_table(module)) is not None:
+                found[name] = finding
     return found
 
 
@@ -123,7 +117,7 @@ def completed(found: Mapping[str, Finding], measured: Mapping[str, Finding], mod
         if any(is_inside(name, outer) for outer in declared):
             continue
         if known is None or known.unknown:
-            complete[name] = replace(_with_scale(finding, modules[name]), origin=MEASURED)
+            complete[name] = replace(scaled(finding, modules[name]), origin=MEASURED)
         elif known.origin in (BY_TABLE, VERIFIED):
             complete[name] = verified(known, finding, name, modules[name], model)
     return {name: complete[name] for name in modules if name in complete}
@@ -140,14 +134,14 @@ def without_pending(
     A pending module is dropped if it contains an attention that was measured, or has weights of one.
     """
     modules = dict(named_modules(model))
-    on_paths = {id(part.param) for each in measured.values() for w in _weights(each.paths) for part in w.parts}
+    weights = [w for finding in measured.values() for path in finding.paths for w in path.weights]
+    on_paths = {id(part.param) for weight in weights for part in weight.parts}
     left: dict[str, Finding] = {}
     for name, finding in found.items():
+        attends = any(is_inside(other, name) for other in measured)
         if not finding.pending or not ran(name):
             left[name] = finding
-        elif not any(is_inside(other, name) for other in measured) and on_paths.isdisjoint(
-            map(id, modules[name].parameters())
-        ):
+        elif not attends and on_paths.isdisjoint(map(id, modules[name].parameters())):
             left[name] = Finding(reason=NOT_SEEN, unknown=True, origin=MEASURED)
     return left
 
@@ -170,17 +164,14 @@ def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:
     """ValueError if no attention has a path: the reasons, and what to do."""
     if any(finding.paths for finding in found.values()):
         return
-    kind, reasons = type(model).__name__, _reasons(_left_alone(found))
+    first_with: dict[str, str] = {}
+    for name, finding in found.items():
+        first_with.setdefault(finding.reason, name)
+    kind, reasons = type(model).__name__, "".join(f" ({n or 'the model'}: {why})" for why, n in first_with.items())
     if found and not any(finding.unknown or finding.declared for finding in found.values()):
-        raise ValueError(
-            f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}; "
-            "train it without QuacK"
-        )
-    none = (
-        ": no module looks like softmax attention. If it has none (Mamba, RWKV, linear attention), train it without "
-        "QuacK. If it has"
-    )
-    raise ValueError(f"{kind} has no attention that QuacK can control{reasons if found else none}: {WAYS_OUT}")
+        nothing = f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}"
+        raise ValueError(f"{nothing}; train it without QuacK")
+    raise ValueError(f"{kind} has no attention that QuacK can control{reasons or NONE}: {WAYS_OUT}")
 
 
 def warn_unknown(found: Mapping[str, Finding]) -> None:
@@ -192,41 +183,11 @@ def warn_unknown(found: Mapping[str, Finding]) -> None:
         )
 
 
-def _with_scale(finding: Finding, module: Any) -> Finding:
-    """Set the scale of the paths, if the module has the attribute `scaling` of transformers' attention."""
-    scale_of = SCALES.get(type(module).__name__)
-    scale = getattr(module, "scaling", None) if scale_of is None else scale_of(module)
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
-        return finding
-    return replace(finding, paths=[replace(path, scale=scale) for path in finding.paths])
-
-
 def _declared(module: Any, name: str) -> Finding | None:
     if not callable(getattr(module, "logit_paths", None)):
         return None
     paths = as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'} must return")
     return Finding(paths, "" if paths else DECLARED_NONE, origin=DECLARED)
-
-
-def _weights(paths: Iterable[LogitPath]) -> Iterator[Weight]:
-    return (weight for path in paths for weight in path.weights)
-
-
-def _left_alone(found: Mapping[str, Finding]) -> dict[str, str]:
-    left_alone: dict[str, str] = {}
-    for name, finding in found.items():
-        if finding.reason:
-            left_alone[name] = finding.reason
-        left_alone |= {f"{name}.{role}" if name else role: why for role, why in finding.cut.items()}
-    return left_alone
-
-
-def _reasons(left_alone: dict[str, str]) -> str:
-    """Each reason once, with the first module that has it."""
-    first: dict[str, str] = {}
-    for name, reason in left_alone.items():
-        first.setdefault(reason, name)
-    return "".join(f" ({name or 'the model'}: {reason})" for reason, name in first.items())
 
 
 def _renamed(paths: Sequence[LogitPath], module: str) -> list[LogitPath]:

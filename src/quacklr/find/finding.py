@@ -52,12 +52,3 @@ class Finding:
 def is_inside(name: str, outer: str) -> bool:
     """Whether the module with this name is the outer one or a part of it."""
     return not outer or name == outer or name.startswith(f"{outer}.")
-
-
-class UnreadableError(ValueError):
-    """A table has the module's class, but not this form of it. The message is the reason."""
-
-
-def pending(why: str) -> Finding:
-    """The finding for a module that looks like an attention, and the reason why no table applies to it."""
-    return Finding(reason=WILL_BE_MEASURED, unknown=True, origin=PENDING, note=why)

@@ -51,7 +51,7 @@ class Report:
             return ", ".join(name.removeprefix(f"{module}.").removesuffix(".weight") for name in names)
 
         made = "shapes only" if _on_meta(self.model) else "with its weights"
-        rows = merged(attention_rows(self.paths.by_module, self.paths.found, "weights", stored))
+        rows = merged(attention_rows(self.paths.by_module.values(), self.paths.found, "weights", stored))
         sections = [f"{self.name}: {type(self.model).__name__}, {made}"], columns(rows) if self.paths else []
         sections += grouped("left alone:", self.left_alone), [self.summary]
         return "\n\n".join("\n".join(lines) for lines in sections if lines)

@@ -7,11 +7,13 @@ it is only recognised, by the names of its parts and of the functions that its f
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
-from quacklr.find.finding import Finding, UnreadableError, pending
-from quacklr.find.tables.facts import calls_attention, is_trusted, names_used
+from quacklr.find.finding import PENDING, WILL_BE_MEASURED, Finding
+from quacklr.find.tables.facts import ATTENTION_CALL, UnreadableError, calls, is_trusted
 from quacklr.find.tables.fused import fused, multihead
 from quacklr.find.tables.latent import latent
 from quacklr.find.tables.separate import separate
@@ -28,10 +30,36 @@ def by_table(module: nn.Module) -> Finding | None:
     """
     try:
         if (found := _in_tables(module)) is not None:
-            return found
+            return scaled(found, module)
+        if not _looks_like_attention(module):
+            return None
+        note = f"no table has the class {type(module).__name__}"
     except UnreadableError as reason:
-        return pending(str(reason))
-    return pending(f"no table has the class {type(module).__name__}") if _looks_like_attention(module) else None
+        note = str(reason)
+    return Finding(reason=WILL_BE_MEASURED, unknown=True, origin=PENDING, note=note)
+
+
+def scaled(finding: Finding, module: nn.Module) -> Finding:
+    """The finding with the scale of its paths, if the module has the attribute `scaling` of transformers' attention."""
+    scale = _scale(module)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
+        return finding
+    return replace(finding, paths=[replace(path, scale=scale) for path in finding.paths])
+
+
+def _scale(module: nn.Module) -> object:
+    scaling: Any = getattr(module, "scaling", 0)
+    match type(module).__name__:
+        case "GPTNeoSelfAttention":  # its logits are not scaled
+            return 1.0
+        case "EsmSelfAttention" | "EvollaSaProtSelfAttention":  # they multiply the query by 1 / sqrt(head size)
+            return None
+        case "OpenAIPrivacyFilterAttention":  # it multiplies the query and the key
+            return scaling**2
+        case "MptAttention":
+            return getattr(module, "softmax_scale", None)
+        case _:
+            return scaling
 
 
 def _in_tables(module: nn.Module) -> Finding | None:
@@ -43,19 +71,7 @@ def _in_tables(module: nn.Module) -> Finding | None:
 
 def _looks_like_attention(module: nn.Module) -> bool:
     """Whether a module has projections and calls a kernel, or has a softmax and projections with names such as `q`."""
-    own = _own_projections(module)
-    if len(own) > 1 and any(KERNEL.search(name) for name in names_used(module)):
-        return True
-    return any(QUERY_OR_KEY.fullmatch(name) for name in own) and calls_attention(module)
-
-
-def _own_projections(module: nn.Module) -> list[str]:
-    """The names of a module's projections and matrices."""
-    own = [name for name, child in module.named_children() if _is_projection(child)]
-    return own + [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim > 1]
-
-
-def _is_projection(child: nn.Module) -> bool:
-    """Whether a module has a matrix, and at most one level of submodules."""
-    nested = any(list(part.children()) for part in child.children())
-    return not nested and any(parameter.ndim > 1 for parameter in child.parameters())
+    matrices = [name for name, parameter in module.named_parameters() if parameter.ndim > 1]
+    own = {name.split(".")[0] for name in matrices if name.count(".") <= 2}  # a projection may have one level of parts
+    named = any(QUERY_OR_KEY.fullmatch(name) for name in own)
+    return (named or len(own) > 1) and calls(module, ATTENTION_CALL if named else KERNEL)

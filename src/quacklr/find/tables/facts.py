@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from quacklr.find.finding import UnreadableError
-from quacklr.find.tables.naming import GROUPS, HARMLESS, HARMLESS_IN_PACKAGE, HEAD_SIZE, HEADS, K_NORM, Q_NORM
+from quacklr.find.tables.naming import GROUPS, HARMLESS, HEAD_SIZE, HEADS, K_NORM, Q_NORM
 
 TRUSTED = {
     *("torch", "transformers", "timm", "torchtitan", "megatron", "litgpt", "olmo", "olmo_core", "diffusers", "peft"),
@@ -20,10 +19,14 @@ TRUSTED = {
 }
 ATTENTION_CALL = re.compile(
     r"softmax|logsumexp|scaled_dot_product|multi_head_attention|attention_interface|eager_attention|flash|sdpa"
-    r"|(core|inner|dot_product|fused|memory_efficient)_attention|attn_(fn|func|op)$|attend$",
+    r"|(core|inner|dot_product|fused|memory_efficient)_attention|attn_(fn|func|op)$",
     re.IGNORECASE,
 )
 NORM_CALL = re.compile(r".*norm.*|rsqrt|std|var|cosine_similarity", re.IGNORECASE)
+
+
+class UnreadableError(ValueError):
+    """A table has the module's class, but not this form of it. The message is the reason."""
 
 
 def is_trusted(module: nn.Module, packages: Collection[str] = TRUSTED) -> bool:
@@ -73,75 +76,52 @@ def head_sizes(module: nn.Module, q_rows: int, k_rows: int) -> tuple[int, int, i
     heads, groups = int_attributes(module, HEADS), int_attributes(module, GROUPS)
     sizes = [*int_attributes(module, HEAD_SIZE), *(q_rows // n for n in heads), *int_attributes(config, HEAD_SIZE)]
     sizes += [q_rows // n for n in int_attributes(config, HEADS)]
-    if not sizes:
+    if not any(sizes[:1]):
         raise UnreadableError("it does not say how many heads it has")
-    if not (d := sizes[0]):
-        raise UnreadableError(f"it says it has {heads} heads, and its queries have {q_rows} rows")
+    d = sizes[0]
     said = f"queries have {q_rows} rows, keys {k_rows}, and a head {d}"
     if q_rows % d or k_rows % d or (q_rows // d) % (k_rows // d):
         raise UnreadableError(f"{said}, which does not divide")
     if any(n * d != q_rows for n in heads) or any(n * d != k_rows for n in groups):
         raise UnreadableError(f"{said}, but it says it has {heads or groups} heads")
-    in_config = _head_counts(config)
-    if not heads and in_config and q_rows // d not in in_config:
+    of_layers = [value for name, value in getattr(config, "__dict__", {}).items() if "head" in name]
+    counts = [count for each in of_layers for count in (each if isinstance(each, list | tuple) else [each])]
+    if counts and not heads and q_rows // d not in counts:
         raise UnreadableError(f"{said}, so {q_rows // d} heads, which its config does not mention")
     return q_rows // d, k_rows // d, d
 
 
-def _head_counts(config: Any) -> set[int]:
-    """Every integer that a config has under a name that contains `head`."""
-    found: set[int] = set()
-    for name, value in (config if isinstance(config, dict) else getattr(config, "__dict__", {})).items():
-        if "head" in name:
-            found |= {v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, int)}
+def names_used(module: nn.Module) -> set[str]:
+    """The names in the code that the module's forward reaches by calling its own methods, parts and functions."""
+    found: set[str] = set()
+    seen: set[CodeType] = set()
+    waiting = [_own_forward(module)]
+    while waiting:
+        function = unwrap(waiting.pop())
+        code = getattr(function, "__code__", None)
+        if code is not None and code not in seen:
+            names = set(_names_in(code))
+            seen.add(code)
+            found |= names
+            waiting += [called for name in names for called in _called(name, function, module)]
     return found
 
 
-def names_used(module: nn.Module) -> set[str]:
-    """All names in the code that a module's forward can reach."""
-    return {name for code in _reachable_code(module) for name in _names_in(code)}
+def _called(name: str, function: Any, module: nn.Module) -> list[Any]:
+    """What a name in the code of a function may call, if the code of that is not torch's.
 
-
-def _reachable_code(module: nn.Module) -> Iterator[CodeType]:
-    """The code of the module's forward and of all functions that it may call.
-
-    Calls are followed into the module's own methods, into functions that are not torch's, and into submodules without
-    parameters.
+    Parts with weights are not followed. A callable object may be a processor of diffusers.
     """
-    waiting: list[Any] = [(module, _own_forward(module), type(module))]
-    seen: set[CodeType] = set()
-    while waiting:
-        owner, function, cls = waiting.pop()
-        function = unwrap(function)
-        code = getattr(function, "__code__", None)
-        if code is None or code in seen:
-            continue
-        seen.add(code)
-        yield code
-        for name in _names_in(code):
-            waiting += _callees(owner, function, cls, name)
-
-
-def _callees(owner: nn.Module, function: Any, cls: type, name: str) -> Iterator[tuple[nn.Module, Any, type]]:
-    """The functions that a name in the code of a function may refer to, each with its module and defining class."""
+    classes = type(module).__mro__
     if name == "super":
-        above = type(owner).__mro__[type(owner).__mro__.index(cls) + 1 :] if cls in type(owner).__mro__ else ()
-        yield from ((owner, vars(c)[function.__name__], c) for c in above[:-1] if function.__name__ in vars(c))
-        return
-    submodule = dict(owner.named_children()).get(name)
-    if submodule is not None and not has_weights(submodule):
-        yield submodule, type(submodule).forward, type(submodule)
-    for c in type(owner).__mro__:
-        if issubclass(c, nn.Module) and c is not nn.Module and name in vars(c):
-            yield owner, vars(c)[name], c
-            return
-    attribute = vars(owner).get(name)  # a function, or a callable object such as diffusers' processors
-    attribute = attribute if isinstance(attribute, FunctionType) else vars(type(attribute)).get("__call__")
-    if isinstance(attribute, FunctionType):
-        yield owner, attribute, cls
-    found = getattr(function, "__globals__", {}).get(name)
-    if isinstance(found, FunctionType) and found.__module__.split(".")[0] != "torch":
-        yield owner, found, cls
+        return [vars(cls)[function.__name__] for cls in classes if function.__name__ in vars(cls)]
+    scopes = (module._modules, *map(vars, classes), vars(module), function.__globals__)
+    called: Any = next((scope[name] for scope in scopes if name in scope), None)
+    if isinstance(called, nn.Module):
+        return [] if has_weights(called) else [type(called).forward]
+    if str(getattr(called, "__module__", "")).startswith("torch."):
+        return []
+    return [called, vars(type(called)).get("__call__")]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -152,24 +132,26 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def calls_attention(module: nn.Module) -> bool:
-    """Whether the module's forward uses a softmax or an attention kernel."""
-    own = {name for cls in type(module).__mro__ if issubclass(cls, nn.Module) for name in vars(cls)}
-    return any(ATTENTION_CALL.search(name) for name in names_used(module) - own)
+def calls(module: nn.Module, pattern: re.Pattern[str] = ATTENTION_CALL) -> bool:
+    """Whether the module's forward uses a name like this: a softmax, or an attention kernel."""
+    return any(pattern.search(name) for name in names_used(module))
 
 
 def norm_calls(module: nn.Module) -> list[str]:
     """Names in the forward that look like a norm function, and are neither a part nor a setting of the module.
 
     The usual names of query and key norms are not listed: where the module lacks such a part, the norm is disabled.
+    Megatron's code has norms that it does not call.
     """
-    config = getattr(module, "config", None)
+    if is_trusted(module, {"megatron"}):
+        return []
+    settings = (nn.Module, int, float, NoneType)
     return sorted(
         name
         for name in names_used(module) - {*Q_NORM, *K_NORM}
         if NORM_CALL.fullmatch(name)
-        and not (hasattr(module, name) and isinstance(getattr(module, name), (nn.Module, int, float, NoneType)))
-        and not hasattr(config, name)
+        and not isinstance(getattr(module, name, ""), settings)
+        and not hasattr(getattr(module, "config", None), name)
     )
 
 
@@ -177,9 +159,7 @@ def validate_parts(module: nn.Module, known: Iterable[str], projections: str) ->
     """UnreadableError if the module has parts with weights, or norms, that are neither known nor harmless."""
     parts = [name for name, part in module.named_children() if has_weights(part)]
     parts += [name for name, _ in module.named_parameters(recurse=False)]
-    package = type(module).__module__.partition(".")[0]
-    expected = {*known, *HARMLESS, *HARMLESS_IN_PACKAGE.get(package, ())}
-    if unexpected := [name for name in parts if name not in expected]:
+    if unexpected := [name for name in parts if name not in {*known, *HARMLESS}]:
         raise UnreadableError(f"besides {projections} it has {', '.join(unexpected)}")
 
 

@@ -1,22 +1,28 @@
 """The table of attention whose queries and keys are rows of one parameter. The class determines the layout of the rows.
 
-concat     [q | k | v]              the queries of all heads, then all keys, then all values
-per head   [h, 3, d]                each head's query, key and value together
-grouped    [g, r + 2, d]            each group's r queries, then its key and value
+concat     [q | k | v]        the queries of all heads, then all keys, then all values
+grouped    [g, r + 2, d]      each group's r queries, then its key and value; with r = 1, each head's query, key, value
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import nn
 
 from quacklr.core.path import LogitPath, mha
 from quacklr.core.weight import Segment, Weight, packed
-from quacklr.find.finding import QK_NORM, Finding, UnreadableError
-from quacklr.find.tables.facts import head_sizes, int_attributes, int_setting, is_trusted, names_used, validate_parts
+from quacklr.find.finding import QK_NORM, Finding
+from quacklr.find.tables.facts import (
+    UnreadableError,
+    head_sizes,
+    int_attributes,
+    int_setting,
+    is_trusted,
+    validate_parts,
+)
 from quacklr.find.tables.naming import GROUPS, HEAD_SIZE, HEADS, K_NORM, Q_NORM
 from quacklr.find.tables.projections import ProjectionWeight, chains, finding_from, projection_weights
 from quacklr.find.tables.separate import has_qk_norm
@@ -29,11 +35,6 @@ def concat(heads: int, groups: int, d: int) -> tuple[list[Segment], int]:
     return [("q", heads, d), ("k", groups, d), (None, groups, d)], 1
 
 
-def per_head(heads: int, _groups: int, d: int) -> tuple[list[Segment], int]:
-    """[h, 3, d]"""
-    return [("q", 1, d), ("k", 1, d), (None, 1, d)], heads
-
-
 def grouped(heads: int, groups: int, d: int) -> tuple[list[Segment], int]:
     """[g, r + 2, d]"""
     return [("q", heads // groups, d), ("k", 1, d), (None, 1, d)], groups
@@ -44,96 +45,67 @@ def codegen(heads: int, _groups: int, d: int) -> tuple[list[Segment], int]:
     return [("q", heads // 4, d), (None, heads // 4, d), ("k", heads // 4, d)], 4
 
 
-def bigcode(module: Any) -> Layout:
-    """GPTBigCode: multi-query, or multi-head."""
-    return concat if module.multi_query else per_head
+class FusedClasses(NamedTuple):
+    """Some attention classes of a package: the name of their projection, and its layout."""
 
-
-def falcon(module: Any) -> Layout:
-    """Falcon: 40B and later, 7B, or RW."""
-    return grouped if module.new_decoder_architecture else bigcode(module)
-
-
-@dataclass(frozen=True, slots=True)
-class FusedClass:
-    """A fused attention class: the name of its projection, and its layout, which may depend on the module's settings.
-
-    The class must be defined in the package, and its forward must use the names in `uses`.
-    """
-
+    package: str
     child: str
     layout: Layout
-    layout_of: Callable[[Any], Layout] | None = None
-    q_bias: str = ""  # a parameter that is added to all queries
-    package: str = "transformers"
-    uses: frozenset[str] = frozenset()
-
-    def projection(self, module: nn.Module) -> list[ProjectionWeight]:
-        """The terms of the fused projection; empty if the module is of another class with the same name."""
-        if not is_trusted(module, {self.package}) or not self.uses <= names_used(module):
-            return []
-        return projection_weights(dict(module.named_modules()).get(self.child))
+    classes: tuple[str, ...]
 
 
-CLASSES: dict[str, tuple[FusedClass, ...]] = {
-    "Attention": (
-        FusedClass("c_attn", concat),
-        FusedClass("qkv", concat, package="timm.layers.attention"),
-        FusedClass("qkv_linear.wqkv", grouped, package="torchtitan"),
-    ),
-    "CausalSelfAttention": (FusedClass("qkv", concat, package="litgpt"),),
-    "OLMoSequentialBlock": (FusedClass("att_proj", concat, package="olmo"),),
-    "FusedAttentionV2": (FusedClass("w_qkv", concat, package="olmo_core"),),
-    "GroupedQueryAttention": (FusedClass("Wqkv", concat, package="llmfoundry.models.layers.attention"),),
-    "SelfAttention": (FusedClass("linear_qkv", grouped, package="megatron", uses=frozenset({"core_attention"})),),
-    "GQAttention": (FusedClass("qkv_linear.wqkv", grouped, package="torchtitan"),),
-    "GPTBigCodeAttention": (FusedClass("c_attn", concat, bigcode),),
-    "FalconAttention": (FusedClass("query_key_value", concat, falcon),),
-    "CodeGenAttention": (FusedClass("qkv_proj", codegen),),
-    "DisentangledSelfAttention": (FusedClass("in_proj", per_head, q_bias="q_bias"),),  # DeBERTa
-    **{
-        name: (FusedClass(child, layout),)
-        for child, layout, names in (
-            ("c_attn", concat, ("GPT2Attention", "ImageGPTAttention")),
-            ("qkv_proj", concat, ("Phi3Attention", "Phi4MultimodalAttention")),
-            ("Wqkv", concat, ("DbrxAttention", "MptAttention", "ModernBertAttention")),
-            (
-                "qkv",
-                concat,
-                ("MgpstrAttention", "SamVisionAttention", "SamHQVisionAttention", "GotOcr2VisionAttention"),
-            ),
-            ("query_key_value", per_head, ("BloomAttention", "GPTNeoXAttention", "GPTNeoXJapaneseAttention")),
-            ("query_key_value", per_head, ("PersimmonAttention",)),
-        )
-        for name in names
-    },
-}
-OTHER_PARTS = ("v_bias", "rel_pos_h", "rel_pos_w", *Q_NORM, *K_NORM)  # DeBERTa's, SAM's; norms are checked elsewhere
+CLASSES = (
+    FusedClasses("transformers", "c_attn", concat, ("Attention", "GPT2Attention", "ImageGPTAttention")),
+    FusedClasses("transformers", "c_attn", grouped, ("GPTBigCodeAttention",)),
+    FusedClasses("transformers", "in_proj", grouped, ("DisentangledSelfAttention",)),  # DeBERTa
+    FusedClasses("transformers", "qkv", concat, ("MgpstrAttention", "SamVisionAttention", "SamHQVisionAttention")),
+    FusedClasses("transformers", "qkv", concat, ("GotOcr2VisionAttention",)),
+    FusedClasses("transformers", "qkv_proj", codegen, ("CodeGenAttention",)),
+    FusedClasses("transformers", "qkv_proj", concat, ("Phi3Attention", "Phi4MultimodalAttention")),
+    FusedClasses("transformers", "query_key_value", grouped, ("BloomAttention", "FalconAttention", "GPTNeoXAttention")),
+    FusedClasses("transformers", "query_key_value", grouped, ("GPTNeoXJapaneseAttention", "PersimmonAttention")),
+    FusedClasses("transformers", "Wqkv", concat, ("DbrxAttention", "ModernBertAttention", "MptAttention")),
+    FusedClasses("timm.layers.attention", "qkv", concat, ("Attention",)),
+    FusedClasses("torchtitan", "qkv_linear.wqkv", grouped, ("Attention", "GQAttention")),
+    FusedClasses("litgpt", "qkv", concat, ("CausalSelfAttention",)),
+    FusedClasses("olmo", "att_proj", concat, ("OLMoSequentialBlock",)),
+    FusedClasses("olmo_core", "w_qkv", concat, ("FusedAttentionV2",)),
+    FusedClasses("llmfoundry.models.layers.attention", "Wqkv", concat, ("GroupedQueryAttention",)),
+    FusedClasses("megatron", "linear_qkv", grouped, ("SelfAttention",)),
+)
+Q_BIAS = "q_bias"  # DeBERTa's, added to all queries
+OTHER_PARTS = (
+    *(Q_BIAS, "v_bias"),  # DeBERTa
+    *("rel_pos_h", "rel_pos_w"),  # SAM
+    *("attn_out", "ff_out", "ff_proj", "attn_norm", "ff_norm"),  # OLMo's block has the MLP too
+    *(*Q_NORM, *K_NORM),  # these are checked elsewhere
+)
 
 
 def fused(module: nn.Module) -> Finding | None:
     """The finding for a class in `CLASSES`; None for other modules."""
-    for cls in type(module).__mro__:
-        for known in CLASSES.get(cls.__name__, ()):
-            if terms := known.projection(module):
-                return _read(module, known, terms)
+    names = {cls.__name__ for cls in type(module).__mro__}
+    for known in CLASSES:
+        if names.isdisjoint(known.classes) or not is_trusted(module, {known.package}):
+            continue
+        if terms := projection_weights(dict(module.named_modules()).get(known.child)):
+            return _read(module, known, terms)
     return None
 
 
-def _read(module: nn.Module, known: FusedClass, terms: list[ProjectionWeight]) -> Finding:
+def _read(module: nn.Module, known: FusedClasses, terms: list[ProjectionWeight]) -> Finding:
     if getattr(module, "relative_attention", False):
         raise UnreadableError("its logits have terms with positions")
     if q := projection_weights(getattr(module, "q_attn", None)):  # GPT-2's cross-attention: [k | v] and a q
         heads, groups, d = head_sizes(module, q[0].rows, terms[0].rows // 2)
         return finding_from(chains(q, ("q", heads, d))["q"], chains(terms, ("k", groups, d), (None, groups, d))["k"])
-    validate_parts(module, (known.child.split(".")[0], known.q_bias, *OTHER_PARTS), known.child)
-    return Finding(reason=QK_NORM) if has_qk_norm(module) else _paths(module, known, terms)
+    validate_parts(module, (known.child.split(".")[0], *OTHER_PARTS), known.child)
+    return Finding(reason=QK_NORM) if has_qk_norm(module) else _paths(module, known.layout, terms)
 
 
-def _paths(module: nn.Module, known: FusedClass, terms: list[ProjectionWeight]) -> Finding:
-    layout = known.layout if known.layout_of is None else known.layout_of(module)
+def _paths(module: nn.Module, layout: Layout, terms: list[ProjectionWeight]) -> Finding:
     rows, heads = terms[0].rows, int_setting(module, HEADS)
-    groups = heads if layout in (per_head, codegen) else int_setting(module, GROUPS) or heads
+    groups = int_setting(module, GROUPS) or heads
     if not heads or rows % (heads + 2 * groups):
         raise UnreadableError(f"{heads} heads and {groups} groups do not divide {rows} rows")
     d = rows // (heads + 2 * groups)
@@ -141,8 +113,8 @@ def _paths(module: nn.Module, known: FusedClass, terms: list[ProjectionWeight]) 
         raise UnreadableError(f"{rows} rows make heads of {d}, but it says {sizes[0]}")
     segments, repeat = layout(heads, groups, d)
     found = chains(terms, *segments, repeat=repeat)
-    if known.q_bias:
-        found["q"] += [(weight,) for weight in packed(getattr(module, known.q_bias), ("q_bias", heads, d))]
+    if isinstance(bias := getattr(module, Q_BIAS, None), nn.Parameter):
+        found["q"] += [(weight,) for weight in packed(bias, (Q_BIAS, heads, d))]
     return finding_from(found["q"], found["k"])
 
 

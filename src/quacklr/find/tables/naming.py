@@ -25,7 +25,7 @@ HARMLESS = {
     *("dense", "dense_bias", "out_lin", "out_linear", "linear_out", "linear_o", "linear_proj", "proj", "post_proj"),
     *("projection_layer", "attention_out", "output_proj"),
     # gates of the output
-    *("gate", "gate_proj", "g_proj", "o_gate", "gate_bias", "ve_gate", "to_gates"),
+    *("gate", "gate_proj", "g_proj", "o_gate", "gate_bias", "ve_gate", "to_gates", "w_g"),
     # norms of the values or of the output
     *("LayerNorm", "v_norm", "o_norm", "out_norm", "sub_norm", "attn_sub_norm", "groupnorm", "inner_attn_ln"),
     # terms that are added to the logits, and their temperature
@@ -39,12 +39,6 @@ HARMLESS = {
     *("key_conv_attn_layer", "conv_kernel_layer", "conv_out_layer"),
     # the selection of keys, and rotary embeddings
     *("indexer", "rotary_emb"),
-}
-
-# Parts that are harmless in one package only: OLMo's blocks contain the MLP as well, OLMo-core's attention has gates.
-HARMLESS_IN_PACKAGE = {
-    "olmo": ("attn_out", "ff_out", "ff_proj", "attn_norm", "ff_norm"),
-    "olmo_core": ("w_g",),
 }
 
 HEAD_SIZE = (

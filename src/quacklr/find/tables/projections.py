@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,9 +17,7 @@ from quacklr.find.finding import Finding
 from quacklr.find.tables.facts import is_trusted
 
 PACKAGES = {"transformers", "megatron", "transformer_engine"}
-LINEAR = {
-    *("FalconLinear", "ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TELinear"),
-}
+LINEAR = re.compile(r"FalconLinear|TELinear|(TE|TELayerNorm)?ColumnParallelLinear")
 Chain = tuple[Weight, ...]  # from the weight next to the logit to the one that reads the input
 
 
@@ -29,7 +28,7 @@ class ProjectionWeight:
     weight: Tensor
     bias: Tensor | None = None
     dim: int = 0
-    before: Weight | None = None
+    before: Chain = ()
     suffix: str = ""
 
     @property
@@ -37,19 +36,17 @@ class ProjectionWeight:
         """The number of outputs."""
         return self.weight.shape[self.dim]
 
-    def chains(self, segments: Sequence[Segment], repeat: int) -> dict[str, Chain]:
-        """The chain of each named segment of its rows."""
-        weights = packed(self.weight, *segments, repeat=repeat, dim=self.dim, bias=self.bias)
-        before: Chain = ()
-        if self.before is not None:
-            before = (replace(self.before, name="_".join([*(weight.name for weight in weights), self.before.name])),)
-        return {w.name: (replace(w, name=w.name + self.suffix), *before) for w in weights}
-
 
 def chains(terms: Sequence[ProjectionWeight], *segments: Segment, repeat: int = 1) -> dict[str, list[Chain]]:
     """The chains of each named segment of a projection's rows, one for each term of the projection."""
-    found = [term.chains(segments, repeat) for term in terms]
-    return {name: [each[name] for each in found] for name, _, _ in segments if name is not None}
+    found: dict[str, list[Chain]] = {name: [] for name, _, _ in segments if name is not None}
+    for term in terms:
+        weights = packed(term.weight, *segments, repeat=repeat, dim=term.dim, bias=term.bias)
+        names = "_".join(weight.name for weight in weights)
+        before = [replace(each, name=f"{names}_{each.name}") for each in term.before]
+        for weight in weights:
+            found[weight.name].append((replace(weight, name=weight.name + term.suffix), *before))
+    return found
 
 
 def finding_from(q: Sequence[Chain], k: Sequence[Chain]) -> Finding:
@@ -76,15 +73,13 @@ def projection_weights(projection: nn.Module | Tensor | None) -> list[Projection
 def _plain(module: Any) -> list[ProjectionWeight]:
     """A linear layer, or a convolution with kernel size 1; not one with a parametrised weight."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, nn.Parameter)):
+    if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | None) or _is_hooked(module):
         return []
     pointwise = isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}
     known = type(module).__name__ if is_trusted(module, PACKAGES) else ""
-    linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or known in LINEAR)
     transposed = weight.ndim == 2 and known == "Conv1D"  # transformers'
-    if not isinstance(weight, nn.Parameter) or not (pointwise or linear or transposed) or _is_hooked(module):
-        return []
-    return [ProjectionWeight(weight, bias, dim=1 if transposed else 0)]
+    linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or LINEAR.fullmatch(known))
+    return [ProjectionWeight(weight, bias, dim=int(transposed))] if pointwise or linear or transposed else []
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -113,5 +108,5 @@ def _lora(module: Any) -> list[ProjectionWeight]:
         one_block = torch.zeros(a.weight.shape[0], dtype=torch.long)
         gain = float(module.scaling[adapter])
         before = Weight(f"lora_A{suffix}", a.weight, one_block, rated=False, gain=gain)
-        found.append(ProjectionWeight(b.weight, before=before, suffix=f"_lora_B{suffix}"))
+        found.append(ProjectionWeight(b.weight, before=(before,), suffix=f"_lora_B{suffix}"))
     return found

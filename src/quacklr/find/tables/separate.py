@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from quacklr.core.weight import Segment
-from quacklr.find.finding import NO_SOFTMAX, QK_NORM, Finding, UnreadableError
+from quacklr.find.finding import NO_SOFTMAX, QK_NORM, Finding
 from quacklr.find.tables.facts import (
+    UnreadableError,
     active_child,
-    calls_attention,
+    calls,
     head_sizes,
-    is_trusted,
     names_used,
     norm_calls,
     validate_parts,
@@ -25,39 +25,35 @@ from quacklr.find.tables.projections import ProjectionWeight, chains, finding_fr
 LINEAR_ATTENTION = re.compile(
     r"Delta|Lightning|LSTM|Rwkv|RWKV|Mamba|Linear|Retention|Hyena|SSM|Recurrent|Gated\w*Net", re.IGNORECASE
 )
+# transformers' classes with norms before their projections
 INPUT_NORMS = {"BltCrossAttention": ("q_norm", "k_norm"), "PerceiverSelfAttention": ("layernorm1", "layernorm2")}
 QK_NORM_CLASSES = {"DeepseekV4Attention", "ZayaAttention"}  # their projections have other names
-CONTAINER = "qkv_linear"
+CONTAINER = "qkv_linear"  # the submodule of torchtitan's attention that has the projections
 GATED = re.compile(r"Qwen(3_?5|3Next|4Exp)\w*Attention")  # rows of a head in q_proj are [q, gate]
 
 
 def separate(module: nn.Module) -> Finding | None:
     """The finding for MHA, GQA and MQA with separate projections; None if the parts have none of the usual names."""
-    if any(cls.__name__ in QK_NORM_CLASSES for cls in type(module).__mro__) and is_trusted(module, {"transformers"}):
+    if any(cls.__name__ in QK_NORM_CLASSES for cls in type(module).__mro__):
         return Finding(reason=QK_NORM)
-    container: Any = _container(module)
+    container = getattr(module, CONTAINER, module)
     for names in QUERY_AND_KEY:
-        projections = [getattr(container, name, None) for name in names]
+        q, k = projections = [getattr(container, name, None) for name in names]
         if all(isinstance(each, nn.Module | nn.Parameter) for each in projections):
             return _read(module, names, projections)
-    return _query_only(module)
-
-
-def _container(module: nn.Module) -> nn.Module:
-    """The module that has the projections: the attention itself, or in torchtitan a submodule of it."""
-    found = getattr(module, CONTAINER, None)
-    return found if isinstance(found, nn.Module) and is_trusted(module, {"torchtitan"}) else module
+        if isinstance(q, nn.Linear) and k is None and active_child(module, *Q_NORM) is not None:
+            return Finding(reason=QK_NORM + " (its keys are another layer's)")
+    return None
 
 
 def _read(module: nn.Module, names: tuple[str, str], projections: Sequence[Any]) -> Finding:
-    if not calls_attention(module):
+    if not calls(module):
         if LINEAR_ATTENTION.search(type(module).__name__):
             return Finding(reason=NO_SOFTMAX)
         raise UnreadableError("its forward calls no softmax")
-    both = " and ".join(names)
     if has_qk_norm(module):
         return Finding(reason=QK_NORM)
-    validate_parts(module, (*names, *_input_norms(module), CONTAINER), both)
+    validate_parts(module, (*names, *INPUT_NORMS.get(type(module).__name__, ()), CONTAINER), " and ".join(names))
     q, k = map(projection_weights, projections)
     if not q or not k:
         raise UnreadableError(f"{names[0] if not q else names[1]} is not a projection that we can read")
@@ -76,28 +72,14 @@ def _paths(module: nn.Module, q: list[ProjectionWeight], k: list[ProjectionWeigh
 
 def has_qk_norm(module: nn.Module) -> bool:
     """Whether queries and keys are normed after their projections. UnreadableError if only one is, or it is unclear."""
-    before = _input_norms(module)
+    before = INPUT_NORMS.get(type(module).__name__, ())
     q, k = (active_child(module, *(name for name in names if name not in before)) for names in (Q_NORM, K_NORM))
     if (q is None) != (k is None):
         raise UnreadableError("only queries or only keys have a norm")
-    calls = norm_calls(module) if not is_trusted(module, {"megatron"}) else []  # Megatron's self-test calls torch.norm
-    cosine = calls == ["normalize"] and hasattr(module, "logit_scale")
+    norms = norm_calls(module)
+    cosine = norms == ["normalize"] and hasattr(module, "logit_scale")
     if q is not None or cosine:
         return True
-    if calls:
-        raise UnreadableError(f"its code calls {' and '.join(calls)}")
+    if norms:
+        raise UnreadableError(f"its code calls {' and '.join(norms)}")
     return False
-
-
-def _input_norms(module: nn.Module) -> tuple[str, ...]:
-    """Names of norms that come before the projections, in some classes of transformers."""
-    return INPUT_NORMS.get(type(module).__name__, ()) if is_trusted(module, {"transformers"}) else ()
-
-
-def _query_only(module: nn.Module) -> Finding | None:
-    """The finding for a layer with a query projection and no key projection, because it reads another layer's keys."""
-    for q, k in QUERY_AND_KEY:
-        has_query = isinstance(getattr(module, q, None), nn.Linear) and getattr(module, k, None) is None
-        if has_query and active_child(module, *Q_NORM) is not None and calls_attention(module):
-            return Finding(reason=QK_NORM + " (its keys are another layer's)")
-    return None
