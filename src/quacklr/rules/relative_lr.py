@@ -7,13 +7,12 @@ as `quack_initial_lr`, so it is part of the optimizer's state dict, and a resume
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quacklr.core.stepped import PLAIN, Stepped
+from quacklr.core.stepped import Stepped
 from quacklr.util.caller import warn
 
 KEY = "quack_initial_lr"
@@ -28,8 +27,8 @@ WARN_ABOVE = 1.5
 class RelativeLr:
     """Relative lrs of the param groups that have tensors on paths. `on_paths` are the ids of these tensors."""
 
-    def __init__(self, on_paths: Collection[int], stepped: Stepped = PLAIN) -> None:
-        self._on_paths, self._stepped = set(on_paths), stepped
+    def __init__(self, on_paths: set[int], stepped: Stepped) -> None:
+        self._on_paths, self._stepped = on_paths, stepped
         self._warn_above = WARN_ABOVE
 
     def remember(self, optimizer: Optimizer) -> None:
@@ -46,17 +45,16 @@ class RelativeLr:
         """The relative lr of a param group. Warns if it is above 1.5, and again if it is above ten times that value."""
         if "lr" not in group or not _remember(group):  # _remember: the group may be new, or loaded
             return 1.0
-        name = "initial_lr" if "initial_lr" in group else "lr when QuacK was attached"
-        lr, initial = _readable(group["lr"]), _readable(group.get("initial_lr", group.get(KEY)))
-        if "max_lr" in group:
-            initial = max(initial, _readable(group["max_lr"]))
+        by_scheduler = "initial_lr" in group
+        lr, keys = _readable(group["lr"]), ("initial_lr" if by_scheduler else KEY, "max_lr")
+        initial = max(_readable(group[key]) for key in keys if key in group)
         if isinstance(lr, Tensor) or isinstance(initial, Tensor):
             return lr / initial
         relative = lr / initial if initial else 1.0
         if relative > self._warn_above:
             self._warn_above = 10 * relative
-            text = ABOVE_INITIAL.format(type(optimizer).__name__, relative, name, relative * budget, budget)
-            warn(text)
+            name, kind = "initial_lr" if by_scheduler else "lr when QuacK was attached", type(optimizer).__name__
+            warn(ABOVE_INITIAL.format(kind, relative, name, relative * budget, budget))
         return relative
 
 
