@@ -82,12 +82,16 @@ class Weight:
         if isinstance(self.dim, tuple):
             if self.dim != tuple(range(param.ndim))[: len(self.dim)] or len(self.dim) < 2:
                 raise ValueError(f"{self.name}: dim={self.dim}; several dimensions are the first ones: (0, 1)")
-            if not param.is_contiguous() and any(param.stride()):  # strides of 0: only its shape (engines/engine.py)
-                raise ValueError(f"{self.name}: dim={self.dim}, but its parameter is not contiguous")
+            self._validate_contiguous(param)
             return self.dim
         if not -param.ndim <= self.dim < param.ndim:
             raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {tuple(param.shape)}")
         return self.dim % param.ndim
+
+    def _validate_contiguous(self, tensor: Tensor) -> None:
+        """`flatten` of a tensor that is not contiguous makes a copy, and writing to a copy would have no effect."""
+        if not tensor.is_contiguous() and any(tensor.stride()):  # strides of 0: only a shape (engines/engine.py)
+            raise ValueError(f"{self.name}: dim={self.dim}, but its parameter is not contiguous")
 
     def _valid_block_of_row(self) -> Tensor:
         rows = math.prod(self.param.shape[dim] for dim in self.dims)
@@ -115,8 +119,8 @@ class Weight:
         tensor = box.tensor()
         if not isinstance(self.dim, tuple):
             return tensor.movedim(self.dim, 0)
-        shape = tensor.shape
-        return tensor.view(math.prod(shape[: len(self.dim)]), *shape[len(self.dim) :])
+        self._validate_contiguous(tensor)
+        return tensor.flatten(0, len(self.dim) - 1)
 
     def rows_in(self, box: Box) -> Tensor:
         """Global indices of the rows that are in a box."""
