@@ -504,5 +504,5 @@ def test_paths_without_a_module_are_one_logit_if_they_share_a_weight() -> None:
     shared, apart = Latent(), Separate()
     paths = [*shared.logit_paths(), *apart.logit_paths()]
     params = [*shared.parameters(), *apart.parameters()]
-    with QuacK(paths, SGD(params, lr=0.1), rule=Budget(BUDGET)) as quack:
+    with QuacK(iter(paths), SGD(params, lr=0.1), rule=Budget(BUDGET)) as quack:
         assert {name: len(change.given) for name, change in quack.changes().items()} == {"dq": 4, "q": 4}
