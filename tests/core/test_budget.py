@@ -185,21 +185,6 @@ def test_in_mla_the_estimate_is_near_the_root_mean_square_of_random_weights() ->
     assert 0.3 < sum(ratios) / len(ratios) < 1.0
 
 
-def test_the_step_is_that_of_lr_times_the_rate() -> None:
-    model: Any = nn.Sequential(PerHead())
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
-        recorder = Recorder(model, optimizer)
-        train(model, optimizer, steps=1)
-        for param in model.parameters():
-            rate = quack.rate_of(param)
-            assert rate is not None
-            assert (rate != 1).any()
-            assert (rate == 1).any()  # the rows of values
-            wanted = recorder.old[param] + rate * (recorder.plain[param] - recorder.old[param])
-            torch.testing.assert_close(param.detach(), wanted, rtol=1e-6, atol=1e-7)
-
-
 def test_a_limit_scales_a_step_down_and_never_up() -> None:
     """Judge: the budget of the same number. Where nothing is limited, the plain step, bitwise."""
     steps: dict[object, tuple[dict[str, Tensor], Tensor]] = {}
@@ -385,21 +370,11 @@ def test_weights_that_are_trained_later_have_the_budget(optimizers: int) -> None
             random_step(model, *together)
             given = quack.changes()["0"].given
             assert given.max() <= BUDGET * 1.001
+            assert ("0.q" in quack.rates(), "0.k" in quack.rates()) == (q.requires_grad, k.requires_grad)
             if changed:
                 assert given.min() > BUDGET * 0.9
                 new = {param: param.detach().clone() for param in model.parameters()}
                 assert all(0.2 * BUDGET < change < BUDGET for change in rms_of_changes(model[0], old, new))
-
-
-def test_frozen_keys_leave_the_budget_to_the_queries() -> None:
-    model = attention()
-    model[0].k.weight.requires_grad_(False)
-    optimizer = SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
-        train(model, optimizer, steps=2)
-        assert set(quack.rates()) == {"0.q"}
-        assert quack.changes()["0"].given.tolist() == FULL
-        assert "k: frozen" in str(quack)
 
 
 def test_a_step_under_autocast_is_measured_in_full_precision() -> None:

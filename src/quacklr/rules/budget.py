@@ -4,6 +4,10 @@
 
 `asked(h)` is what the optimizer's own step would change the logits of head h by (core/changes.py). It is measured after
 each step of the optimizer, so the rule needs no state, and no optimizer that is linear in lr.
+
+The initial lr is `initial_lr` of the param group, which torch's schedulers write, or `max_lr` if that is larger
+(OneCycleLR). If no scheduler has written it, it is the lr when QuacK was attached. This lr is kept in the param group
+as `quack_initial_lr`, so it is part of the optimizer's state dict, and a resumed run has the same initial lr.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +27,15 @@ from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.stepped import Stepped
 from quacklr.core.validate import validate_number
 from quacklr.core.weight import Weight
-from quacklr.rules.relative_lr import RelativeLr
 from quacklr.util.caller import warn
 
+INITIAL_LR = "quack_initial_lr"
+ABOVE_INITIAL = (
+    "the lr of a param group of {} is {:.3g} times its {}. The budget follows lr, so it is {:.3g} now instead of {:g}, "
+    "and grows with lr. If a warmup had lowered lr before QuacK was attached, set 'initial_lr' in the param group to "
+    "the peak lr"
+)
+WARN_ABOVE = 1.5
 MOSTLY_ROUNDING = (
     "{} is {}, and the first step was scaled by up to {:.3g}. Such a step of the optimizer is mostly rounding in 16 "
     "bits, and scaling it makes the rounding larger. Keep the weights in float32 and train with autocast, or raise lr"
@@ -67,13 +78,20 @@ class Budget(Rule):
         self._parts = [(part, index) for weight, index in paths.blocks.flat_index.items() for part in weight.parts]
         self._ever_stepped: set[int] = set()
         self._blocks_in, self._share = cache(self._new_mask), cache(self._new_share)
-        self._lr = RelativeLr({id(part.param) for part, _ in self._parts}, in_groups)
+        self._warn_above = WARN_ABOVE
         for optimizer in optimizers:
-            self._lr.remember(optimizer)
+            self.optimizer_loaded(optimizer)
 
     def optimizer_loaded(self, optimizer: Optimizer) -> None:
-        """Keep the initial lrs, unless the loaded state has them."""
-        self._lr.remember(optimizer)
+        """Keep the initial lrs, unless the param groups have them. ValueError if such an lr is 0."""
+        on_paths = {id(part.param) for part, _ in self._parts}
+        for group, ids in self.in_groups.groups(optimizer):
+            if not ids.isdisjoint(on_paths) and not remember_lr(group):
+                raise ValueError(
+                    f"the lr of a param group of {type(optimizer).__name__} is 0. A budget follows lr relative to its "
+                    "initial value: attach QuacK before a warmup sets lr to 0, or set 'initial_lr' in the param group "
+                    "to the peak lr"
+                )
 
     def after(self, step: Step) -> Tensor:
         """The rates of all blocks, from the step that was taken. Collective for sharded weights.
@@ -109,13 +127,29 @@ class Budget(Rule):
     def _allowed(self, step: Step) -> Tensor:
         """By block, the budget in nats, times lr / initial lr of its param group."""
         groups = [(group, ids & step.tensors) for group, ids in self.in_groups.groups(step.optimizer)]
-        factors = [(self._lr.now(step.optimizer, group, self.nats), ids) for group, ids in groups if ids]
+        factors = [(self._relative_lr(step.optimizer, group), ids) for group, ids in groups if ids]
         first, allowed = factors[0][0], torch.zeros_like(self.rates)
         if all(not isinstance(factor, Tensor) and factor == first for factor, _ in factors):
             return allowed.fill_(self.nats * first)
         for factor, ids in factors:
             allowed = torch.maximum(allowed, torch.where(self._blocks_in(frozenset(ids)), self.nats * factor, 0.0))
         return allowed
+
+    def _relative_lr(self, optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor:
+        """lr now / initial lr. Warns if it is above 1.5, and again if it is above ten times that value."""
+        if "lr" not in group or not remember_lr(group):  # the group may be new, or loaded
+            return 1.0
+        lr, key = _readable(group["lr"]), "initial_lr" if "initial_lr" in group else INITIAL_LR
+        initial = max(_readable(group[each]) for each in (key, "max_lr") if each in group)
+        if isinstance(lr, Tensor) or isinstance(initial, Tensor):
+            return lr / initial
+        relative = lr / initial if initial else 1.0
+        if relative > self._warn_above:
+            self._warn_above = 10 * relative
+            name = key if key == "initial_lr" else "lr when QuacK was attached"
+            kind, budget = type(optimizer).__name__, self.nats
+            warn(ABOVE_INITIAL.format(kind, relative, name, relative * budget, budget))
+        return relative
 
     def _warn_of_rounding(self, tensors: Collection[int]) -> None:
         """Warn in the first step of these tensors (by id) if 16-bit weights have large rates. Waits for the device."""
@@ -151,3 +185,18 @@ class Budget(Rule):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.nats:g})"
+
+
+def remember_lr(group: dict[str, Any]) -> bool:
+    """Keep the lr of a param group if it has no initial lr. Returns False if that lr is 0; 0 is not kept."""
+    if "initial_lr" in group or INITIAL_LR in group or "lr" not in group:
+        return True
+    lr = float(group["lr"])  # if it is a tensor on an accelerator, this waits for the device
+    if lr:
+        group[INITIAL_LR] = lr
+    return bool(lr)
+
+
+def _readable(lr: Any) -> Any:
+    """The lr as a number. A tensor on an accelerator is returned as it is: reading it would wait for the device."""
+    return float(lr) if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr
