@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from models import Latent, Separate, assert_equal, layers, train
-from quacklr import ConstantTau, LogitPath, Paper, QuacK, Weight, mha, packed, spectral
+from quacklr import ConstantTau, LogitPath, Paper, QuacK, Weight, frobenius, mha, packed, spectral
+from quacklr.core.norms import Norm
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -98,15 +99,18 @@ def test_a_bias_of_another_dtype_is_measured_and_moved(of_weight: torch.dtype, o
         assert (fell < 0.15).all()
 
 
-def test_spectral_norms_follow_a_model_that_becomes_double() -> None:
+@pytest.mark.parametrize("norm", [frobenius, spectral])
+def test_norms_follow_a_model_that_becomes_double(norm: Norm) -> None:
     model = layers(1, Separate)
     optimizer = sgd(model)
-    quack = QuacK(model, optimizer, rule=Paper(norm=spectral))
+    quack = QuacK(model, optimizer, rule=Paper(norm=norm))
     train(model, optimizer)
-    rates = quack.rates()
     for param in model.parameters():
         param.grad, param.data = None, param.data.double()
-    torch.testing.assert_close(quack.rates(), rates)
+    scaled(model, 1e30)  # a copy in float32 would have no norm
+    large = quack.rates()
+    scaled(model, 1e-30)
+    torch.testing.assert_close({name: 1e30 * rates for name, rates in large.items()}, quack.rates())
     train(model, optimizer)
     quack.load_state_dict(quack.state_dict())
     train(model, optimizer)

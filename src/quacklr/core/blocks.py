@@ -126,24 +126,17 @@ class LocalBlocks:
         parts_BRC = [rows.read() for rows in self.parts]
         return torch.cat(parts_BRC, 2) if len(parts_BRC) > 1 else parts_BRC[0]
 
-    def have_moved(self, old_BRC: Tensor) -> bool:
-        """Whether any row differs from its copy. Waits for the device."""
-        return not all(torch.equal(rows.read(), old) for rows, old in self._by_part(old_BRC))
-
     def scale_step(self, old_BRC: Tensor, rate_B11: Tensor, tensors: Container[int]) -> None:
         """Set the rows of these tensors (by id) to old + rate * (new - old).
 
         On the CPU, keep the memory of `old_BRC` for the next copy: allocating pages costs more than copying.
         """
-        for rows, old in self._by_part(old_BRC):
+        copies = old_BRC.split_with_sizes(self.widths, 2) if len(self.parts) > 1 else (old_BRC,)
+        for rows, old in zip(self.parts, copies, strict=True):
             if self.weight.rated and id(rows.tensor) in tensors:
                 rows.scale_step(old, rate_B11)
         if old_BRC.device.type == "cpu":
             self._spare = old_BRC
-
-    def _by_part(self, copy_BRC: Tensor) -> Iterable[tuple[BlockRows, Tensor]]:
-        copies = copy_BRC.split_with_sizes(self.widths, 2) if len(self.widths) > 1 else (copy_BRC,)
-        return zip(self.parts, copies, strict=True)
 
 
 class BlockGroup(NamedTuple):
@@ -194,7 +187,8 @@ class Blocks:
 
     def have_moved(self, copies: Copies) -> bool:
         """Whether any row differs from its copy. Waits for the device."""
-        return any(each.have_moved(old) for each, old in zip(self.local, copies, strict=True) if old is not None)
+        pairs = zip(self.local, copies, strict=True)
+        return any(not torch.equal(each.read(), old) for each, old in pairs if old is not None)
 
     def measure(self, norm: Norm) -> tuple[Copies, list[Tensor]]:
         """Copies of all rows, and the norms of all blocks.

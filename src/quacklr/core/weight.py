@@ -183,8 +183,8 @@ def whole_numbers(given: object) -> Tensor | None:
         numbers = torch.as_tensor(given, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
-    inexact = numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
-    return None if inexact else numbers.to(torch.long)
+    kind = numbers.dtype
+    return None if kind.is_floating_point or kind.is_complex or kind == torch.bool else numbers.long()
 
 
 Segment = tuple[str | None, int, int]
