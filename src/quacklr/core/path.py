@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ class LogitPath:
 
 def as_paths(given: object, demand: str) -> list[LogitPath]:
     """The given paths as a list; ValueError, with a message that begins with `demand`, if they are not paths."""
-    paths = list(given) if isinstance(given, Iterable) else [given]
+    paths: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     for path in paths:
         if not isinstance(path, LogitPath):
             raise ValueError(f"{demand} a list of LogitPath, not {type(path).__name__}")
