@@ -481,3 +481,6 @@ def test_paths_without_a_module_are_one_logit_if_they_share_a_weight() -> None:
     params = [*shared.parameters(), *apart.parameters()]
     with QuacK(iter(paths), SGD(params, lr=0.1), rule=Budget(BUDGET)) as quack:
         assert {name: len(change.given) for name, change in quack.changes().items()} == {"dq": 4, "q": 4}
+    q, k, j = (Weight(name, nn.Parameter(torch.randn(2, 3)), torch.arange(2)) for name in "qkj")
+    with QuacK([*mha(q, k), *mha(j, k)], SGD([q.param, k.param, j.param], lr=0.1), rule=Budget(BUDGET)) as quack:
+        assert list(quack.changes()) == ["q"]
