@@ -65,7 +65,4 @@ def test_boxes_have_global_indices_and_write_to_the_memory_of_the_range() -> Non
     for box in boxes:
         box.tensor().mul_(-1)
     assert_equal(memory, -torch.arange(2.0, 10.0))
-
-
-def test_a_process_without_entries_has_no_box() -> None:
     assert local_boxes(flat(5, 5)[0]) == []

@@ -12,26 +12,23 @@ from quacklr import spectral
 from quacklr.core.norms import gram, largest_singular_values
 from quacklr.lab.optim import Muon
 
-SHAPES = [(1, 1), (5, 3), (32, 128), (64, 16), (128, 128), (3, 1)]
-
 
 def exact(blocks_BRC: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(blocks_BRC.double(), 2)
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 3), (32, 128), (64, 16), (128, 128), (3, 1)])
 @pytest.mark.parametrize("rank", [1, 2, None])
-@pytest.mark.parametrize("size", [1e-12, 1.0, 1e9])
-def test_it_is_an_upper_bound_and_at_most_a_root_of_the_rows_too_large(
-    rows: int, columns: int, rank: int | None, size: float
-) -> None:
+@pytest.mark.parametrize("size", [1e-12, 1e9])
+def test_bounds_are_from_above_and_as_tight_as_they_say(rows: int, columns: int, rank: int | None, size: float) -> None:
     torch.manual_seed(0)
     inner = rank or min(rows, columns)
-    steps_BRC = size * torch.randn(7, rows, inner) @ torch.randn(7, inner, columns)
-    (found,) = largest_singular_values([gram(steps_BRC)])
-    ratio = found.double() / exact(steps_BRC)
-    assert ratio.min() >= 1 - 1e-5
-    assert ratio.max() <= min(rows, columns, inner) ** (1 / 32) + 1e-5
+    blocks_BRC = size * torch.randn(7, rows, inner) @ torch.randn(7, inner, columns)
+    (of_step,) = largest_singular_values([gram(blocks_BRC)])
+    of_weights = spectral(blocks_BRC)
+    assert (torch.minimum(of_step, of_weights).double() / exact(blocks_BRC)).min() >= 1 - 1e-5
+    assert (of_step.double() / exact(blocks_BRC)).max() <= min(rows, columns, inner) ** (1 / 32) + 1e-5
+    assert (of_weights.double() / exact(blocks_BRC)).max() <= 1.01
 
 
 def test_equal_singular_values_are_the_worst_case() -> None:
@@ -39,57 +36,31 @@ def test_equal_singular_values_are_the_worst_case() -> None:
     orthogonal = torch.linalg.qr(torch.randn(3, 64, 32)).Q.mT
     (found,) = largest_singular_values([gram(orthogonal)])
     torch.testing.assert_close(found, torch.full((3,), 32 ** (1 / 32)), rtol=1e-4, atol=0)
-
-
-def test_a_large_block_with_equal_singular_values_does_not_vanish() -> None:
-    (found,) = largest_singular_values([torch.eye(1024).unsqueeze(0)])
-    torch.testing.assert_close(found, torch.tensor([1024 ** (1 / 32)]), rtol=1e-3, atol=0)
+    (large,) = largest_singular_values([torch.eye(1024).unsqueeze(0)])  # powers of it do not vanish
+    torch.testing.assert_close(large, torch.tensor([1024 ** (1 / 32)]), rtol=1e-3, atol=0)
+    assert 1 <= spectral(torch.linalg.qr(torch.randn(1, 128, 128)).Q).item() <= 1.01
 
 
 def test_sizes_are_kept_apart_and_zeros_and_what_is_not_finite_stay() -> None:
     torch.manual_seed(0)
     steps = [torch.randn(2, 4, 8), torch.zeros(3, 6, 8), torch.randn(1, 8, 4), torch.randn(2, 4, 8).double()]
     steps[0][1, 2, 3] = math.nan
-    found = largest_singular_values([gram(each) for each in steps])
-    assert [len(each) for each in found] == [2, 3, 1, 2]
-    assert found[0].isnan().tolist() == [False, True]
-    assert found[1].tolist() == [0, 0, 0]
-    assert found[3].dtype == torch.float64
-    for each, blocks in zip(found, steps, strict=True):
-        finite = each.isfinite() & (each > 0)
-        torch.testing.assert_close(each[finite].double(), exact(blocks[finite]), rtol=0.05, atol=0)
+    for found in (largest_singular_values([gram(each) for each in steps]), [spectral(each) for each in steps]):
+        assert [len(each) for each in found] == [2, 3, 1, 2]
+        assert found[0].isnan().tolist() == [False, True]
+        assert found[1].tolist() == [0, 0, 0]
+        assert found[3].dtype == torch.float64
+        for each, blocks in zip(found, steps, strict=True):
+            finite = each.isfinite() & (each > 0)
+            torch.testing.assert_close(each[finite].double(), exact(blocks[finite]), rtol=0.05, atol=0)
 
 
 def test_steps_of_bf16_are_measured_in_fp32() -> None:
-    step = torch.full((1, 2, 1000), 1.0, dtype=torch.bfloat16)
-    (found,) = largest_singular_values([gram(step)])
+    (found,) = largest_singular_values([gram(torch.ones(1, 2, 1000, dtype=torch.bfloat16))])
     torch.testing.assert_close(found, torch.tensor([2000**0.5]), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (128, 512)])
-@pytest.mark.parametrize("rank", [1, 2, None])
-@pytest.mark.parametrize("size", [1e-12, 1.0, 1e9])
-def test_the_norm_of_weights_is_at_most_one_percent_too_large(
-    rows: int, columns: int, rank: int | None, size: float
-) -> None:
-    torch.manual_seed(0)
-    inner = rank or min(rows, columns)
-    blocks_BRC = size * torch.randn(7, rows, inner) @ torch.randn(7, inner, columns)
-    ratio = spectral(blocks_BRC).double() / exact(blocks_BRC)
-    assert ratio.min() >= 1 - 1e-5
-    assert ratio.max() <= 1.01
-
-
-def test_weights_that_are_zero_or_all_equal_or_orthogonal() -> None:
-    orthogonal = torch.linalg.qr(torch.randn(1, 128, 128)).Q
-    assert spectral(torch.zeros(2, 3, 4)).tolist() == [0, 0]
-    assert spectral(torch.full((1, 3, 12), 0.5)).item() == pytest.approx(3.0, rel=1e-5)
-    assert 1 <= spectral(orthogonal).item() <= 1.01
-    assert spectral(torch.randn(1, 4, 5).double()).dtype == torch.float64
-    assert spectral(torch.full((1, 2, 2), math.nan)).isnan().all()
-
-
-@pytest.mark.parametrize(("optimizer", "lr"), [(Muon, 0.1), (Muon, 0.3), (torch.optim.AdamW, 0.03)])
+@pytest.mark.parametrize(("optimizer", "lr"), [(Muon, 0.3), (torch.optim.AdamW, 0.03)])
 def test_it_stays_exact_while_a_model_trains_at_high_rates(optimizer: type[torch.optim.Optimizer], lr: float) -> None:
     torch.manual_seed(0)
     q, k = (torch.nn.Parameter(0.02 * torch.randn(64, 64)) for _ in range(2))

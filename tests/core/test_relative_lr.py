@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -10,22 +11,64 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
-from models import Separate, train
+from models import Separate, assert_equal, layers, train
 from quacklr import Budget, QuacK
 
 BUDGET = 0.05
 
 
-def relative_change(quack: QuacK) -> float:
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def attention() -> Any:
+    """A model of one attention."""
+    return nn.Sequential(Separate())
+
+
+def relative_change(quack: QuacK, name: str = "0") -> float:
     """The largest change of a head by the last step, relative to the budget."""
-    return float(quack.changes()["0"].given.max()) / BUDGET
+    return float(quack.changes()[name].given.max()) / BUDGET
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "factors"),
+    [
+        (lambda optimizer: LambdaLR(optimizer, lambda step: [0.25, 0.5, 1.0, 0.1, 0.0][step]), [0.25, 0.5, 1.0, 0.1]),
+        (lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=10, pct_start=0.3), [0.04, 0.52, 1]),
+    ],
+    ids=["lambda", "one cycle"],
+)
+def test_the_budget_follows_the_schedule_of_lr(scheduler: Callable[[Optimizer], Any], factors: list[float]) -> None:
+    """One cycle begins at a 25th of max_lr."""
+    model = attention()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    schedule, lrs, found = scheduler(optimizer), [], []
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
+        for _ in factors:
+            train(model, optimizer, steps=1)
+            lrs.append(optimizer.param_groups[0]["lr"] / 0.1)
+            found.append(relative_change(quack))
+            schedule.step()
+    assert found == pytest.approx(lrs, rel=1e-2)
+    assert lrs == pytest.approx(factors, rel=1e-2)
+
+
+def test_groups_follow_their_own_lr() -> None:
+    model = layers(2, Separate)
+    optimizer = SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=0.1)
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
+        optimizer.param_groups[1]["lr"] = 0.05
+        train(model, optimizer, steps=1)
+        assert [relative_change(quack, name) for name in "01"] == pytest.approx([1, 1 / 2], rel=1e-2)
 
 
 def trained_at_a_tenth() -> dict[str, Any]:
     """The states of a run whose lr was 0.1, and was reduced to 0.01 by a scheduler that writes no initial_lr."""
-    model = nn.Sequential(Separate())
+    model = attention()
     optimizer = AdamW(model.parameters(), lr=0.1)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
     with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
@@ -40,12 +83,10 @@ def trained_at_a_tenth() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("attach_first", [True, False])
-@pytest.mark.parametrize("lr", [0.1, 3e-4])
-def test_a_resumed_run_has_the_initial_lr_of_the_run(attach_first: bool, lr: float) -> None:
-    torch.manual_seed(0)
+def test_a_resumed_run_has_the_initial_lr_of_the_run(attach_first: bool) -> None:
     saved = trained_at_a_tenth()
-    model = nn.Sequential(Separate())
-    optimizer = AdamW(model.parameters(), lr=lr)
+    model = attention()
+    optimizer = AdamW(model.parameters(), lr=3e-4)
     quack = QuacK(model, optimizer, rule=Budget(BUDGET)) if attach_first else None
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -56,8 +97,7 @@ def test_a_resumed_run_has_the_initial_lr_of_the_run(attach_first: bool, lr: flo
 
 @pytest.mark.parametrize("attach_first", [True, False])
 def test_the_initial_lr_of_a_run_that_had_no_quack_is_the_loaded_one(attach_first: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Separate())
+    model = attention()
     optimizer = AdamW(model.parameters(), lr=3e-4)
     train(model, optimizer, steps=1)
     saved = deepcopy(optimizer.state_dict())
@@ -69,29 +109,59 @@ def test_the_initial_lr_of_a_run_that_had_no_quack_is_the_loaded_one(attach_firs
         assert relative_change(quack) == pytest.approx(1, rel=1e-2)
 
 
-def test_a_tensor_that_is_0_is_an_error_and_one_that_rises_a_warning() -> None:
-    model = nn.Sequential(Separate())
-    with pytest.raises(ValueError, match="the lr of a param group of AdamW is 0"):
-        QuacK(model, AdamW(model.parameters(), lr=torch.tensor(0.0)), rule=Budget(BUDGET))
-    lr = torch.tensor(1e-8)
-    optimizer = AdamW(model.parameters(), lr=lr)
-    with QuacK(model, optimizer, rule=Budget(BUDGET)):
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_an_lr_of_0_is_an_error_when_attaching_only_for_weights_on_paths(lr: Any) -> None:
+    model = attention()
+    with pytest.raises(ValueError, match="the lr of a param group of AdamW is 0. A budget follows lr"):
+        QuacK(model, AdamW(model.parameters(), lr=lr), rule=Budget(BUDGET))
+    others: dict[str, Any] = {"params": [model[0].v.weight], "lr": 0.0}
+    optimizer = SGD([{"params": [model[0].q.weight, model[0].k.weight]}, others], lr=0.1)
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         train(model, optimizer, steps=1)
-        lr.fill_(1e-2)
-        with pytest.warns(UserWarning, match="1e\\+06 times its lr when QuacK was attached"):
-            train(model, optimizer, steps=1)
+        assert relative_change(quack) == pytest.approx(1, rel=1e-2)
 
 
-def test_an_lr_that_goes_on_rising_is_warned_of_again() -> None:
-    model = nn.Sequential(Separate())
-    optimizer = SGD(model.parameters(), lr=1e-5)
+def test_a_later_lr_of_0_changes_nothing_and_the_reported_change_is_0() -> None:
+    model = attention()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
+        train(model, optimizer, steps=1)
+        optimizer.param_groups[0]["lr"] = 0.0
+        before = deepcopy(dict(model.state_dict()))
+        train(model, optimizer, steps=1)
+        assert_equal(dict(model.state_dict()), before)
+        assert relative_change(quack) == 0
+        assert float(quack.changes()["0"].asked.max()) == 0
+        optimizer.param_groups[0]["lr"] = 0.1
+        train(model, optimizer, steps=1)
+        assert relative_change(quack) == pytest.approx(1, rel=1e-2)
+
+
+def test_an_optimizer_with_lr_0_does_not_hide_the_change_by_another() -> None:
+    model = attention()
+    one, other = SGD([model[0].q.weight], lr=0.1), SGD([model[0].k.weight], lr=0.1)
+    with QuacK(model, [one, other], rule=Budget(BUDGET)) as quack:
+        other.param_groups[0]["lr"] = 0.0
+        for _ in range(2):
+            train(model, one, steps=1)
+            train(model, other, steps=1)
+            assert relative_change(quack) == pytest.approx(0.5, rel=1e-2)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_an_lr_that_goes_on_rising_is_warned_of_again(as_tensor: bool) -> None:
+    model = attention()
+    lr: Any = torch.tensor(1e-5) if as_tensor else 1e-5
+    optimizer = AdamW(model.parameters(), lr=lr, foreach=False)
     with QuacK(model, optimizer, rule=Budget(BUDGET)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(1, 201):  # a warmup by hand
-            optimizer.param_groups[0]["lr"] = step * 1e-5
+        for step in range(1, 51):  # a warmup by hand
+            optimizer.param_groups[0]["lr"] = step * lr
             train(model, optimizer, steps=1)
     assert [str(each.message).partition(" times")[0].split()[-1] for each in caught] == ["2", "21"]
+    assert "21 times its lr when QuacK was attached" in str(caught[1].message)
     assert "it is 1.05 now instead of 0.05, and grows with lr" in str(caught[1].message)
+    assert caught[0].filename.endswith("models.py")  # the line that called optimizer.step
 
 
 def test_an_optimizer_without_lr_has_the_budget() -> None:
@@ -104,34 +174,8 @@ def test_an_optimizer_without_lr_has_the_budget() -> None:
             for param in self.param_groups[0]["params"]:
                 param.sub_(0.1 * param.grad)
 
-    torch.manual_seed(0)
-    model = nn.Sequential(Separate())
+    model = attention()
     optimizer = NoLr(model.parameters())
     with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
         train(model, optimizer, steps=1)
         assert relative_change(quack) == pytest.approx(1, rel=1e-2)
-
-
-def test_the_reported_change_of_a_step_with_lr_0_is_0() -> None:
-    model = nn.Sequential(Separate())
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
-        train(model, optimizer, steps=1)
-        optimizer.param_groups[0]["lr"] = 0.0
-        train(model, optimizer, steps=1)
-        assert relative_change(quack) == 0
-        assert float(quack.changes()["0"].asked.max()) == 0
-        optimizer.param_groups[0]["lr"] = 0.1
-        train(model, optimizer, steps=1)
-        assert relative_change(quack) == pytest.approx(1, rel=1e-2)
-
-
-def test_an_optimizer_with_lr_0_does_not_hide_the_change_by_another() -> None:
-    model: Any = nn.Sequential(Separate())
-    one, other = SGD([model[0].q.weight], lr=0.1), SGD([model[0].k.weight], lr=0.1)
-    with QuacK(model, [one, other], rule=Budget(BUDGET)) as quack:
-        other.param_groups[0]["lr"] = 0.0
-        for _ in range(2):
-            train(model, one, steps=1)
-            train(model, other, steps=1)
-            assert relative_change(quack) == pytest.approx(0.5, rel=1e-2)

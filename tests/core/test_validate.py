@@ -30,13 +30,14 @@ def row(name: str, rows: int, blocks: int = 1, bias: bool = False) -> Weight:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: q([0, 0, 1]), "layer.q: 4 rows, but block_of_row has 3 entries"),
-        (lambda: q([0.0, 0.0, 1.0, 1.0]), "layer.q: block_of_row must hold whole numbers, one for each row"),
-        (lambda: q([0, 0, -2, 1]), "layer.q: block_of_row must number blocks from 0"),
-        (lambda: q([-1, -1, -1, -1]), "layer.q: block_of_row must number blocks from 0"),
-        (lambda: q([0, 0, 2, 2]), "layer.q: block 1 has no rows"),
+        (lambda: q([0, 0, 1]), "layer.q: block_of_row must be 4 whole numbers, one for each row"),
+        (lambda: q([[0, 0], [1, 1]]), "layer.q: block_of_row must be 4 whole numbers"),
+        (lambda: q([0.0, 0.0, 1.0, 1.0]), "layer.q: block_of_row must be 4 whole numbers"),
+        (lambda: q([0, 0, -2, 1]), "layer.q: block_of_row must number the blocks from 0"),
+        (lambda: q([-1, -1, -1, -1]), "layer.q: block_of_row must number the blocks from 0"),
+        (lambda: q([0, 0, 2, 2]), "layer.q: block_of_row must number the blocks from 0 without gaps"),
         (lambda: q(dim=2), r"layer.q: dim=2, but its parameter has shape \(4, 3\)"),
-        (lambda: q(bias=param(3)), "layer.q.bias: 3 rows, but block_of_row has 4 entries"),
+        (lambda: q(bias=param(3)), "layer.q.bias: block_of_row must be 3 whole numbers"),
         (lambda: q(bias=Weight("b", param(4), torch.tensor([0, 1, 1, 1]))), "layer.q: its bias must have as many rows"),
         (lambda: packed(param(5, 3), ("q", 2, 2)), "q: segments of 1 x 4 rows, but the parameter has 5"),
         (lambda: packed(nn.Linear(2, 4), "q", 2, 2), "q: a segment is .name, blocks, rows of a block."),  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def is_latent(paths: Sequence[LogitPath]) -> bool:
 def _queries_read_the_input(paths: Sequence[LogitPath]) -> bool:
     """Whether queries have as many columns as the key that all heads read; otherwise they read a latent."""
     q, kr = min((query_and_key(path) for path in paths), key=lambda pair: pair[1].blocks)
-    return q.rows_first()[0].numel() == kr.rows_first()[0].numel()
+    return q.columns == kr.columns
 
 
 def _sizes(weight: Weight) -> set[int]:

@@ -35,15 +35,9 @@ class BlockRows:
         index = torch.stack([(block_of_row == block).nonzero().squeeze(1) for block in blocks])
         self.weight, self.tensor, self.box = weight, weight.param, box
         self.sharded = is_sharded(weight.param)
-        self.index = index.to(weight.param.device)
+        self.index, self.grid = index.to(weight.param.device), _grid(index)
         self.shape = tuple(weight.param.shape)
         self.size = (*index.shape, math.prod(weight.rows_first(box).shape[1:]))
-        self.first = int(index[0, 0])
-        self.block_step = int(index[1, 0]) - self.first if len(index) > 1 else 0
-        self.row_step = int(index[0, 1]) - self.first if index.shape[1] > 1 else 0
-        block, row = (torch.arange(size, device="cpu") for size in index.shape)
-        grid = self.first + block.unsqueeze(1) * self.block_step + row * self.row_step
-        self.is_grid = torch.equal(index, grid) and self.block_step >= 0  # torch has no negative strides
         self._view: Tensor | None = None  # created on the first read
         self._view_of: object = None
 
@@ -56,7 +50,7 @@ class BlockRows:
         view_of = data.data_ptr(), data.dtype, data.shape, data.stride()
         if view_of != self._view_of:
             self._view, self._view_of = self._new_view(), view_of
-        return self._view if self._view is not None else self._rows_first()[self.index].reshape(self.size)
+        return self._view if self._view is not None else self.weight.rows_first(self.box)[self.index].reshape(self.size)
 
     def scale_step(self, old_BRC: Tensor, rate_B11: Tensor) -> None:
         """Set the rows to old + rate * (new - old); exactly to `new` where the rate is 1."""
@@ -66,11 +60,8 @@ class BlockRows:
         else:  # in fp32, since a rate in bf16 would be off by up to 0.2 %
             new_BRC.copy_(new_BRC.to(torch.float32).sub_(old_BRC).mul_(rate_B11).add_(old_BRC))
         if self._view is None:
-            tensor = self._rows_first()
+            tensor = self.weight.rows_first(self.box)
             tensor[self.index] = new_BRC.view(*self.index.shape, *tensor.shape[1:])
-
-    def _rows_first(self) -> Tensor:
-        return self.weight.rows_first(self.box)
 
     def _new_view(self) -> Tensor | None:
         """The view, or None if strides cannot describe it."""
@@ -79,19 +70,23 @@ class BlockRows:
                 f"{self.weight.name}: its parameter has shape {tuple(self.tensor.shape)} now, and had {self.shape} "
                 "when QuacK was attached; attach a new one"
             )
-        rows = self._rows_first()
-        if not self.is_grid or not _is_matrix(rows):
+        rows = self.weight.rows_first(self.box)
+        try:
+            matrix = rows.view(len(rows), self.size[2])
+        except RuntimeError:  # the entries of a row are at irregular distances
             return None
-        matrix = rows.view(-1, self.size[2])
-        row, column = matrix.stride()
-        stride = self.block_step * row, self.row_step * row, column
-        return matrix.as_strided(self.size, stride, matrix.storage_offset() + self.first * row)
+        if self.grid is None:
+            return None
+        first, *steps = (step * matrix.stride(0) for step in self.grid)
+        return matrix.as_strided(self.size, (*steps, matrix.stride(1)), matrix.storage_offset() + first)
 
 
-def _is_matrix(rows: Tensor) -> bool:
-    """Whether the entries of a row are evenly spaced in memory, so that (rows, columns) is a view."""
-    strides = rows.stride()[1:]
-    return all(outer == inner * size for outer, inner, size in zip(strides, strides[1:], rows.shape[2:], strict=False))
+def _grid(index: Tensor) -> tuple[int, int, int] | None:
+    """The first row, the step to the next block, and the step to the next row of a block; None if steps differ."""
+    steps = [index.diff(dim=dim).unique().tolist() for dim in (0, 1)]
+    if max(map(len, steps)) > 1 or min(steps[0], default=0) < 0:  # torch has no negative strides
+        return None
+    return int(index[0, 0]), sum(steps[0]), sum(steps[1])  # of one block or row there is no step
 
 
 class LocalBlocks:
@@ -106,9 +101,8 @@ class LocalBlocks:
         parts = parts or [(part, local_boxes(part.param)[0]) for part in weight.parts]
         self.parts = [BlockRows(part, blocks, box) for part, box in parts]  # the columns of [W b]
         self.widths = [rows.size[2] for rows in self.parts]
-        on_cpu = weight.param.device.type == "cpu"
-        self._recycles = on_cpu and (weight.rows_are_first or len(self.parts) == 1)
-        self._spare: Tensor | None = None
+        self._rows_first = weight.dims[0] == 0  # the entries of a row are together in memory
+        self._spare: Tensor | None = None  # memory for the next copy
 
     def contains(self, tensors: Container[int]) -> bool:
         """Whether the weight has a rate and some of these tensors (by id) are its parameters."""
@@ -117,40 +111,32 @@ class LocalBlocks:
     def copy(self) -> Tensor:
         """(B, R, C): a copy of the rows, with the memory layout of the parameter."""
         parts_BRC = [rows.read() for rows in self.parts]
-        dtype = reduce(torch.promote_types, [part_BRC.dtype for part_BRC in parts_BRC])
         out, self._spare = self._spare, None
-        if out is not None and out.dtype != dtype:
+        if out is not None and out.dtype != reduce(torch.promote_types, [part_BRC.dtype for part_BRC in parts_BRC]):
             out = None
         if out is not None and len(parts_BRC) == 1:
             return out.copy_(parts_BRC[0])
-        if self.weight.rows_are_first:
+        if self._rows_first:
             return torch.cat(parts_BRC, 2, out=out)
-        return torch.cat([part_BRC.permute(2, 0, 1) for part_BRC in parts_BRC]).permute(1, 2, 0)
+        out_CBR = out.permute(2, 0, 1) if out is not None else None
+        return torch.cat([part_BRC.permute(2, 0, 1) for part_BRC in parts_BRC], out=out_CBR).permute(1, 2, 0)
 
     def read(self) -> Tensor:
         """(B, R, C): the rows as they are now; a view if possible."""
         parts_BRC = [rows.read() for rows in self.parts]
         return torch.cat(parts_BRC, 2) if len(parts_BRC) > 1 else parts_BRC[0]
 
-    def recycle(self, copy_BRC: Tensor) -> None:
-        """On the CPU, keep the memory of a copy for the next step: allocating pages costs more than copying."""
-        if self._recycles:
-            self._spare = copy_BRC
-
-    def have_moved(self, old_BRC: Tensor) -> bool:
-        """Whether any row differs from its copy. Waits for the device."""
-        return not all(torch.equal(rows.read(), old) for rows, old in self._by_part(old_BRC))
-
     def scale_step(self, old_BRC: Tensor, rate_B11: Tensor, tensors: Container[int]) -> None:
-        """Set the rows of these tensors (by id) to old + rate * (new - old). Recycles `old_BRC`."""
-        for rows, old in self._by_part(old_BRC):
+        """Set the rows of these tensors (by id) to old + rate * (new - old).
+
+        On the CPU, keep the memory of `old_BRC` for the next copy: allocating pages costs more than copying.
+        """
+        copies = old_BRC.split_with_sizes(self.widths, 2) if len(self.parts) > 1 else (old_BRC,)
+        for rows, old in zip(self.parts, copies, strict=True):
             if self.weight.rated and id(rows.tensor) in tensors:
                 rows.scale_step(old, rate_B11)
-        self.recycle(old_BRC)
-
-    def _by_part(self, copy_BRC: Tensor) -> Iterable[tuple[BlockRows, Tensor]]:
-        copies = copy_BRC.split_with_sizes(self.widths, 2) if len(self.widths) > 1 else (copy_BRC,)
-        return zip(self.parts, copies, strict=True)
+        if old_BRC.device.type == "cpu":
+            self._spare = old_BRC
 
 
 class BlockGroup(NamedTuple):
@@ -183,7 +169,6 @@ class Blocks:
             index[blocks] = torch.arange(self.total, self.total + len(blocks), device="cpu")
             self.total += len(blocks)
         self.device = self.groups[0].weight.param.device
-        self.one_device = all(weight.param.device == self.device for weight, _ in self.groups)
         self._split: tuple[Tensor, Sequence[Tensor]] | None = None
         self._scratch: dict[Any, Tensor] = {}
 
@@ -200,15 +185,10 @@ class Blocks:
         """Copies of the rows of these tensors (by id), one for each of `local`; None for other tensors."""
         return [each.copy() if each.contains(tensors) else None for each in self.local]
 
-    def recycle(self, copies: Copies) -> None:
-        """Keep the memory of copies for the next step, where that saves time."""
-        for each, copy_BRC in zip(self.local, copies, strict=True):
-            if copy_BRC is not None:
-                each.recycle(copy_BRC)
-
     def have_moved(self, copies: Copies) -> bool:
         """Whether any row differs from its copy. Waits for the device."""
-        return any(each.have_moved(old) for each, old in zip(self.local, copies, strict=True) if old is not None)
+        pairs = zip(self.local, copies, strict=True)
+        return any(not torch.equal(each.read(), old) for each, old in pairs if old is not None)
 
     def measure(self, norm: Norm) -> tuple[Copies, list[Tensor]]:
         """Copies of all rows, and the norms of all blocks.
@@ -219,11 +199,8 @@ class Blocks:
         norms: list[Tensor] = []
         for each in self.local:
             copy_BRC = each.copy()
-            norms_B = norm(copy_BRC)
-            if norms_B.dtype != torch.float32 or not self.one_device:
-                norms_B = norms_B.to(self.device, torch.float32)
             copies.append(copy_BRC)
-            norms.append(norms_B)
+            norms.append(norm(copy_BRC).to(self.device, torch.float32))
         return copies, norms
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
@@ -243,7 +220,7 @@ class Blocks:
         return self._flat(norms), self._flat(steps)
 
     def _difference(self, now_BRC: Tensor, old_BRC: Tensor) -> Tensor:
-        """now - old. On the CPU it is valid until the next call: its memory is kept, as in `recycle`."""
+        """now - old. On the CPU it is valid until the next call: its memory is kept."""
         if now_BRC.device.type != "cpu" or now_BRC.dtype != old_BRC.dtype:
             return now_BRC - old_BRC
         key = old_BRC.shape, old_BRC.stride(), old_BRC.dtype
@@ -253,12 +230,10 @@ class Blocks:
 
     def _flat(self, of_groups: Sequence[Tensor]) -> Tensor:
         """One flat vector of fp32 from a vector for each of `local`."""
-        if self.one_device and all(each.dtype == torch.float32 for each in of_groups):
-            return torch.cat(list(of_groups))
         return torch.cat([each.to(self.device, torch.float32) for each in of_groups])
 
     def scale_step(self, copies: Copies, rates: Tensor, tensors: Container[int]) -> None:
         """Set every row of these tensors (by id) to old + rate of its block * (new - old)."""
         for each, old_BRC, rate_B11 in zip(self.local, copies, self.split(rates), strict=True):
             if old_BRC is not None:
-                each.scale_step(old_BRC, rate_B11 if self.one_device else rate_B11.to(old_BRC.device), tensors)
+                each.scale_step(old_BRC, rate_B11.to(old_BRC.device), tensors)

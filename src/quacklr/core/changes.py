@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quacklr.core.path import LogitPath, attentions_of
+from quacklr.core.path import attentions_of
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 
@@ -52,23 +52,20 @@ class LogitChanges:
             rows[index] = weight.rows_of_block.to(rows)
         terms: list[Tensor] = []
         factors: list[Tensor] = []
-        most_weights = max(len(path.weights) for path in compiled.paths)
         for name, paths in attentions_of(compiled.paths).items():
             first, self.total_heads = self.total_heads, self.total_heads + paths[0].heads
             self.heads[name] = slice(first, self.total_heads)
+            heads = torch.arange(first, self.total_heads, device="cpu")
             reads = [compiled.flat_reads(path) for path in paths]
             sizes = [rows[read[path.meeting]] for path, read in zip(paths, reads, strict=True)]
-            parts = first_of_features([[compiled.canonical[weight] for weight in _meeting(path)] for path in paths])
-            usual_scale = torch.stack([sizes[i] for i in parts]).sum(0).rsqrt()
+            meeting = [[compiled.canonical[w] for w in path.weights[path.meeting :][:2]] for path in paths]
+            usual_scale = torch.stack([sizes[i] for i in first_of_features(meeting)]).sum(0).rsqrt()
             for path, read, size in zip(paths, reads, sizes, strict=True):
-                scale = usual_scale if path.scale is None else torch.full_like(size, abs(path.scale))
-                scale = scale * abs(math.prod(weight.gain for weight in path.weights))
+                scale = usual_scale if path.scale is None else abs(path.scale)
                 inner_sizes = reduce(torch.mul, [rows[block] for block in read]) / size
-                heads = torch.arange(first, self.total_heads, device="cpu")
-                padding = [torch.full_like(heads, self.total_blocks)] * (most_weights - len(read))
-                for i, block in enumerate(read):
-                    terms.append(torch.stack([heads, block, *read[:i], *read[i + 1 :], *padding]))
-                    factors.append(scale * inner_sizes.rsqrt())
+                factor = scale * abs(math.prod(weight.gain for weight in path.weights)) * inner_sizes.rsqrt()
+                terms.append(torch.cat([heads.repeat(1, len(read)), compiled.terms(path)]))
+                factors.append(factor.repeat(len(read)))
         device = compiled.blocks.device
         self.head, self.block, *self.partners = torch.cat(terms, 1).to(device)
         self.factor, self.one = torch.cat(factors).to(device), torch.ones(1, device=device, dtype=torch.float32)
@@ -107,11 +104,6 @@ class LogitChanges:
 
     def _of_heads(self, terms: Tensor) -> Tensor:
         return terms.new_zeros(self.total_heads).index_add_(0, self.head, terms)
-
-
-def _meeting(path: LogitPath) -> Sequence[Weight]:
-    """The query weight and the key weight whose rows are multiplied."""
-    return path.weights[path.meeting : path.meeting + 2]
 
 
 def first_of_features(meetings: Sequence[Sequence[Weight]]) -> list[int]:

@@ -67,10 +67,6 @@ class FlatTensor(Tensor):
         """That of the model's parameter."""
         return self.param.requires_grad
 
-    def boxes(self) -> list[Ranges]:
-        """The boxes of the local entries, in the order of the entries."""
-        return flat_boxes(self.start, self.start + self.count, self.shape) if self.count else []
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FlatTensor({self.start}:{self.start + self.count} of {tuple(self.shape)})"
 
@@ -91,8 +87,7 @@ def flat_boxes(start: int, end: int, shape: Sequence[int]) -> list[Ranges]:
         return [((row, row + 1), *box) for box in flat_boxes(start - row * size, end - row * size, shape[1:])]
     first, last = -(-start // size), end // size
     whole = [((first, last), *((0, n) for n in shape[1:]))] if first < last else []
-    begin = flat_boxes(start, first * size, shape) if start < first * size else []
-    return [*begin, *whole, *flat_boxes(last * size, end, shape)]
+    return [*flat_boxes(start, first * size, shape), *whole, *flat_boxes(last * size, end, shape)]
 
 
 def original(tensor: Tensor) -> Tensor:

@@ -12,13 +12,12 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quacklr.core.flat_tensor import FlatTensor, Ranges
+from quacklr.core.flat_tensor import FlatTensor, flat_boxes
 
 
 class Box(NamedTuple):
@@ -35,17 +34,19 @@ class Box(NamedTuple):
 def local_boxes(tensor: Tensor) -> list[Box]:
     """The boxes of the local part of a tensor: one, except for a FlatTensor, which has any number, also none."""
     if not isinstance(tensor, FlatTensor):
-        indices = tuple(local_indices(tensor, dim) for dim in range(tensor.ndim))
+        indices = tuple(_local_indices(tensor, dim) for dim in range(tensor.ndim))
         return [Box(indices, partial(local_tensor, tensor))]
-    boxes = tensor.boxes()
-    sizes = [math.prod(end - start for start, end in ranges) for ranges in boxes]
-    return [_flat_box(tensor, ranges, at) for ranges, at in zip(boxes, accumulate(sizes, initial=0), strict=False)]
+    boxes, at = [], 0
+    for ranges in flat_boxes(tensor.start, tensor.start + tensor.count, tensor.shape):
+        indices = tuple(torch.arange(*each, device="cpu") for each in ranges)
+        shape = [len(index) for index in indices]
+        boxes.append(Box(indices, partial(_entries, tensor, at, shape)))
+        at += math.prod(shape)
+    return boxes
 
 
-def _flat_box(tensor: FlatTensor, ranges: Ranges, at: int) -> Box:
-    shape = [end - start for start, end in ranges]
-    indices = tuple(torch.arange(*each, device="cpu") for each in ranges)
-    return Box(indices, lambda: tensor.entries()[at : at + math.prod(shape)].view(shape))
+def _entries(tensor: FlatTensor, at: int, shape: list[int]) -> Tensor:
+    return tensor.entries()[at : at + math.prod(shape)].view(shape)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -72,27 +73,19 @@ def local_tensor(tensor: Any) -> Tensor:
         return tensor.to_local().detach()
 
 
-def local_indices(tensor: Any, dim: int) -> Tensor:
+def _local_indices(tensor: Any, dim: int) -> Tensor:
     """Global indices along a dimension of the entries in the local shard, in its order. Does not communicate."""
     indices = torch.arange(tensor.shape[dim], device="cpu")
     if not is_dtensor(tensor):
         return indices
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    placements = [_of_vector(each) if _is_shard(each, dim) else Replicate() for each in tensor.placements]
-    return local_tensor(distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None)).cpu()
-
-
-def _is_shard(placement: Any, dim: int | None = None) -> bool:
-    if placement.is_replicate() or placement.is_partial():
-        return False
-    return dim is None or placement.dim == dim
-
-
-def _of_vector(placement: Any) -> Any:
-    """The placement of a vector that is sharded like a dimension of a tensor."""
-    strided = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
-    return type(placement)(0, **strided)  # under TP and FSDP2 together it is torch's own _StridedShard
+    of_vector: list[Any] = [Replicate()] * tensor.device_mesh.ndim
+    for i, placement in _shards(tensor):
+        if placement.dim == dim:  # under TP and FSDP2 together it is torch's own _StridedShard
+            strided = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+            of_vector[i] = type(placement)(0, **strided)
+    return local_tensor(distribute_tensor(indices, tensor.device_mesh, of_vector, src_data_rank=None)).cpu()
 
 
 class ShardSpec(NamedTuple):
@@ -127,7 +120,8 @@ def shard_counts(tensor: Any) -> list[int]:
 
 def _shards(tensor: Any) -> list[tuple[int, Any]]:
     """The mesh dimensions over which a tensor is sharded, with the placements."""
-    return [(i, each) for i, each in enumerate(tensor.placements) if _is_shard(each)] if is_dtensor(tensor) else []
+    placements = enumerate(tensor.placements if is_dtensor(tensor) else ())
+    return [(i, each) for i, each in placements if not each.is_replicate() and not each.is_partial()]
 
 
 def is_partial(tensor: Any) -> bool:

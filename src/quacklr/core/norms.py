@@ -55,19 +55,17 @@ def gram(blocks_BRC: Tensor) -> Tensor:
 def largest_singular_values(grams: Sequence[Tensor]) -> list[Tensor]:
     """(B,) for each (B, S, S): an upper bound of the largest singular value of each block's step.
 
-    The bound of a step with NaN or inf is not finite.
-
-    All matrices of one size are computed together, so that the number of operations does not grow with the number of
-    layers.
+    It is not finite for a step with NaN or inf. All matrices of one size are computed together, so that the number of
+    operations does not grow with the number of layers.
     """
-    bounds: list[Tensor | None] = [None] * len(grams)
+    bounds = list(grams)
     kinds = [(gram_BSS.shape[1], gram_BSS.dtype, gram_BSS.device) for gram_BSS in grams]
     for kind in dict.fromkeys(kinds):
         same = [i for i, each in enumerate(kinds) if each == kind]
         together = schatten(torch.cat([grams[i] for i in same]), STEP_SQUARINGS)
-        for i, of_gram in zip(same, together.split([len(grams[i]) for i in same]), strict=True):
-            bounds[i] = of_gram
-    return [bound for bound in bounds if bound is not None]
+        for i, bound_B in zip(same, together.split([len(grams[i]) for i in same]), strict=True):
+            bounds[i] = bound_B
+    return bounds
 
 
 def schatten(gram_BSS: Tensor, squarings: int) -> Tensor:

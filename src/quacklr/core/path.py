@@ -9,13 +9,14 @@ QuacK uses only the paths of an attention: the rest of its code does not depend 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quacklr.core.weight import Weight, whole_numbers
+from quacklr.core.weight import Weight, validate_factor, whole_numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -33,8 +34,10 @@ class LogitPath:
 
     weights: tuple[Weight, ...]
     heads: int
-    block_of_head: tuple[Tensor, ...] | Sequence[Tensor | None] | None = None
+    block_of_head: Sequence[Tensor | None] | None = None
     scale: float | None = None
+    reads: Tensor = field(init=False)
+    """(weights, heads): the block of each weight that each head reads."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", tuple(self.weights))
@@ -43,9 +46,8 @@ class LogitPath:
         heads: object = self.heads
         if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
             raise ValueError(f"{self}: heads={heads!r}; the number of heads is a positive whole number")
-        scale: object = self.scale
-        if scale is not None and (not isinstance(scale, int | float) or not 0 < abs(scale) < float("inf")):
-            raise ValueError(f"{self}: scale={scale!r}; the factor between product and logit is a number other than 0")
+        if self.scale is not None:
+            validate_factor(self, "scale", self.scale)
         for weight in self.weights[1:-1]:
             if weight.bias is not None:
                 raise ValueError(
@@ -55,10 +57,11 @@ class LogitPath:
         given = [None] * len(self.weights) if self.block_of_head is None else list(self.block_of_head)
         if len(given) != len(self.weights):
             raise ValueError(f"{self}: {len(self.weights)} weights, but block_of_head has {len(given)} entries")
-        blocks = tuple(self._valid_blocks(weight, each) for weight, each in zip(self.weights, given, strict=True))
-        object.__setattr__(self, "block_of_head", blocks)
+        reads = torch.stack([self._read(weight, each) for weight, each in zip(self.weights, given, strict=True)])
+        object.__setattr__(self, "reads", reads)
 
-    def _valid_blocks(self, weight: Weight, given: Tensor | None) -> Tensor:
+    def _read(self, weight: Weight, given: Tensor | None) -> Tensor:
+        """(heads,): the block that each head reads."""
         if given is None:
             if self.heads % weight.blocks:
                 blocks = f"{weight.blocks} blocks in equal runs"
@@ -72,12 +75,6 @@ class LogitPath:
         return read
 
     @property
-    def reads(self) -> Tensor:
-        """(weights, heads): the block of each weight that each head reads."""
-        assert self.block_of_head is not None
-        return torch.stack([read for read in self.block_of_head if read is not None])
-
-    @property
     def meeting(self) -> int:
         """The index of the query's last weight. Its rows are multiplied with the rows of the next weight, the key's.
 
@@ -86,12 +83,9 @@ class LogitPath:
         """
         rows = [int(weight.rows_of_block[0]) for weight in self.weights]
         columns = [weight.columns for weight in self.weights]
-        for i in range(len(rows) - 1):
-            query_fits = all(columns[j] == rows[j - 1] for j in range(1, i + 1))
-            key_fits = all(columns[j] == rows[j + 1] for j in range(i + 1, len(rows) - 1))
-            if rows[i] == rows[i + 1] and query_fits and key_fits:
-                return i
-        return next((i for i in range(len(rows) - 1) if rows[i] == rows[i + 1]), 0)
+        pairs = [i for i in range(len(rows) - 1) if rows[i] == rows[i + 1]]
+        fits = [i for i in pairs if columns[1 : i + 1] == rows[:i] and columns[i + 1 : -1] == rows[i + 2 :]]
+        return [*fits, *pairs, 0][0]
 
     def __repr__(self) -> str:
         return f"LogitPath({self}: {self.heads} heads)"
@@ -102,19 +96,17 @@ class LogitPath:
 
 def as_paths(given: object, demand: str) -> list[LogitPath]:
     """The given paths as a list; ValueError, with a message that begins with `demand`, if they are not paths."""
-    paths = []
-    for path in given if isinstance(given, Iterable) else [given]:
+    paths: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    for path in paths:
         if not isinstance(path, LogitPath):
             raise ValueError(f"{demand} a list of LogitPath, not {type(path).__name__}")
-        paths.append(path)
     return paths
 
 
-def all_rated(paths: Iterable[LogitPath]) -> list[LogitPath]:
+def all_rated(paths: Sequence[LogitPath]) -> list[LogitPath]:
     """The same paths, with `rated=True` for all of their weights, so that all of them have rates."""
-    rated: dict[Weight, Weight] = {}
-    for weight in (weight for path in paths for weight in path.weights):
-        rated.setdefault(weight, weight if weight.rated else replace(weight, rated=True))
+    weights = dict.fromkeys(weight for path in paths for weight in path.weights)
+    rated = {weight: weight if weight.rated else replace(weight, rated=True) for weight in weights}
     return [replace(path, weights=tuple(rated[weight] for weight in path.weights)) for path in paths]
 
 
@@ -131,20 +123,15 @@ def attentions_of(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
     """
     attentions: dict[str, list[LogitPath]] = {}
     for path in paths:
-        attentions.setdefault(_attention_name(path, attentions), []).append(path)
+        name = module_of(path)
+        if not name:
+            own = set(path.weights)
+            sharing = (each for each, others in attentions.items() if any(own & set(p.weights) for p in others))
+            name = next(sharing, path.weights[0].name)
+        if any(other.heads != path.heads for other in attentions.get(name, ())):
+            name = str(path)
+        attentions.setdefault(name, []).append(path)
     return attentions
-
-
-def _attention_name(path: LogitPath, known: Mapping[str, Sequence[LogitPath]]) -> str:
-    same = module_of(path)
-    if not same:
-        sharing = (
-            name
-            for name, others in known.items()
-            if any(weight in other.weights for other in others for weight in path.weights)
-        )
-        same = next(sharing, path.weights[0].name)
-    return same if all(other.heads == path.heads for other in known.get(same, ())) else str(path)
 
 
 def mha(q: Weight, k: Weight) -> list[LogitPath]:
@@ -163,11 +150,9 @@ def mla(
     """
     _validate_head_size(uq, uk)
     _validate_head_size(qr, kr)
-    down_q, down_kv = ([w] if w is not None else [] for w in (dq, dkv))
-    return [
-        LogitPath((*down_q, uq, uk, *down_kv), heads=uq.blocks),
-        LogitPath((*down_q, qr, kr), heads=qr.blocks),
-    ]
+    nope = [weight for weight in (dq, uq, uk, dkv) if weight is not None]
+    rope = [weight for weight in (dq, qr, kr) if weight is not None]
+    return [LogitPath(tuple(nope), heads=uq.blocks), LogitPath(tuple(rope), heads=qr.blocks)]
 
 
 def _validate_head_size(q: Weight, k: Weight) -> None:

@@ -24,8 +24,8 @@ class CompiledPaths:
     """Some paths, compiled to index vectors: a few tensor operations for any number of layers and heads.
 
     A term is a block together with its partners, the other blocks on a head's path. `block`, (terms,), is the flat
-    index of the block; `partners`, a list of (terms,), are those of its partners. Short paths are padded with an extra
-    block of norm 1. `blocks_of` makes the blocks; `sharded.blocks.blocks_of` supports sharded weights.
+    index of the block; `partners`, a list of (terms,), are those of its partners. `blocks_of` makes the blocks;
+    `sharded.blocks.blocks_of` supports sharded weights.
     """
 
     def __init__(self, paths: Iterable[LogitPath], blocks_of: Callable[[list[Weight]], Blocks] = Blocks) -> None:
@@ -36,29 +36,28 @@ class CompiledPaths:
         self.weights = list(dict.fromkeys(self.canonical.values()))
         self.parts = [part for weight in self.weights for part in weight.parts]
         self.blocks = blocks_of(self.weights)
-        block, partners = self._terms()
-        self._validate_read(block)
+        terms = torch.cat([self.terms(path) for path in self.paths], 1).unique(dim=1)  # sorted by block
+        self._validate_read(terms[0])
         device = self.blocks.device
-        self.block, self.partners = block.to(device), [b.to(device) for b in partners]
-        self.one_term_each = len(block) == self.blocks.total
+        self.block, *self.partners = terms.to(device)
+        self.one_term_each = len(self.block) == self.blocks.total
         self.one = torch.ones(1, device=device, dtype=torch.float32)
-
-    def _terms(self) -> tuple[Tensor, list[Tensor]]:
-        most_partners = max(1, *(len(path.weights) - 1 for path in self.paths))
-        terms = []
-        for path in self.paths:
-            read = self.flat_reads(path)
-            padding = torch.full((path.heads,), self.blocks.total, device="cpu")
-            for i, block in enumerate(read):
-                others = read[:i] + read[i + 1 :]
-                terms.append(torch.stack([block, *others, *[padding] * (most_partners - len(others))]))
-        block, *partners = torch.unique(torch.cat(terms, 1), dim=1)  # sorted by block
-        return block, partners
 
     def flat_reads(self, path: LogitPath) -> list[Tensor]:
         """For each weight of a path, (heads,): the flat index of the block that each head reads."""
         indices = [self.blocks.flat_index[self.canonical[weight]] for weight in path.weights]
         return [index[blocks] for index, blocks in zip(indices, path.reads, strict=True)]
+
+    def terms(self, path: LogitPath) -> Tensor:
+        """(1 + partners, weights * heads): the flat index of each block that a head reads, and those of its partners.
+
+        Short paths are padded with an extra block, whose norm is 1.
+        """
+        read = self.flat_reads(path)
+        longest = max(2, *(len(other.weights) for other in self.paths))
+        padding = [torch.full((path.heads,), self.blocks.total, device="cpu")] * (longest - len(read))
+        others = [[*read[:i], *read[i + 1 :], *padding] for i in range(len(read))]
+        return torch.cat([torch.stack([block, *each]) for block, each in zip(read, others, strict=True)], 1)
 
     def _validate_read(self, block: Tensor) -> None:
         unread = torch.bincount(block, minlength=self.blocks.total) == 0

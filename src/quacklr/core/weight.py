@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from quacklr.core.local import Box, is_sharded, local_tensor
+from quacklr.core.local import Box
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -53,10 +53,8 @@ class Weight:
     gain: float = 1.0
 
     def __post_init__(self) -> None:
-        self._validate_param(self.param)
-        gain: object = self.gain
-        if not isinstance(gain, int | float) or not 0 < abs(gain) < math.inf:
-            raise ValueError(f"{self.name}: gain={gain!r}; a constant factor is a number other than 0")
+        self._validate_param()
+        validate_factor(self.name, "gain", self.gain)
         object.__setattr__(self, "dim", self._valid_dim())
         object.__setattr__(self, "block_of_row", self._valid_block_of_row())
         if self.bias is None:
@@ -67,7 +65,8 @@ class Weight:
             raise ValueError(f"{self.name}: its bias must have as many rows in each block as its parameter")
         object.__setattr__(self, "bias", bias)
 
-    def _validate_param(self, param: object) -> None:
+    def _validate_param(self) -> None:
+        param: object = self.param
         if not isinstance(param, Tensor):
             raise ValueError(f"{self.name}: its parameter is a {type(param).__name__}, not a tensor")
         if param.dtype not in DTYPES:
@@ -79,44 +78,49 @@ class Weight:
             raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(param.shape)}")
 
     def _valid_dim(self) -> int | tuple[int, ...]:
-        shape = tuple(self.param.shape)
+        param = self.param
         if isinstance(self.dim, tuple):
-            if self.dim != tuple(range(len(shape)))[: len(self.dim)] or len(self.dim) < 2:
+            if self.dim != tuple(range(param.ndim))[: len(self.dim)] or len(self.dim) < 2:
                 raise ValueError(f"{self.name}: dim={self.dim}; several dimensions are the first ones: (0, 1)")
-            self._validate_contiguous(self.param)
+            self._validate_contiguous(param)
             return self.dim
-        if not -len(shape) <= self.dim < len(shape):
-            raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {shape}")
-        return self.dim % len(shape)
+        if not -param.ndim <= self.dim < param.ndim:
+            raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {tuple(param.shape)}")
+        return self.dim % param.ndim
 
-    def _validate_contiguous(self, param: Tensor) -> None:
+    def _validate_contiguous(self, tensor: Tensor) -> None:
         """`flatten` of a tensor that is not contiguous makes a copy, and writing to a copy would have no effect."""
-        if not param.is_contiguous() and any(
-            param.stride()
-        ):  # strides of 0: it only shows its shape (engines/engine.py)
+        if not tensor.is_contiguous() and any(tensor.stride()):  # strides of 0: only a shape (engines/engine.py)
             raise ValueError(f"{self.name}: dim={self.dim}, but its parameter is not contiguous")
+
+    def _valid_block_of_row(self) -> Tensor:
+        rows = math.prod(self.param.shape[dim] for dim in self.dims)
+        block_of_row = whole_numbers(self.block_of_row)
+        if block_of_row is None or block_of_row.shape != (rows,):
+            raise ValueError(f"{self.name}: block_of_row must be {rows} whole numbers, one for each row")
+        if block_of_row.min() < -1 or block_of_row.max() < 0 or not block_of_row[block_of_row >= 0].bincount().all():
+            raise ValueError(
+                f"{self.name}: block_of_row must number the blocks from 0 without gaps, with -1 for rows outside the "
+                "weight"
+            )
+        return block_of_row
 
     def __repr__(self) -> str:
         rows = int((self.block_of_row >= 0).sum())
         return f"Weight({self.name}: {rows} rows of {tuple(self.param.shape)}, {self.blocks} blocks)"
 
     @property
-    def rows_are_first(self) -> bool:
-        """Whether the entries of a row are together in memory."""
-        return isinstance(self.dim, tuple) or self.dim == 0
-
-    @property
     def dims(self) -> tuple[int, ...]:
         """The dimensions of the parameter along which the rows are."""
         return self.dim if isinstance(self.dim, tuple) else (self.dim,)
 
-    def rows_first(self, box: Box | None = None) -> Tensor:
-        """The parameter or a box of it, detached: a view with the rows along the first dimension."""
-        param = local_tensor(self.param) if box is None else box.tensor()
+    def rows_first(self, box: Box) -> Tensor:
+        """A box of the parameter, detached: a view with the rows along the first dimension."""
+        tensor = box.tensor()
         if not isinstance(self.dim, tuple):
-            return param.movedim(self.dim, 0)
-        self._validate_contiguous(param)
-        return param.flatten(0, len(self.dim) - 1)
+            return tensor.movedim(self.dim, 0)
+        self._validate_contiguous(tensor)
+        return tensor.flatten(0, len(self.dim) - 1)
 
     def rows_in(self, box: Box) -> Tensor:
         """Global indices of the rows that are in a box."""
@@ -124,7 +128,7 @@ class Weight:
 
     def blocks_in(self, box: Box) -> Tensor:
         """The block of each row that is in a box."""
-        return self.block_of_row[self.rows_in(box)] if is_sharded(self.param) else self.block_of_row
+        return self.block_of_row[self.rows_in(box)]
 
     def columns_in(self, box: Box) -> Tensor:
         """Global indices of the columns that are in a box."""
@@ -140,24 +144,6 @@ class Weight:
     def spread(self, of_row: Tensor) -> Tensor:
         """Reshape a vector of one number for each row, so that it broadcasts to the parameter."""
         return of_row.view([size if d in self.dims else 1 for d, size in enumerate(self.param.shape)])
-
-    def _valid_block_of_row(self) -> Tensor:
-        rows = math.prod(self.param.shape[dim] for dim in self.dims)
-        block_of_row = whole_numbers(self.block_of_row)
-        if block_of_row is None:
-            raise ValueError(f"{self.name}: block_of_row must hold whole numbers, one for each row")
-        if block_of_row.shape != (rows,):
-            raise ValueError(f"{self.name}: {rows} rows, but block_of_row has {block_of_row.numel()} entries")
-        if block_of_row.min() < -1 or block_of_row.max() < 0:
-            raise ValueError(
-                f"{self.name}: block_of_row must number blocks from 0, with -1 for rows outside the weight"
-            )
-        sizes = torch.bincount(block_of_row[block_of_row >= 0])
-        if (sizes == 0).any():
-            raise ValueError(
-                f"{self.name}: block {int((sizes == 0).nonzero()[0])} has no rows; number blocks without gaps"
-            )
-        return block_of_row
 
     @property
     def rows_of_block(self) -> Tensor:
@@ -185,14 +171,20 @@ class Weight:
         return self.rated and any(part.param.requires_grad for part in self.parts)
 
 
+def validate_factor(owner: object, name: str, factor: object) -> None:
+    """A constant factor of the logit must be a number other than 0."""
+    if not isinstance(factor, int | float) or not 0 < abs(factor) < math.inf:
+        raise ValueError(f"{owner}: {name}={factor!r}; a constant factor is a number other than 0")
+
+
 def whole_numbers(given: object) -> Tensor | None:
     """Numbers as a long tensor on the CPU; None if they are not all whole numbers."""
     try:
         numbers = torch.as_tensor(given, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
-    inexact = numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
-    return None if inexact else numbers.to(torch.long)
+    kind = numbers.dtype
+    return None if kind.is_floating_point or kind.is_complex or kind == torch.bool else numbers.long()
 
 
 Segment = tuple[str | None, int, int]
@@ -220,18 +212,18 @@ def packed(
             raise ValueError(f"{segment}: a segment is (name, blocks, rows of a block), two positive whole numbers")
     names = " ".join(name for name, _, _ in segments if name is not None)
     if isinstance(source, nn.Module):
-        bias = bias if bias is not None else getattr(source, "bias", None)
-    param = _weight_of(source, names) if isinstance(source, nn.Module) else source
+        bias = getattr(source, "bias", None) if bias is None else bias
+        source = _weight_of(source, names)
     period = sum(blocks * size for _, blocks, size in segments)
-    if repeat * period != param.shape[dim]:
-        raise ValueError(f"{names}: segments of {repeat} x {period} rows, but the parameter has {param.shape[dim]}")
+    if repeat * period != source.shape[dim]:
+        raise ValueError(f"{names}: segments of {repeat} x {period} rows, but the parameter has {source.shape[dim]}")
     weights, start = [], 0
     for name, blocks, size in segments:
         if name is not None:
             block_of_row = torch.full((repeat, period), -1, device="cpu")
             block = torch.arange(repeat * blocks, device="cpu").view(repeat, blocks)
             block_of_row[:, start : start + blocks * size] = block.repeat_interleave(size, dim=1)
-            weights.append(Weight(name, param, block_of_row.flatten(), dim, bias))
+            weights.append(Weight(name, source, block_of_row.flatten(), dim, bias))
         start += blocks * size
     return weights
 

@@ -4,12 +4,18 @@
 
 `asked(h)` is what the optimizer's own step would change the logits of head h by (core/changes.py). It is measured after
 each step of the optimizer, so the rule needs no state, and no optimizer that is linear in lr.
+
+The initial lr is `initial_lr` of the param group, which torch's schedulers write, or `max_lr` if that is larger
+(OneCycleLR). If no scheduler has written it, it is the lr when QuacK was attached. This lr is kept in the param group
+as `quack_initial_lr`, so it is part of the optimizer's state dict, and a resumed run has the same initial lr.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +27,15 @@ from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.stepped import Stepped
 from quacklr.core.validate import validate_number
 from quacklr.core.weight import Weight
-from quacklr.rules.relative_lr import RelativeLr
 from quacklr.util.caller import warn
 
+INITIAL_LR = "quack_initial_lr"
+ABOVE_INITIAL = (
+    "the lr of a param group of {} is {:.3g} times its {}. The budget follows lr, so it is {:.3g} now instead of {:g}, "
+    "and grows with lr. If a warmup had lowered lr before QuacK was attached, set 'initial_lr' in the param group to "
+    "the peak lr"
+)
+WARN_ABOVE = 1.5
 MOSTLY_ROUNDING = (
     "{} is {}, and the first step was scaled by up to {:.3g}. Such a step of the optimizer is mostly rounding in 16 "
     "bits, and scaling it makes the rounding larger. Keep the weights in float32 and train with autocast, or raise lr"
@@ -63,17 +75,23 @@ class Budget(Rule):
         super().start(paths, optimizers, in_groups)
         self.rates.fill_(torch.nan)
         self._changes = LogitChanges(paths)
-        self._on_paths = {id(part.param) for part in paths.parts}
-        self._lr = RelativeLr(self._on_paths, in_groups)
-        for optimizer in optimizers:
-            self._lr.remember(optimizer)
+        self._parts = [(part, index) for weight, index in paths.blocks.flat_index.items() for part in weight.parts]
         self._ever_stepped: set[int] = set()
-        self._masks: dict[frozenset[int], Tensor] = {}
-        self._shares: dict[tuple[frozenset[int], frozenset[int]], Tensor] = {}
+        self._blocks_in, self._share = cache(self._new_mask), cache(self._new_share)
+        self._warn_above = WARN_ABOVE
+        for optimizer in optimizers:
+            self.optimizer_loaded(optimizer)
 
     def optimizer_loaded(self, optimizer: Optimizer) -> None:
-        """Keep the initial lrs, unless the loaded state has them."""
-        self._lr.remember(optimizer)
+        """Keep the initial lrs, unless the param groups have them. ValueError if such an lr is 0."""
+        on_paths = {id(part.param) for part, _ in self._parts}
+        for group, ids in self.in_groups.groups(optimizer):
+            if not ids.isdisjoint(on_paths) and not remember_lr(group):
+                raise ValueError(
+                    f"the lr of a param group of {type(optimizer).__name__} is 0. A budget follows lr relative to its "
+                    "initial value: attach QuacK before a warmup sets lr to 0, or set 'initial_lr' in the param group "
+                    "to the peak lr"
+                )
 
     def after(self, step: Step) -> Tensor:
         """The rates of all blocks, from the step that was taken. Collective for sharded weights.
@@ -84,11 +102,13 @@ class Budget(Rule):
         it is NaN or inf.
         """
         norms, steps = step.measure()
-        allowed, share = self._allowed(step.optimizer, step.tensors), self._share(step.tensors)
+        tensors, params = frozenset(step.tensors), (part.param for part, _ in self._parts)
+        trained = tensors.union(id(param) for param in params if param.requires_grad)
+        allowed, share = self._allowed(step), self._share(tensors, trained)
         first = self._limited(self._changes.asked(norms, steps), share, allowed)
         larger = norms + first * steps * self._changes.sqrt_rows
         rates = torch.minimum(first, self._limited(self._changes.asked(larger, steps), share, allowed))
-        self.rates = rates.where(self._blocks_in(step.tensors), self.rates)
+        self.rates = rates.where(self._blocks_in(tensors), self.rates)
         if not self._ever_stepped.issuperset(step.tensors):
             self._warn_of_rounding(step.tensors)
         self._ever_stepped |= step.tensors
@@ -104,61 +124,79 @@ class Budget(Rule):
         """Whether a weight has rates, which are those of its last step."""
         return weight.trains and any(id(part.param) in self._ever_stepped for part in weight.parts)
 
-    def _allowed(self, optimizer: Optimizer, tensors: Collection[int]) -> Tensor:
+    def _allowed(self, step: Step) -> Tensor:
         """By block, the budget in nats, times lr / initial lr of its param group."""
-        allowed = self.rates.new_zeros(self.paths.blocks.total)
-        groups = [(group, ids) for group, ids in self.in_groups.groups(optimizer) if not ids.isdisjoint(tensors)]
-        factors = [self._lr.now(optimizer, group, self.nats) for group, _ in groups]
-        if all(not isinstance(factor, Tensor) and factor == factors[0] for factor in factors):
-            return allowed.fill_(self.nats * factors[0])
-        for (_, ids), factor in zip(groups, factors, strict=True):
-            in_group = self._blocks_in(ids & self._on_paths)
-            allowed = torch.maximum(allowed, torch.where(in_group, self.nats * factor, 0.0))
+        groups = [(group, ids & step.tensors) for group, ids in self.in_groups.groups(step.optimizer)]
+        factors = [(self._relative_lr(step.optimizer, group), ids) for group, ids in groups if ids]
+        first, allowed = factors[0][0], torch.zeros_like(self.rates)
+        if all(not isinstance(factor, Tensor) and factor == first for factor, _ in factors):
+            return allowed.fill_(self.nats * first)
+        for factor, ids in factors:
+            allowed = torch.maximum(allowed, torch.where(self._blocks_in(frozenset(ids)), self.nats * factor, 0.0))
         return allowed
+
+    def _relative_lr(self, optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor:
+        """lr now / initial lr. Warns if it is above 1.5, and again if it is above ten times that value."""
+        if "lr" not in group or not remember_lr(group):  # the group may be new, or loaded
+            return 1.0
+        lr, key = _readable(group["lr"]), "initial_lr" if "initial_lr" in group else INITIAL_LR
+        initial = max(_readable(group[each]) for each in (key, "max_lr") if each in group)
+        if isinstance(lr, Tensor) or isinstance(initial, Tensor):
+            return lr / initial
+        relative = lr / initial if initial else 1.0
+        if relative > self._warn_above:
+            self._warn_above = 10 * relative
+            name = key if key == "initial_lr" else "lr when QuacK was attached"
+            kind, budget = type(optimizer).__name__, self.nats
+            warn(ABOVE_INITIAL.format(kind, relative, name, relative * budget, budget))
+        return relative
 
     def _warn_of_rounding(self, tensors: Collection[int]) -> None:
         """Warn in the first step of these tensors (by id) if 16-bit weights have large rates. Waits for the device."""
-        for weight, index in self.paths.blocks.flat_index.items():
-            if weight.rated and weight.param.element_size() == 2 and id(weight.param) in tensors:
+        for part, index in self._parts:
+            if part.param.element_size() == 2 and id(part.param) in tensors:
                 rate = float(self.rates[index].max())
                 if rate > LARGE_FOR_16_BITS:
-                    warn(MOSTLY_ROUNDING.format(weight.name, str(weight.param.dtype).removeprefix("torch."), rate))
+                    warn(MOSTLY_ROUNDING.format(part.name, str(part.param.dtype).removeprefix("torch."), rate))
                     return
 
-    def _blocks_in(self, tensors: Collection[int]) -> Tensor:
+    def _new_mask(self, tensors: frozenset[int]) -> Tensor:
         """(blocks,): whether a block has rows in these tensors (by id)."""
-        key = frozenset(tensors)
-        if key not in self._masks:
-            mask = torch.zeros(self.paths.blocks.total, dtype=torch.bool, device="cpu")
-            for weight, index in self.paths.blocks.flat_index.items():
-                mask[index] = weight.rated and any(id(part.param) in key for part in weight.parts)
-            self._masks[key] = mask.to(self.rates.device)
-        return self._masks[key]
+        mask = torch.zeros(len(self.rates), dtype=torch.bool, device="cpu")
+        for part, index in self._parts:
+            mask[index] |= id(part.param) in tensors
+        return mask.to(self.rates.device)
 
-    def _share(self, tensors: Collection[int]) -> Tensor:
+    def _new_share(self, tensors: frozenset[int], trained: frozenset[int]) -> Tensor:
         """(heads,): the share of the budget for a step of these tensors (by id); 1 if a head trains no others.
 
         If several optimizers step the weights of a head, shares are in proportion to the square root of the number of
         columns of each parameter. The first steps of AdamW have norms in this proportion, so the rates are nearly those
         of a single optimizer.
         """
-        params = (part.param for part in self.paths.parts)
-        trained = frozenset(id(param) for param in params if param.requires_grad or id(param) in tensors)
-        key = frozenset(tensors), trained
-        if key not in self._shares:
-            self._shares[key] = self._new_share(*key)
-        return self._shares[key]
-
-    def _new_share(self, tensors: Collection[int], trained: Collection[int]) -> Tensor:
-        of_step, of_all = torch.zeros(2, self.paths.blocks.total, device="cpu", dtype=torch.float32)
-        for weight, index in self.paths.blocks.flat_index.items():
-            for part in (part for part in weight.parts if weight.rated and id(part.param) in trained):
-                of_all[index] += math.sqrt(part.columns)
-                of_step[index] += math.sqrt(part.columns) * (id(part.param) in tensors)
-        head, block = torch.unique(torch.stack([self._changes.head, self._changes.block]).cpu(), dim=1)
+        of_step, of_all = torch.zeros(2, len(self.rates), device="cpu", dtype=torch.float32)
+        for part, index in self._parts:
+            of_step[index] += math.sqrt(part.columns) * (id(part.param) in tensors)
+            of_all[index] += math.sqrt(part.columns) * (id(part.param) in trained)
+        head, block = torch.stack([self._changes.head, self._changes.block]).cpu().unique(dim=1)
         zeros = of_step.new_zeros(self._changes.total_heads)
         step, total = (zeros.index_add(0, head, each[block]) for each in (of_step, of_all))
         return (step / total.clamp(min=1)).to(self.rates.device)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.nats:g})"
+
+
+def remember_lr(group: dict[str, Any]) -> bool:
+    """Keep the lr of a param group if it has no initial lr. Returns False if that lr is 0; 0 is not kept."""
+    if "initial_lr" in group or INITIAL_LR in group or "lr" not in group:
+        return True
+    lr = float(group["lr"])  # if it is a tensor on an accelerator, this waits for the device
+    if lr:
+        group[INITIAL_LR] = lr
+    return bool(lr)
+
+
+def _readable(lr: Any) -> Any:
+    """The lr as a number. A tensor on an accelerator is returned as it is: reading it would wait for the device."""
+    return float(lr) if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr

@@ -124,9 +124,7 @@ class Paper(Rule):
 
     def next_rates(self) -> Tensor:
         """The rates of the next step. Collective for sharded weights."""
-        copies, norms = self._measure()
-        self.paths.blocks.recycle(copies)
-        return self._rates(norms)
+        return self._rates(self._measure()[1])
 
     def optimizer_loaded(self, optimizer: Optimizer) -> None:
         """Warn at the next step if the optimizer's state was loaded without QuacK's."""
