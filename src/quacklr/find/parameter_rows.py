@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quacklr.core.weight import Weight
-from quacklr.util.autograd import gradients, leaves_of
+from quacklr.util.autograd import batches, gradients, leaves_of
 
 
 class NotRowsError(ValueError):
@@ -36,7 +36,7 @@ def weight_of(tensor: Tensor, masks: Sequence[Tensor], parameters: dict[int, str
     masks = [mask.expand(tensor.shape) for mask in masks]
     masked = torch.stack(masks).any(0)
     sources = [leaf for leaf in leaves_of(tensor) if id(leaf) in parameters]
-    sources = [source for source in sources if _gradient(tensor, source, masked).any()]
+    sources = [source for source in sources if _gradient(tensor, source, masked[None]).any()]
     shares = [_share(tensor, source, masked) for source in sources]
     close = max(1e-3, 8 * torch.finfo(tensor.dtype).eps)
     if all(abs(share) < close for share in shares):
@@ -45,21 +45,22 @@ def weight_of(tensor: Tensor, masks: Sequence[Tensor], parameters: dict[int, str
     if len(linear) != 1:
         names = " and ".join(parameters[id(source)] for source in sources)
         raise NotRowsError(f"its weight is made of {names} in a way that does not follow the scale of just one of them")
-    masks = [_gradient(tensor, linear[0], mask).cpu() != 0 for mask in masks]
-    return _in_blocks(linear[0], masks, parameters[id(linear[0])])
+    each = [_gradient(tensor, linear[0], some) for some in batches(torch.stack(masks), tensor)]
+    return _in_blocks(linear[0], list((torch.cat(each) != 0).cpu()), parameters[id(linear[0])])
 
 
 def _share(tensor: Tensor, source: Tensor, masked: Tensor) -> float:
     """1 if the masked entries are linear in the source, 0 if they do not depend on its scale (Euler's theorem)."""
     noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor) * masked.to(tensor)
     total = float((tensor.detach() * noise).sum())
-    part = float((source.detach() * _gradient(tensor, source, noise)).sum())
+    part = float((source.detach() * _gradient(tensor, source, noise[None])).sum())
     return part / total if total else 1.0  # all zeros count as linear
 
 
-def _gradient(tensor: Tensor, source: Tensor, cotangent: Tensor) -> Tensor:
-    (gradient,) = gradients(tensor, [source], cotangent.to(tensor))
-    return torch.zeros_like(source) if gradient is None else gradient
+def _gradient(tensor: Tensor, source: Tensor, cotangents: Tensor) -> Tensor:
+    """The gradient for each cotangent."""
+    (found,) = gradients(tensor, [source], cotangents.to(tensor))
+    return source.new_zeros(len(cotangents), *source.shape) if found is None else found
 
 
 def _in_blocks(param: Tensor, masks: Sequence[Tensor], name: str) -> tuple[Weight, list[int]]:

@@ -7,7 +7,7 @@ output ends at the leaves of earlier records, and is short.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
@@ -34,55 +34,57 @@ class Projection:
     calls: tuple[int, ...]  # numbers of the module calls that were running, outermost first
     number: int  # position among projections and products and learned tensors in the order they ran
 
-    def per_row(self, gradient: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
-        """The absolute values of a tensor of the output's shape, reduced over all axes but those of the rows."""
-        kept = [axis for axis, _ in self.rows]
-        others = [axis for axis in range(gradient.ndim) if axis not in kept]
-        size = gradient.detach().abs()
-        return reduce(size, others) if others else size
+    def per_row(self, gradients: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+        """The sizes of several gradients, along the first axis, reduced over all axes but those of the rows."""
+        kept = [0, *(axis + 1 for axis, _ in self.rows)]
+        others = [axis for axis in range(gradients.ndim) if axis not in kept]
+        sizes = gradients.detach().abs()
+        return reduce(sizes, others) if others else sizes
 
-    def rows_with(self, gradient: Tensor) -> RowMask:
-        """The rows whose output has a gradient."""
-        largest = self.per_row(gradient, Tensor.amax)
-        nonzero = (largest > THRESHOLD * largest.max()).cpu()
+    def rows_with(self, gradients: Tensor) -> list[Rows | None]:
+        """For each of several gradients, the rows whose output has one; None if no row has."""
+        largest = self.per_row(gradients, Tensor.amax)
+        nonzero = largest > THRESHOLD * largest.flatten(1).amax(1).view(-1, *[1] * (largest.ndim - 1))
         in_output = sorted(self.rows)
         order = sorted(range(len(in_output)), key=lambda i: in_output[i][1])
         axes = {axis for _, axis in self.rows}
         shape = [size if axis in axes else 1 for axis, size in enumerate(self.weight.shape)]
-        return RowMask(self, nonzero.permute(order).reshape(shape))
+        masks = nonzero.permute(0, *(i + 1 for i in order)).reshape(-1, *shape).cpu()
+        return [Rows((id(self.weight), mask_key(mask)), self, mask) if mask.any() else None for mask in masks]
 
-    def is_sparse(self, gradient: Tensor) -> bool:
+    def is_sparse(self, gradients: Tensor) -> bool:
         """Whether single entries of the output have no gradient, as after a ReLU. Whole rows may have none by chance.
 
-        Otherwise the entries with a gradient are some rows, the same for every token that has any.
+        Otherwise the entries with a gradient are some rows, the same for every token that has any. An entry counts if
+        it has a gradient in one of several directions: in some, 16-bit rounding may cancel it.
         """
         if len(self.rows) != 1 or self.output is None:
             return False
-        by_row = gradient.movedim(self.rows[0][0], 0).flatten(1) != 0
+        by_row = (gradients != 0).any(0).movedim(self.rows[0][0], 0).flatten(1)
         rows, tokens = by_row.any(1), by_row.any(0)
         one_token = bool(tokens.sum() == 1 < len(tokens))  # the other tokens may have none by chance
         return one_token or not bool(by_row[rows][:, tokens].all())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowMask:
-    """Some rows of a projection: a mask in the shape of its weight, with size 1 along the axes that it sums over."""
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a projection: a mask in the shape of its weight, with size 1 along the axes that it sums over.
 
-    projection: Projection
-    mask: Tensor
+    `key` is equal for the same rows of the same weight.
+    """
 
-    @property
-    def key(self) -> tuple[int, bytes]:
-        """Equal for the same rows of the same weight."""
-        return id(self.projection.weight), mask_key(self.mask)
+    key: tuple[int, bytes]
+    projection: Projection = field(compare=False)
+    mask: Tensor = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
-    """A factor of a product, the queries or the keys, and the axis that the product sums over."""
+    """A factor of a product: the queries or the keys."""
 
     tensor: Tensor
-    axis: int
+    axis: int  # the product sums over it
+    axes: tuple[tuple[int, int], ...]  # (axis of the product, axis of the factor) for all axes that both have
 
 
 @dataclass(frozen=True, slots=True, eq=False)
