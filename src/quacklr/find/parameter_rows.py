@@ -67,14 +67,14 @@ def _in_blocks(param: Tensor, masks: Sequence[Tensor], name: str) -> tuple[Weigh
     """The weight whose blocks are the distinct masks, and the block of each mask."""
     keys = [mask_key(mask) for mask in masks]
     distinct = dict(zip(keys, masks, strict=True))
-    ordered = sorted(distinct, key=lambda key: int(distinct[key].flatten().nonzero()[0]))
-    block = torch.full(masks[0].shape, -1)
-    for number, key in enumerate(ordered):
-        if (block[distinct[key]] >= 0).any():
-            raise NotRowsError(f"heads share some rows of {name}, but not all that they read: its heads are mixed")
-        block[distinct[key]] = number
-    block_of_row, dim = _along_one_dim(block, param, name)
-    return Weight(name, param, block_of_row, dim), [ordered.index(key) for key in keys]
+    blocks = torch.stack(list(distinct.values())).byte()
+    by_first_row = blocks.flatten(1).argmax(1).argsort()
+    blocks = blocks[by_first_row]
+    if (blocks.sum(0) > 1).any():
+        raise NotRowsError(f"heads share some rows of {name}, but not all that they read: its heads are mixed")
+    block_of_row, dim = _along_one_dim(torch.where(blocks.sum(0) > 0, blocks.argmax(0), -1), param, name)
+    number = dict(zip(distinct, by_first_row.argsort().tolist(), strict=True))
+    return Weight(name, param, block_of_row, dim), [number[key] for key in keys]
 
 
 def _along_one_dim(block: Tensor, param: Tensor, name: str) -> tuple[Tensor, int | tuple[int, ...]]:

@@ -18,7 +18,7 @@ The logit as a function of the product must be Lipschitz too: its slope at the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -117,7 +117,8 @@ class Homogeneity:
         If shares add up to more than the total, there is a gate or a learned scale; if to less, a residual.
         """
         found = recorded_in(tensor, self.projections)
-        shares = self._shares(function, tensor, cotangents, tensor, cotangents, found)
+        at = gradients(tensor, [p.leaf for p in found], cotangents)
+        shares = self._shares(function, sums(tensor.detach() * cotangents), found, at)
         made = [at for p in found if p.output is not None for at in self.leaf_gradients.get(p, [])]
         self.is_unreached |= bool(made) and not any(bool(at.any()) for at in made)
         contributing = self._with_share(shares, found)
@@ -132,12 +133,12 @@ class Homogeneity:
         earlier = self._earlier(projection)
         if not earlier or projection.output is None or projection.input is None:
             return []
-        at = torch.cat(self.leaf_gradients[projection])
-        (at_input,) = gradients(projection.output, [projection.input], at)
+        cotangents = torch.cat(self.leaf_gradients[projection])
+        at_input, *at = gradients(projection.output, [projection.input, *(p.leaf for p in earlier)], cotangents)
         if at_input is None:
             return []
         function = projection.number, "output"
-        shares = self._shares(function, projection.input, at_input, projection.output, at, earlier)
+        shares = self._shares(function, sums(projection.input.detach() * at_input), earlier, at)
         contributing = self._with_share(shares, earlier)
         if self._are_complete(shares, earlier, contributing):
             return contributing
@@ -152,18 +153,11 @@ class Homogeneity:
         return [p for p in inside if p.number < projection.number]
 
     def _shares(
-        self,
-        function: tuple[int, str],
-        tensor: Tensor,
-        at: Tensor,
-        output: Tensor,
-        at_output: Tensor,
-        found: list[Projection],
+        self, function: tuple[int, str], totals: Tensor, found: list[Projection], at: Sequence[Tensor | None]
     ) -> Shares:
-        """The sums of tensor * at, and each projection's share in them, from gradients of `output` at `at_output`."""
-        totals = sums(tensor.detach() * at)
+        """The totals, and each projection's share in them, from the gradients at the projections."""
         shares_PF = totals.new_zeros(len(totals), len(found))
-        for i, (p, at_leaf) in enumerate(zip(found, gradients(output, [p.leaf for p in found], at_output), strict=True)):
+        for i, (p, at_leaf) in enumerate(zip(found, at, strict=True)):
             if at_leaf is not None:
                 self.leaf_gradients.setdefault(p, []).append(at_leaf)
                 share = p.leaf.detach().float() * at_leaf
