@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from quacklr.find.parameter_rows import mask_key
 from quacklr.util.autograd import leaves_of
 
+DEPTH = 4  # records between logits and the products that they are computed from
 THRESHOLD = 1e-6  # relative to the largest gradient of a row: smaller ones are rounding
 
 
@@ -130,43 +130,40 @@ def recorded_in(tensor: Tensor, records: Mapping[int, R]) -> list[R]:
     return [records[leaf] for leaf in map(id, leaves_of(tensor)) if leaf in records]
 
 
-class ProductSearch:
-    """Finds the products that a tensor is computed from, in one call of a module and at most DEPTH records back.
+def mask_key(mask: Tensor) -> bytes:
+    """Equal for equal masks."""
+    return bytes(mask.flatten().tolist())
 
-    `between` has the numbers of the projections and products that lie between the tensor and the products found.
+
+def products_behind(
+    logits: Tensor, records: Mapping[int, Projection | Product], call: int, own: Product | None
+) -> tuple[list[Product], set[int]]:
+    """The products that logits are computed from, in one call of a module and at most DEPTH records back.
+
+    Also the numbers of the records that lie between the logits and these products. The first product is `own`, if any.
     """
+    products = [] if own is None else [own]
+    between: set[int] = set()
+    visited = {id(product.leaf): True for product in products}
 
-    DEPTH = 4
-
-    def __init__(
-        self,
-        call: int,
-        projections: Mapping[int, Projection],
-        products: Mapping[int, Product],
-        known: Product | None = None,
-    ) -> None:
-        self.call = call
-        self.records: dict[int, Projection | Product] = {**projections, **products}
-        self.products: list[Product] = [] if known is None else [known]
-        self.between: set[int] = set()
-        self._visited = {id(product.leaf): True for product in self.products}
-
-    def search(self, tensor: Tensor, depth: int = 0) -> bool:
+    def search(tensor: Tensor, depth: int) -> bool:
         """Whether the tensor is computed from products. All its leaves are visited."""
-        found = [self._visit(id(leaf), depth) for leaf in leaves_of(tensor)]
+        found = [visit(id(leaf), depth) for leaf in leaves_of(tensor)]
         return any(found)
 
-    def _visit(self, leaf: int, depth: int) -> bool:
+    def visit(leaf: int, depth: int) -> bool:
         """Whether a leaf is that of a product, or of a record that is computed from products."""
-        record = self.records.get(leaf)
-        if record is None or record.output is None or (depth and self.call not in record.calls):
+        record = records.get(leaf)
+        if record is None or record.output is None or (depth and call not in record.calls):
             return False
-        if leaf not in self._visited:
-            self._visited[leaf] = False
-            computed_from = depth < self.DEPTH and self.search(record.output, depth + 1)
+        if leaf not in visited:
+            visited[leaf] = False
+            computed_from = depth < DEPTH and search(record.output, depth + 1)
             if computed_from:
-                self.between.add(record.number)
+                between.add(record.number)
             elif isinstance(record, Product):
-                self.products.append(record)
-            self._visited[leaf] = computed_from or isinstance(record, Product)
-        return self._visited[leaf]
+                products.append(record)
+            visited[leaf] = computed_from or isinstance(record, Product)
+        return visited[leaf]
+
+    return (products, between) if search(logits, 0) else ([], set())

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from quacklr.find.measure.records import Attention, Factor, Product, ProductSearch, Projection, recorded_in
+from quacklr.find.measure.records import Attention, Factor, Product, Projection, products_behind, recorded_in
 from quacklr.util.module_stack import ModuleStack
 from quacklr.util.products import ProductLabels, explicit_labels, first_pair, matmul_labels, product_of
 from quacklr.util.torch_functions import (
@@ -61,7 +61,7 @@ class Tape(TorchFunctionMode):
         parameters: Iterable[Tensor],
         buffers: Iterable[Tensor],
         running: ModuleStack,
-        on_attention: Callable[[Attention], None],
+        on_attention: Callable[[Attention, Tape], None],
         random: bool = True,
         scale: float = 1.0,
         not_replaced: Collection[int] = (),
@@ -251,16 +251,17 @@ class Tape(TorchFunctionMode):
         direct = recorded_in(logits, self.products)
         nearby = [product for product in self.products.values() if product.is_near(logits, self.running.calls)]
         module, call = self._attending(direct or nearby)
-        search = ProductSearch(call, self.projections, {id(product.leaf): product for product in direct + nearby}, own)
-        if not (direct or nearby) or not search.search(logits):
+        records = {**self.projections, **{id(product.leaf): product for product in direct + nearby}}
+        products, between = products_behind(logits, records, call, own) if direct or nearby else ([], set())
+        if not products:
             return False
-        for product in search.products:
+        for product in products:
             del self.products[id(product.leaf)]
-        self.on_logits |= search.between
-        if not search.between:
+        self.on_logits |= between
+        if not between:
             of_own = (own.q.tensor, own.k.tensor) if own is not None else ()
             nested = any(recorded_in(tensor, self.products) for tensor in of_own)
-            self.on_attention(Attention(logits, direct, module, call, fused, nested))
+            self.on_attention(Attention(logits, direct, module, call, fused, nested), self)
         return True
 
     def _attending(self, products: Sequence[Product]) -> tuple[str, int]:
