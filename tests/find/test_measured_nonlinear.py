@@ -123,6 +123,25 @@ def test_rows_that_a_sample_may_have_missed_are_never_left_out_in_silence(functi
         assert blocks(finding, attention) == {"q_proj.weight": Q, "k_proj.weight": K}
 
 
+class Fused(nn.Module):
+    """Queries and keys are rows of one weight; a function of one of them may have no gradient."""
+
+    def __init__(self, of_q: Made, of_k: Made) -> None:
+        super().__init__()
+        self.qkv, self.of_q, self.of_k = linear(96), of_q, of_k
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (4, 8)).transpose(1, 2) for x in self.qkv(hidden_states).chunk(3, -1))
+        return F.scaled_dot_product_attention(self.of_q(q), self.of_k(k), v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("functions", [(SAME, lambda x: F.relu(x - 2)), (lambda x: F.relu(x - 2), SAME)])
+def test_missing_gradients_are_seen_on_both_sides_of_a_fused_weight(functions: tuple[Made, Made]) -> None:
+    finding = measured(Fused(*functions))
+    assert "have no gradient" in finding.reason
+    assert finding.undecided
+
+
 @pytest.mark.parametrize("name", BOUNDED)
 def test_what_is_bounded_is_on_no_path(name: str) -> None:
     attention = Changed(BOUNDED[name], nn.Identity())

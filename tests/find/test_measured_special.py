@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quacklr import logit_paths
 from quacklr.find.measure.assemble import measured_paths
+from quacklr.util import autograd
 from stand_ins_kit import HF, Known, Model, Plain
 
 SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -314,3 +315,33 @@ def test_the_learned_keys_of_a_head_are_one_block_on_a_path_with_its_query(
     if max(block_of_row):
         assert memories.reads.tolist() == tokens.reads.tolist()
     assert not attention.mem_k.any()
+
+
+class OneByOne(torch.autograd.Function):
+    """Doubles its input. Its backward reads a number, so gradients of several heads cannot go through it at once."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * (2 if gradients[0].sum().item() else 0)
+
+
+class Doubled(Plain):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attend(OneByOne.apply(query), key, value)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("most", [1, 2**24])
+@pytest.mark.parametrize("kind", [Plain, Doubled])
+def test_heads_are_the_same_whether_they_are_measured_together_or_one_after_another(
+    kind: type[Plain], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autograd, "MOST", most)
+    (finding,) = measured_paths(Model(HF, kind()), SAMPLE).values()
+    assert [w.block_of_row.tolist() for w in finding.paths[0].weights] == [
+        [row // 8 for row in range(n)] for n in (32, 16)
+    ]
+    assert finding.paths[0].reads.tolist() == [[0, 1, 2, 3], [0, 0, 1, 1]]

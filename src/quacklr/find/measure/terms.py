@@ -74,7 +74,7 @@ class TermFinder:
         found = self.homogeneity
         if not found.is_finite:
             return NOT_FINITE
-        if found.is_unreached or any(p.is_sparse(found.leaf_gradients[p][0]) for p in found.on_paths):
+        if found.is_unreached or any(p.is_sparse(at) for p in found.on_paths for at in found.leaf_gradients[p]):
             return SPARSE
         if is_mixed:
             return MIXED
