@@ -156,9 +156,12 @@ def _fill(place: Any, items: Any) -> None:
         kind.clear(place)
         for key, item in items.items():
             kind.__setitem__(place, key, item)
-    elif isinstance(place, CONTAINERS):
+    elif isinstance(place, set):
         place.clear()
-        (place.update if isinstance(place, set) else place.extend)(items)
+        place.update(items)
+    elif isinstance(place, list | deque):
+        place.clear()
+        place.extend(items)
     else:
         for name in now.keys() - items.keys():
             object.__delattr__(place, name)

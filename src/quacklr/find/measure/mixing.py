@@ -57,6 +57,7 @@ def _head_of_logit(
     for some in batches(torch.arange(count, device=logits.device), backward):
         along = direction * (head_of_entry == some.view(-1, *[1] * direction.ndim))
         (derivatives,) = gradients(backward, [cotangent], along)
+        assert derivatives is not None
         changed = _changes_softmax(derivatives, logits)
         if ((found >= 0) + changed.sum(0) > 1).any():
             return None

@@ -172,7 +172,7 @@ class Tape(TorchFunctionMode):
         self.count += 1
         if self.count in self.not_replaced:
             return output
-        return self._product(output, *factors, labels).leaf.clone()
+        return self._product(output, left, right, labels).leaf.clone()
 
     def _product(self, output: Tensor, left: Tensor, right: Tensor, labels: ProductLabels) -> Product:
         ((q_axis, k_axis),) = labels.summed_axes()
@@ -251,7 +251,10 @@ class Tape(TorchFunctionMode):
         direct = recorded_in(logits, self.products)
         nearby = [product for product in self.products.values() if product.is_near(logits, self.running.calls)]
         module, call = self._attending(direct or nearby)
-        records = {**self.projections, **{id(product.leaf): product for product in direct + nearby}}
+        records: dict[int, Projection | Product] = {
+            **self.projections,
+            **{id(product.leaf): product for product in direct + nearby},
+        }
         products, between = products_behind(logits, records, call, own) if direct or nearby else ([], set())
         if not products:
             return False
