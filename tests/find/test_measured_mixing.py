@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quacklr import logit_paths
-from quacklr.find.measure.assemble import measured_paths
+from quacklr.find.measure.assemble import NotRowsError, measured_paths, weight_of
 from stand_ins_kit import HF, WIDTH, Model, Plain, causal
 
 SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -309,3 +309,11 @@ def test_mixed_heads_are_left_alone_with_a_warning_and_the_rest_attaches() -> No
     model = Model(HF, Written(MIXING["flip"]("zero"), layout="matmul", rows=ROWS), Plain())
     with pytest.warns(UserWarning, match="mixes the logits of its heads"):
         assert [path.weights[0].name for path in logit_paths(model, SAMPLE)] == ["model.layers.1.self_attn.q"]
+
+
+@pytest.mark.parametrize("rows", [([0, 1], [1, 2], [3]), ([0], [1, 2], [2, 3])])
+def test_heads_that_share_some_of_their_rows_are_mixed(rows: tuple[list[int], ...]) -> None:
+    param = nn.Parameter(torch.ones(4, 3))
+    masks = [torch.isin(torch.arange(4), torch.tensor(each))[:, None] for each in rows]
+    with pytest.raises(NotRowsError, match="heads share some rows of w, but not all that they read"):
+        weight_of(param, masks, {id(param): "w"})
