@@ -144,7 +144,7 @@ def cold() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        command = [sys.executable, "-m", "quacklr.cli", "train", "--method", "quack", "--out", str(out)]
+        command = [sys.executable, "-m", "quacklr", "train", "--method", "quack", "--out", str(out)]
         began = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 2:

@@ -18,10 +18,7 @@ from quacklr.util.arguments import empty_argument
     ("arguments", "message"),
     [
         (["demo", "--steps", "0"], "--steps must be a positive number, not 0"),
-        (["demo", "--seed", "-1"], "--seed must be from 0 to 2^63 - 1, not -1"),
-        (["sweep"], "which study? One or more of critical, interventions"),
         (["sweep", "nonsense"], "which study? One or more of critical, interventions"),
-        (["sweep", "demo", "--seeds", "0"], "--seeds must be a positive number, not 0"),
         (["sweep", "demo", "--steps", "9", "--dry-run"], "--steps 9 is less than the warmup of 30 steps"),
         (["sweep", "speed", "demo"], "speed compares times of runs in one process; give no other study"),
         (["report", "nowhere"], "nowhere/ledger.jsonl has no runs yet; make some with `quacklr sweep STUDY"),
@@ -68,17 +65,10 @@ def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypa
     assert "quacklr report needs matplotlib: pip install 'quacklr[lab]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--out", ""], "--out is empty"),
-        (["--out="], "--out is empty"),
-        ([""], "an argument is empty"),
-        (["--out=here", ""], "an argument is empty"),
-    ],
-)
-def test_an_empty_argument_is_named(argv: list[str], message: str) -> None:
-    assert empty_argument(argv).startswith(message)
+def test_an_empty_argument_is_named() -> None:
+    assert empty_argument(["--out", ""]).startswith("--out is empty")
+    assert empty_argument(["--out="]).startswith("--out is empty")
+    assert empty_argument(["--out=here", ""]).startswith("an argument is empty")
     assert empty_argument(["--out", "here", "--force", "--name=a"]) == ""
 
 
@@ -86,8 +76,7 @@ def test_an_empty_argument_is_named(argv: list[str], message: str) -> None:
 def test_a_reader_who_has_read_enough_ends_a_command_without_a_word(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "quacklr", *arguments]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    command, buffered = [sys.executable, "-m", "quacklr", *arguments], os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=buffered)
     os.close(writer)
-    assert done.stderr == ""
-    assert done.returncode == 1 or arguments == ["--help"]  # without a buffer, argparse itself drops the text
+    assert (done.returncode, done.stderr) == (1, "")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quacklr.attention.clip import QKClip
     from quacklr.attention.monitor import LogitMonitor, LogitStats
-    from quacklr.checking import check
+    from quacklr.checking.check import check
     from quacklr.core.norms import frobenius, spectral
     from quacklr.core.path import LogitPath, mha, mla
     from quacklr.core.rule import Rule
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "checking": ("check",),
+    "checking.check": ("check",),
     "core.norms": ("frobenius", "spectral"),
     "core.path": ("LogitPath", "mha", "mla"),
     "core.weight": ("Weight", "packed"),

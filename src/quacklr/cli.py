@@ -6,20 +6,15 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from quacklr import __version__
 from quacklr.util.arguments import Parser
 
 COMMANDS = {  # name: (module with a main(argv), help text)
     "demo": ("quacklr.lab.demo", "train small models with and without QuacK at a high learning rate, and compare them"),
-    "inspect": (
-        "quacklr.inspect.command",
-        "show the attention that quacklr finds in a model: layout, heads, paths, what is left alone and why",
-    ),
-    "check": (
-        "quacklr.checking.command",
-        "check on a copy of a model that QuacK scales the right rows, by a measurement and real steps",
-    ),
+    "inspect": ("quacklr.inspect.command", "show the attention of a model: heads, paths, what is left alone and why"),
+    "check": ("quacklr.checking.command", "check on a copy of a model that QuacK scales the right rows, in real steps"),
     "train": ("quacklr.lab.train.command", "train one model with any of the methods, and write everything to a folder"),
     "sweep": ("quacklr.lab.sweep.command", "run the grids of the studies, several runs at once, resumable"),
     "report": ("quacklr.lab.report.command", "make figures, a table of claims and one page from a sweep's ledger"),
@@ -27,6 +22,31 @@ COMMANDS = {  # name: (module with a main(argv), help text)
     "export": ("quacklr.lab.export.command", "write a run as a transformers checkpoint: Llama, Qwen3 or DeepSeek-V3"),
     "prepare": ("quacklr.lab.data.command", "tokenize text into shards for training"),
 }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0, 2 for bad options, 130 when stopped by Ctrl-C."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is imported; see docs/lab.md
+    try:
+        code = run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does; Python flushes stdout again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command and return its exit code. argparse exits by itself after --help, --version and mistakes."""
+    try:
+        if argv and argv[0] in COMMANDS:
+            return int(_imported(argv[0]).main(argv[1:]))
+        parser().parse_args(argv)
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
 
 
 def parser() -> Parser:
@@ -39,42 +59,12 @@ def parser() -> Parser:
     return top
 
 
-def run(command: str, argv: Sequence[str]) -> int:
-    """Run a command; a message and exit code 2 if a package is missing, or if the lab cannot run on this system."""
+def _imported(command: str) -> Any:
+    """The module of a command. SystemExit(2) if a package is missing, or if the lab cannot run on this system."""
     try:
-        module = importlib.import_module(COMMANDS[command][0])
+        return importlib.import_module(COMMANDS[command][0])
     except ModuleNotFoundError as missing:
         package = "'quacklr[lab]'" if ".lab." in COMMANDS[command][0] else missing.name
         needs = "Linux or macOS" if missing.name == "fcntl" else f"{missing.name}: pip install {package}"
         print(f"quacklr {command} needs {needs}", file=sys.stderr)
-        return 2
-    return int(module.main(argv))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 2 for bad options, 130 when stopped by Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is imported; see docs/lab.md
-    try:
-        code = _main(argv)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does; Python flushes stdout again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return code
-
-
-def _main(argv: Sequence[str]) -> int:
-    try:
-        if argv and argv[0] in COMMANDS:
-            return run(argv[0], argv[1:])
-        parser().parse_args(argv)
-    except KeyboardInterrupt:
-        return 130
-    except SystemExit as stop:  # argparse exits by itself after --help, --version and mistakes
-        return int(stop.code or 0)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        raise SystemExit(2) from missing

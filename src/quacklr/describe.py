@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from quacklr.attach.attachment import Attachment
+from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 from quacklr.find.discover import by_module
-from quacklr.find.finding import GIVEN
+from quacklr.find.finding import GIVEN, Finding
 from quacklr.util.text_table import columns, grouped, value_range
 
 FROZEN = "frozen: no rate, counts in its partners' norms"
@@ -23,27 +24,43 @@ def describe(compiled: CompiledPaths, when: str, rates: Mapping[str, Tensor], at
     `rates` are by weight name, `when` is their heading.
     Behind the table: attention that is not verified, and what was left alone, with reasons.
     """
-    findings = attachment.found
-    attentions = by_module(compiled.paths)
-    rows = [("attention", "found", "heads", "logit", when)]
-    for module, paths in attentions.items():
-        logit = " + ".join(" ".join(weight_term(weight, module) for weight in path.weights) for path in paths)
+    found, attentions = attachment.found, by_module(compiled.paths)
+
+    def rates_of(module: str, paths: Sequence[LogitPath]) -> str:
         weights = dict.fromkeys(compiled.canonical[weight] for path in paths for weight in path.weights)
-        ranges = [f"{_short(w, module)} {value_range(rates[w.name])}" for w in weights if w.name in rates]
+        return "  ".join(f"{_short(w, module)} {value_range(rates[w.name])}" for w in weights if w.name in rates)
+
+    notes = {name: found[name].note for name in attentions if name in found and found[name].note}
+    left_alone = {**without_rate(compiled.weights), **attachment.left_alone}
+    table = columns(attention_rows(attentions, found, when, rates_of))
+    return "\n".join([*table, *grouped("found by table:", notes), *grouped("left alone:", left_alone)])
+
+
+def attention_rows(
+    attentions: Mapping[str, Sequence[LogitPath]],
+    found: Mapping[str, Finding],
+    title: str,
+    last: Callable[[str, Sequence[LogitPath]], str],
+) -> list[tuple[str, ...]]:
+    """The rows of the table, and their titles. `last` returns the cell of a module in the last column."""
+    rows = [("attention", "found", "heads", "logit", title)]
+    for module, paths in attentions.items():
+        origin = found[module].origin if module in found else GIVEN
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
-        found = findings[module].origin if module in findings else GIVEN
-        rows.append((module or "(model)", found, heads, logit, "  ".join(ranges)))
-    frozen = {w.name: FROZEN if w.rated else UNRATED for w in compiled.weights if not w.trains}
-    alone = grouped({**frozen, **attachment.left_alone}.items())
-    notes = grouped((name, each.note) for name, each in findings.items() if each.note and name in attentions)
-    sections = [*columns(rows), *(["found by table:", *notes] if notes else [])]
-    return "\n".join([*sections, *(["left alone:", *alone] if alone else [])])
+        logit = " + ".join(" ".join(_term(weight, module) for weight in path.weights) for path in paths)
+        rows.append((module or "(model)", origin, heads, logit, last(module, paths)))
+    return rows
+
+
+def without_rate(weights: Iterable[Weight]) -> dict[str, str]:
+    """By name, why weights on paths have no rate."""
+    return {weight.name: FROZEN if weight.rated else UNRATED for weight in weights if not weight.trains}
 
 
 def _short(weight: Weight, module: str) -> str:
     return weight.name.removeprefix(f"{module}.")
 
 
-def weight_term(weight: Weight, module: str = "") -> str:
+def _term(weight: Weight, module: str) -> str:
     """The weight's name within the module and its number of blocks: q[8]."""
     return _short(weight, module) + (f"[{weight.blocks}]" if weight.blocks > 1 else "")

@@ -1,229 +1,290 @@
-"""QK clip equals Kimi K2's Algorithm 1, written out head by head, and touches nothing else."""
+"""QK clip: which forwards count, which weights share a head's factor, in any loop and with any optimizer.
+
+That a step is Kimi K2's is tested in test_attention_models.py.
+"""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD
 
 from lab_runs import block
 from models import assert_equal
-from quacklr import LogitPath, QKClip, logit_paths, mha, packed
-from quacklr.attention.clip import factors
-from quacklr.attention.clip import gamma as gamma_of
-from quacklr.find.discover import by_module
-from quacklr.lab.model import MHA, MLA, Decoder, Shape, build
+from quacklr import LogitPath, QKClip, QuacK, logit_paths, mha, packed
+from quacklr.lab.model import MLA, Shape, build
 
-SHAPE = Shape(d_model=32, layers=2, d_ff=48, context=12, vocab=50, init_std=0.4)
-FULL = MHA(heads=4, kv_heads=4, head_dim=8)
-GQA = MHA(heads=4, kv_heads=2, head_dim=8)
-MQA = MHA(heads=4, kv_heads=1, head_dim=8)
-LATENT = MLA(heads=3, nope_dim=8, rope_dim=4, v_head_dim=8, d_cq=16, d_ckv=8)
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(2))
+THRESHOLD = 0.05
 
 
-def batches(count: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 50, (3, 12), generator=generator) for _ in range(count)]
+class Attention(nn.Module):
+    """Two heads, with or without an adapter on the query."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k = (nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.a = nn.Linear(8, rank, bias=False) if rank else None
+        self.b = nn.Linear(rank, 8, bias=False) if rank else None
+
+    def logits(self, x: Tensor) -> Tensor:
+        asked = self.q(x) + (self.b(self.a(x)) if self.a and self.b else 0)
+        q, k = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in (asked, self.k(x)))
+        return q @ k.mT
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x).softmax(-1)
+
+    def largest(self, x: Tensor = X) -> Tensor:
+        return self.logits(x).amax((0, 2, 3)).detach()
+
+    def logit_paths(self) -> list[LogitPath]:
+        (q,), (k,) = packed(self.q, ("q", 2, 4)), packed(self.k, ("k", 2, 4))
+        if self.a is None or self.b is None:
+            return mha(q, k)
+        (b,), (a,) = packed(self.b, ("b", 2, 4)), packed(self.a, ("a", 1, self.a.out_features))
+        return [*mha(q, k), LogitPath((a, b, k), heads=2)]
 
 
-def first_logits(model: Decoder, tokens: Tensor) -> Tensor:
-    """(B, H, I, J) of the first block by hand, -inf in the future."""
-    a, x = block(model).attention, block(model).attention_norm(model.embedding(tokens))
-    if isinstance(getattr(a, "kv_heads", None), int):
-        q = model.rotary(a.q(x).unflatten(-1, (4, 8)))
-        k = model.rotary(a.k(x).unflatten(-1, (a.kv_heads, 8))).repeat_interleave(4 // a.kv_heads, dim=2)
-        logit = torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5
-    else:
-        q, k = a.uq(a.dq(x)).unflatten(-1, (3, 8)), a.uk(a.dkv(x)).unflatten(-1, (3, 8))
-        turned, shared = model.rotary(a.qr(a.dq(x)).unflatten(-1, (3, 4))), model.rotary(a.kr(x)[:, :, None])[:, :, 0]
-        logit = torch.einsum("bihd,bjhd->bhij", q, k) + torch.einsum("bihd,bjd->bhij", turned, shared)
-        logit = logit / 12**0.5
-    return logit + torch.full((12, 12), -torch.inf).triu(1)
-
-
-def one_step(spec: MHA | MLA, threshold: float | None, micro_batches: int = 3) -> tuple[Decoder, Decoder, list[float]]:
-    """The model after a clipped step, after the same step without, and each head's gamma by Kimi's formula.
-
-    Without a threshold it is one that some heads pass and others do not.
-    """
-    clipped, plain = build(SHAPE, spec, seed=0), build(SHAPE, spec, seed=0)
-    with torch.no_grad():
-        heads = torch.cat([first_logits(plain, tokens).amax((0, 2, 3))[None] for tokens in batches(micro_batches)])
-    largest = heads.amax(0).tolist()
-    threshold = threshold or sum(largest) / len(largest)
-    for model in (clipped, plain):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        clip = QKClip(model, optimizer, threshold) if model is clipped else None
-        for tokens in batches(micro_batches):
-            model(tokens).square().mean().backward()
+def step(model: nn.Module, *optimizers: torch.optim.Optimizer, x: Tensor = X) -> None:
+    """A step of nothing but the clip, if the learning rate is tiny."""
+    model(x).square().mean().backward()
+    for optimizer in optimizers:
         optimizer.step()
-        if clip:
-            clip.remove()
-    return clipped, plain, [min(1.0, threshold / each) for each in largest]
 
 
-def rows(model: Decoder, role: str, head: int, heads: int) -> Tensor:
-    weight: Tensor = getattr(block(model).attention, role).weight.detach()
-    return weight.unflatten(0, (heads, -1))[head]
+def assert_clipped(model: Attention) -> None:
+    torch.testing.assert_close(model.largest(), torch.full((2,), THRESHOLD))
 
 
-def test_mha_is_scaled_by_the_root_of_gamma_on_both_sides() -> None:
-    clipped, plain, gammas = one_step(FULL, threshold=None)
-    assert min(gammas) < max(gammas) == 1
-    for head, gamma in enumerate(gammas):
-        root = gamma**0.5
-        for role in "qk":
-            torch.testing.assert_close(rows(clipped, role, head, 4), root * rows(plain, role, head, 4))
+def tiny(model: nn.Module) -> SGD:
+    return SGD(model.parameters(), lr=1e-12)
 
 
-@pytest.mark.parametrize("threshold", [None, 2.0], ids=["some heads", "all heads"])
-def test_mla_is_scaled_as_in_kimi_k2(threshold: float | None) -> None:
-    clipped, plain, gammas = one_step(LATENT, threshold)
-    assert min(gammas) < 1
-    assert (max(gammas) < 1) == (threshold is not None)
-    for head, gamma in enumerate(gammas):
-        for role, factor in (("uq", gamma**0.5), ("uk", gamma**0.5), ("qr", gamma)):
-            torch.testing.assert_close(rows(clipped, role, head, 3), factor * rows(plain, role, head, 3))
-    for role in ("dq", "dkv", "kr", "uv", "o"):
-        one, other = (getattr(block(model).attention, role).weight for model in (clipped, plain))
-        assert_equal(one, other)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_every_term_of_a_sum_is_scaled(frozen: bool) -> None:
+    """An adapter's product is a path of its own: the query is a sum, and all of it must shrink, by the same factor."""
+    model = Attention(rank=3)
+    model.q.requires_grad_(not frozen)
+    optimizer = tiny(model)
+    assert (model.largest() > THRESHOLD).all()
+    QKClip(model, optimizer, THRESHOLD)
+    step(model, optimizer)
+    assert_clipped(model)
 
 
-@pytest.mark.parametrize("threshold", [None, 5.0], ids=["some heads", "all heads"])
-@pytest.mark.parametrize("spec", [FULL, GQA, MQA], ids=["MHA", "GQA", "MQA"])
-def test_every_heads_product_shrinks_by_its_own_gamma_and_no_weight_grows(spec: MHA, threshold: float | None) -> None:
-    clipped, plain, gammas = one_step(spec, threshold)
-    assert min(gammas) < 1
-    for head, gamma in enumerate(gammas):
-        group = head // (4 // spec.kv_heads)
-        q, k = (rows(model, "q", head, 4) for model in (clipped, plain))
-        q_factor = float(q.norm() / k.norm())
-        k_factor = float(
-            rows(clipped, "k", group, spec.kv_heads).norm() / rows(plain, "k", group, spec.kv_heads).norm()
-        )
-        assert q_factor * k_factor == pytest.approx(gamma, rel=1e-5)
-        assert max(q_factor, k_factor) < 1 + 1e-6
+def test_what_is_frozen_is_left_alone_and_its_share_is_taken_by_the_rest() -> None:
+    model = Attention()
+    model.k.requires_grad_(False)
+    before, optimizer = model.k.weight.clone(), tiny(model)
+    QKClip(model, optimizer, THRESHOLD)
+    step(model, optimizer)
+    assert_equal(model.k.weight, before)
+    assert_clipped(model)
 
 
-def test_below_the_threshold_nothing_changes_bitwise() -> None:
-    clipped, plain, gammas = one_step(GQA, threshold=1e4)
-    assert min(gammas) == 1
-    for one, other in zip(clipped.parameters(), plain.parameters(), strict=True):
-        assert_equal(one, other)
+def test_a_path_on_which_nothing_trains_is_told() -> None:
+    model = Attention(rank=3)
+    for frozen in (model.q, model.k):
+        frozen.requires_grad_(False)
+    with pytest.warns(UserWarning, match="cannot scale all terms of the logits of the model: .* is frozen"):
+        QKClip(model, SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
 
 
 def test_mla_with_one_head_is_scaled_as_with_many() -> None:
     spec = MLA(heads=1, nope_dim=8, rope_dim=4, v_head_dim=8, d_cq=16, d_ckv=8)
-    model = build(SHAPE, spec, seed=0)
-    paths = by_module(logit_paths(model))["blocks.0.attention"]
-    scaled = factors(paths, torch.tensor([0.25]))
-    found = {weight.name.rsplit(".")[-1]: float(factor) for weight, factor in scaled.items()}
-    assert found == {"uq": 0.5, "uk": 0.5, "qr": 0.25}
+    model = build(Shape(d_model=32, layers=1, d_ff=48, context=12, vocab=50, init_std=0.4), spec, seed=0)
+    optimizer, before = tiny(model), {name: value.clone() for name, value in model.state_dict().items()}
+    clip = QKClip(model, optimizer, THRESHOLD)
+    step(model, optimizer, x=torch.arange(12)[None])
+    gamma = THRESHOLD / float(clip.max_logits()["blocks.0.attention"])
+    for role, factor in (("uq", gamma**0.5), ("uk", gamma**0.5), ("qr", gamma), ("dq", 1), ("dkv", 1), ("kr", 1)):
+        weight = getattr(block(model).attention, role).weight.detach()
+        torch.testing.assert_close(weight, factor * before[f"blocks.0.attention.{role}.weight"], msg=role)
 
 
-def test_values_and_everything_off_the_paths_is_untouched() -> None:
-    clipped, plain, _ = one_step(GQA, threshold=0.5)
-    for (name, one), other in zip(clipped.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other) == (not name.endswith(("attention.q.weight", "attention.k.weight"))), name
+class Tied(nn.Module):
+    """Two attentions with the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Attention(), Attention()
+        self.second.q, self.second.k = self.first.q, self.first.k
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).sum() + self.second(0.5 * x).sum() ** 2
 
 
-def test_maxima_that_are_not_above_zero_do_no_harm() -> None:
-    for largest in (-3.0, 0.0, float("nan"), float("inf"), -float("inf")):
-        assert_equal(gamma_of(torch.tensor([largest]), 1e-3), torch.ones(1))
+def test_tied_weights_are_scaled_once_by_what_the_worst_attention_needs() -> None:
+    model = Tied()
+    optimizer = tiny(model)
+    QKClip(model, optimizer, THRESHOLD)
+    step(model, optimizer)
+    assert_clipped(model.first)
 
 
-def test_the_maximum_is_forgotten_after_a_step_and_not_by_a_forward_without_gradients() -> None:
-    model = build(SHAPE, FULL, seed=0)
-    optimizers = [
-        torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.0),
-        torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=0.0),
-    ]
-    clip = QKClip(model, optimizers, threshold=1e4)
-    first, second = batches(2)
-    for tokens, expected in ((first, [first]), (second, [first, second])):
-        model(tokens).square().mean().backward()
-        with torch.no_grad():
-            model(batches(3)[2])
-        wanted = torch.stack([first_logits(model, each).amax((0, 2, 3)) for each in expected]).amax(0)
-        torch.testing.assert_close(clip.max_logits()["blocks.0.attention"], wanted.detach())
-    for optimizer in optimizers:
-        optimizer.step()
-    model(second).square().mean().backward()
-    torch.testing.assert_close(
-        clip.max_logits()["blocks.0.attention"], first_logits(model, second).amax((0, 2, 3)).detach()
-    )
+def test_a_factor_of_16_bit_weights_is_not_rounded_to_16_bits() -> None:
+    model = Attention().bfloat16()
+    optimizer, before = tiny(model), model.q.weight.detach().float()
+    clip = QKClip(model, optimizer, THRESHOLD)
+    step(model, optimizer, x=X.bfloat16())
+    factor = (THRESHOLD / clip.max_logits()[""]).sqrt().repeat_interleave(4)[:, None]
+    assert_equal(model.q.weight, (before * factor).bfloat16())
+    assert not torch.equal(model.q.weight, before.bfloat16() * factor.bfloat16())
+
+
+def test_training_forwards_since_the_last_step_count_and_no_others() -> None:
+    """All micro-batches; not those in eval mode or without gradients. NaN and inf hide no other."""
+    model = Attention()
+    optimizer = tiny(model)
+    clip = QKClip(model, optimizer, threshold=1e4)
+    for x in (X, X * torch.nan, 2 * X, X * torch.inf):
+        model(x)
+    with torch.no_grad():
+        model(4 * X)
+    model.eval()(4 * X)
+    torch.testing.assert_close(clip.max_logits()[""], model.largest(2 * X))
+    step(model.train(), optimizer)
+    model(X)
+    torch.testing.assert_close(clip.max_logits()[""], model.largest())
 
 
 def test_under_autocast_the_maxima_are_in_float32() -> None:
-    model, (tokens,) = build(SHAPE, FULL, seed=0), batches(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    clip = QKClip(model, optimizer, threshold=0.5)
+    model = Attention()
+    clip = QKClip(model, tiny(model))
     with torch.autocast("cpu", torch.bfloat16):
-        model(tokens).square().mean().backward()
-    largest = clip.max_logits()["blocks.0.attention"]
+        model(X)
+    largest = clip.max_logits()[""]
     assert largest.dtype == torch.float32
-    torch.testing.assert_close(largest, first_logits(model, tokens).amax((0, 2, 3)).detach(), rtol=0.02, atol=0.02)
-    optimizer.step()
+    torch.testing.assert_close(largest, model.largest(), rtol=0.02, atol=0.02)
 
 
-def test_a_second_step_without_a_forward_does_not_clip_again() -> None:
-    model = build(SHAPE, FULL, seed=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
-    clip = QKClip(model, optimizer, threshold=0.5)
-    model(batches(1)[0]).square().mean().backward()
-    optimizer.step()
-    once = block(model).attention.q.weight.detach().clone()
-    with pytest.warns(UserWarning, match="saw no training forward since the last step"):
-        optimizer.step()
+def test_heads_below_the_threshold_stay_bitwise_also_if_their_largest_logit_is_negative() -> None:
+    model = Attention()
+    with torch.no_grad():
+        model.k.weight[4:] = -model.q.weight[4:]
+    x = torch.randn(2, 1, 8)  # one token: -|q|^2 in the second head
+    optimizer, before = tiny(model), model.q.weight.detach().clone()
+    clip = QKClip(model, optimizer, 1e-3)
+    step(model, optimizer, x=x)
+    assert float(clip.max_logits()[""][1]) < 0
+    assert_equal(model.q.weight[4:], before[4:])
+
+
+def test_a_second_step_without_a_training_forward_does_not_clip_again() -> None:
+    model = Attention()
+    optimizer = tiny(model)
+    clip = QKClip(model, optimizer, THRESHOLD)
+    step(model, optimizer)
+    with pytest.warns(UserWarning, match="saw no training forward since the last step.*eval mode"):
+        step(model.eval(), optimizer)
     assert clip.max_logits() == {}
-    assert_equal(block(model).attention.q.weight, once)
-
-
-def test_a_clip_that_sees_no_logits_says_so_instead_of_doing_nothing() -> None:
-    class Attention(torch.nn.Module):
-        """Attends by a softmax that is written out to the last."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            weight = (self.q(x) @ self.k(x).mT).exp()
-            return (weight / weight.sum(-1, keepdim=True)) @ x
-
-        def logit_paths(self) -> list[LogitPath]:
-            return mha(*packed(self.q, ("q", 1, 16)), *packed(self.k, ("k", 1, 16)))
-
-    attention = Attention()
-    optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
-    QKClip(attention, optimizer)
-    attention(torch.randn(2, 5, 16)).sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"saw no attention logits in training mode before this step.*flash attention"
-    ):
-        optimizer.step()
+    assert_clipped(model)
 
 
 def test_an_attention_that_is_never_heard_is_named_once() -> None:
-    model = torch.nn.ModuleList([build(SHAPE, FULL, seed=0), build(SHAPE, FULL, seed=1)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = nn.ModuleList([Attention(), Attention()])
+    optimizer = tiny(model)
     QKClip(model, optimizer)
-    for expected in (True, False):
-        model[0](batches(1)[0]).square().mean().backward()
+    for expected in (1, 0):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            optimizer.step()
-        assert [("1.blocks.0.attention" in str(each.message)) for each in caught] == [True] * expected
+            step(model[0], optimizer)
+        assert ["saw no logits of 1 before" in str(each.message) for each in caught] == [True] * expected
 
 
-def test_an_optimizer_that_does_not_step_the_weights_is_refused() -> None:
-    with pytest.raises(ValueError, match="its parameter is in none of the optimizers given"):
-        QKClip(build(SHAPE, FULL, seed=0), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+def test_each_optimizer_takes_the_maxima_since_its_own_last_step() -> None:
+    model = Attention()
+    of_q, of_k = SGD([model.q.weight], lr=1e-12), SGD([model.k.weight], lr=1e-12)
+    QKClip(model, [of_q, of_k], THRESHOLD)
+    step(model, of_k)  # k has its share; what it was taken from is not forgotten for q
+    step(model, of_q, x=0.1 * X)
+    assert_clipped(model)
 
 
-def test_a_threshold_that_means_nothing_is_refused() -> None:
-    model = build(SHAPE, FULL, seed=0)
+@pytest.mark.parametrize("clip_first", [False, True])
+def test_with_quack_the_step_is_scaled_and_then_clipped_in_either_order(clip_first: bool) -> None:
+    model = Attention()
+    optimizer = tiny(model)
+    kept = [
+        QKClip(model, optimizer, THRESHOLD) if clips else QuacK(model, optimizer, tau=0.1)
+        for clips in (clip_first, not clip_first)
+    ]
+    step(model, optimizer)
+    assert_clipped(model)
+    assert len(kept) == 2
+
+
+class Own(SGD):
+    """Its step calls its parent's, so torch runs the hooks of a step twice; then it writes the weights itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = self.param_groups[0]["params"]
+        kept = [param.clone() for param in params]
+        super().step(closure)
+        for param, value in zip(params, kept, strict=True):
+            param.copy_(value)
+
+
+def test_an_optimizer_whose_step_calls_its_parents_clips_once_at_the_end() -> None:
+    model = Attention()
+    tiny(model)  # from here on torch runs the hooks of its step too
+    optimizer = Own(model.parameters(), lr=1e-12)
+    clip = QKClip(model, optimizer, THRESHOLD)
+    step(model, optimizer)
+    assert_clipped(model)
+    assert clip.max_logits()
+
+
+def test_an_optimizer_that_is_not_linear_in_lr_is_clipped_too() -> None:
+    model = Attention()
+    optimizer = torch.optim.ASGD(model.parameters(), lr=1e-12)
+    QKClip(model, optimizer, THRESHOLD)
+    step(model, optimizer)
+    assert_clipped(model)
+
+
+class Unknown(Attention):
+    """A class that neither declares its paths nor is in a table."""
+
+    logit_paths: Any = None
+
+
+def test_attention_that_no_table_has_is_measured_before_and_clipped_in_the_first_step() -> None:
+    attention = Unknown()
+    model = nn.Sequential(attention)
+    optimizer = tiny(model)
+    with pytest.raises(ValueError, match=r"^0: no table has the class Unknown, .*logit_paths\(model, batch\)"):
+        QKClip(model, optimizer, THRESHOLD)
+    QKClip(logit_paths(model, X), optimizer, THRESHOLD)
+    step(model, optimizer)
+    assert_clipped(attention)
+
+
+def test_parameters_that_were_replaced_after_attaching_are_an_error() -> None:
+    model = Attention()
+    optimizer = tiny(model)
+    QKClip(model, optimizer)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="q: all parameters on the paths were replaced"):
+        step(model, optimizer)
+
+
+def test_what_cannot_be_clipped_is_refused() -> None:
+    model = Attention()
+    optimizer = tiny(model)
+    with pytest.raises(ValueError, match="use DistributedDataParallel"):
+        QKClip(nn.DataParallel(model), optimizer)
+    with pytest.raises(ValueError, match=r"pass the model, or the paths that logit_paths\(model, batch\) returns"):
+        QKClip(model.logit_paths(), optimizer)
     with pytest.raises(ValueError, match="threshold=-1"):
-        QKClip(model, torch.optim.SGD(model.parameters(), lr=0.1), threshold=-1)
+        QKClip(model, optimizer, threshold=-1)
+    with QKClip(model, optimizer), pytest.raises(ValueError, match=r"another QKClip is attached to its .*remove\(\)"):
+        QKClip(model, optimizer)
+    QKClip(model, optimizer)

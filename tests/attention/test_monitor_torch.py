@@ -21,10 +21,11 @@ from quacklr import LogitMonitor
 B, T, D, H = 2, 6, 16, 4
 KEYS = 5  # of another sequence
 Given = dict[str, Any]
+Layers = dict[str, Callable[[], tuple[by_hand.Written, Tensor]]]
 
 
 class Called(nn.Module):
-    """nn.MultiheadAttention, called in one way on queries and perhaps other keys; what it gives is kept."""
+    """nn.MultiheadAttention, called in one way on queries and perhaps other keys."""
 
     def __init__(self, build: Given, call: Given) -> None:
         super().__init__()
@@ -59,29 +60,23 @@ class Way:
 
 
 WAYS = {
-    "plain": Way(),
-    "bool mask": Way({"attn_mask": ~LOWER}, ALL & LOWER),
-    "float mask": Way({"attn_mask": additive(LOWER)}, ALL & LOWER),
+    "plain": Way(build={"bias": False}),
     "float mask of -1e4": Way({"attn_mask": additive(LOWER, -1e4)}, ALL & LOWER),
-    "float mask of finfo.min": Way({"attn_mask": additive(LOWER, torch.finfo(torch.float32).min)}, ALL & LOWER),
     "mask for each head": Way({"attn_mask": ~EACH_HEAD}, EACH_HEAD.view(B, H, T, T)),
     "float mask for each head": Way({"attn_mask": additive(EACH_HEAD)}, EACH_HEAD.view(B, H, T, T)),
     "causal": Way({"attn_mask": ~LOWER, "is_causal": True}, ALL & LOWER),
     "position bias": Way({"attn_mask": BIAS}, ALL, bias=BIAS),
-    "padded": Way({"key_padding_mask": PADDED}, NOT_PADDED),
+    "padded": Way({"key_padding_mask": PADDED, "attn_mask": ~LOWER}, NOT_PADDED & LOWER),
     "padded, float": Way({"key_padding_mask": additive(~PADDED)}, NOT_PADDED),
-    "padded, causal": Way({"key_padding_mask": PADDED, "attn_mask": ~LOWER}, NOT_PADDED & LOWER),
-    "padded, is_causal": Way({"key_padding_mask": PADDED, "attn_mask": ~LOWER, "is_causal": True}, NOT_PADDED & LOWER),
     "bias_kv": Way({"attn_mask": ~LOWER}, nn.functional.pad(ALL & LOWER, (0, 1), value=True), {"add_bias_kv": True}),
     "zero_attn": Way({}, nn.functional.pad(ALL, (0, 1), value=True), {"add_zero_attn": True}),
-    "no bias": Way(build={"bias": False}),
+    "tokens first": Way(build={"batch_first": False}),
 }
 
 
-def built(way: Way, batch_first: bool, call: Given, **more: Any) -> Called:
+def built(way: Way, call: Given, **more: Any) -> Called:
     torch.manual_seed(0)
-    model = Called({**way.build, **more, "batch_first": batch_first}, {**way.call, **call})
-    return changed(model, 0.3)
+    return changed(Called({"batch_first": True, **way.build, **more}, {**way.call, **call}), 0.3)
 
 
 @torch.no_grad()
@@ -91,9 +86,7 @@ def changed(model: Any, by: float) -> Any:
     return model
 
 
-def assert_as_by_hand(
-    model: nn.Module, probe: Any, layers: dict[str, Callable[[], tuple[by_hand.Written, Tensor]]]
-) -> None:
+def assert_as_by_hand(model: nn.Module, probe: Any, layers: Layers) -> None:
     """Two measurements, apart by a random change of weights; the mode stays what it was."""
     monitor, mode = LogitMonitor(model, probe), model.training
     before: dict[str, by_hand.Written] = {}
@@ -108,99 +101,79 @@ def assert_as_by_hand(
         assert model.training == mode
 
 
+def assert_multihead(model: Called, x: Tensor, keys: Tensor | None, pairs: Tensor, bias: Tensor | None = None) -> None:
+    """`x` is (B, T, D), and (T, D) for one sequence."""
+    is_first = model.attention.batch_first
+    probe = [each if is_first else each.transpose(0, 1).contiguous() for each in (x, keys) if each is not None]
+
+    def hand() -> tuple[by_hand.Written, Tensor]:
+        written = by_hand.multihead(model.attention, x if x.ndim == 3 else x[None], keys)
+        if bias is not None:
+            written = by_hand.Written(
+                written.logits_BHIJ + bias, written.values_BHJK, written.out_DD, written.out_bias_D
+            )
+        model.eval()
+        out = model(*probe)[0].detach()  # with gradients: the slow path
+        model.train()
+        out = out if x.ndim == 3 else out[None]
+        written.check(pairs, out if is_first else out.transpose(0, 1))
+        return written, pairs
+
+    assert_as_by_hand(model, tuple(probe), {"attention": hand})
+
+
 def inputs() -> Tensor:
     return torch.randn(B, T, D, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train, batch first", "eval, tokens first"])
 @pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
 @pytest.mark.parametrize("way", WAYS)
-def test_multihead_attention_is_as_by_hand(way: str, need_weights: bool, training: bool) -> None:
-    batch_first, call = training, {"need_weights": need_weights, "average_attn_weights": training}
-    model = built(WAYS[way], batch_first, call).train(training)
-    x = inputs() if batch_first else inputs().transpose(0, 1).contiguous()
-
-    def hand() -> tuple[by_hand.Written, Tensor]:
-        written, bias = by_hand.multihead(model.attention, inputs()), WAYS[way].bias
-        written = written if bias is None else by_hand.Written(written.logits_BHIJ + bias, *written_rest(written))
-        model.eval()
-        out = model(x)[0].detach()  # with gradients: the slow path
-        model.train(training)
-        written.check(WAYS[way].allowed, out if batch_first else out.transpose(0, 1))
-        return written, WAYS[way].allowed
-
-    assert_as_by_hand(model, x, {"attention": hand})
-
-
-def written_rest(written: by_hand.Written) -> tuple[Tensor, Tensor, Tensor | None]:
-    return written.values_BHJK, written.out_DD, written.out_bias_D
+def test_multihead_attention_is_as_by_hand(way: str, need_weights: bool) -> None:
+    model = built(WAYS[way], {"need_weights": need_weights})
+    assert_multihead(model, inputs(), None, WAYS[way].allowed, WAYS[way].bias)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_an_unbatched_sequence_is_as_by_hand(need_weights: bool) -> None:
-    model = built(Way(), True, {"need_weights": need_weights, "attn_mask": ~LOWER})
-    pairs = (ALL & LOWER)[:1]
-
-    def hand() -> tuple[by_hand.Written, Tensor]:
-        written = by_hand.multihead(model.attention, inputs()[:1])
-        model.eval()
-        written.check(pairs, model(inputs()[0])[0].detach()[None])
-        model.train()
-        return written, pairs
-
-    assert_as_by_hand(model, inputs()[0], {"attention": hand})
+    model = built(Way(), {"need_weights": need_weights, "attn_mask": ~LOWER})
+    assert_multihead(model, inputs()[0], None, (ALL & LOWER)[:1])
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("width", [D, 12], ids=["one weight", "three weights"])
-def test_keys_of_another_sequence_are_as_by_hand(need_weights: bool, width: int) -> None:
-    sizes = {} if width == D else {"kdim": width, "vdim": width}
-    model = built(Way(), True, {"need_weights": need_weights}, **sizes)
+def test_keys_of_another_sequence_are_as_by_hand(width: int) -> None:
+    model = built(Way(), {}, **({} if width == D else {"kdim": width, "vdim": width}))
     keys = torch.randn(B, KEYS, width, generator=torch.Generator().manual_seed(2))
-    pairs = torch.ones(B, 1, T, KEYS, dtype=torch.bool)
-
-    def hand() -> tuple[by_hand.Written, Tensor]:
-        written = by_hand.multihead(model.attention, inputs(), keys)
-        model.eval()
-        written.check(pairs, model(inputs(), keys)[0].detach())
-        model.train()
-        return written, pairs
-
-    assert_as_by_hand(model, (inputs(), keys), {"attention": hand})
+    assert_multihead(model, inputs(), keys, torch.ones(B, 1, T, KEYS, dtype=torch.bool))
 
 
-def inputs_of(model: nn.Module, names: list[str], run: Callable[[], object]) -> dict[str, Tensor]:
-    return {name: given["hidden_states"] for name, ((given, _),) in by_hand.calls(model, names, run).items()}
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval: the fast path"])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "not nested"])
-@pytest.mark.parametrize("padded", [True, False], ids=["padded", "not padded"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_the_layers_of_an_encoder_are_as_by_hand(padded: bool, nested: bool, training: bool) -> None:
+def test_the_layers_of_an_encoder_are_as_by_hand_and_its_fast_path_is_on_again(nested: bool) -> None:
     """Right padding, which is what nested tensors are for. Judge: what goes in on the slow path, with gradients on."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(D, H, 24, dropout=0.1, batch_first=True)
-    model = changed(nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested), 0.3).train(training)
-    padding = PADDED.flip(1) if padded else None
-    pairs = ALL if padding is None else ~padding[:, None, None].expand(B, 1, T, T)
+    model = changed(nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested), 0.3).eval()
+    padding = PADDED.flip(1)
     names = [f"layers.{i}.self_attn" for i in range(2)]
     probe: Given = {"src": inputs(), "src_key_padding_mask": padding}
 
     def hand(name: str) -> tuple[by_hand.Written, Tensor]:
-        model.eval()
         with torch.enable_grad():
-            x = inputs_of(model, names, lambda: model(**probe))[name]
-        model.train(training)
-        return by_hand.multihead(model.get_submodule(name), x), pairs
+            ((given, _),) = by_hand.calls(model, [name], lambda: model(**probe))[name]
+        written = by_hand.multihead(model.get_submodule(name), given["hidden_states"])
+        return written, ~padding[:, None, None].expand(B, 1, T, T)
 
     assert_as_by_hand(model, probe, {name: partial(hand, name) for name in names})
+    with torch.no_grad():
+        before = model(**probe)
+        LogitMonitor(model, probe).measure()
+        assert torch.backends.mha.get_fastpath_enabled()
+        assert_equal(model(**probe), before)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_a_decoder_layers_own_and_cross_attention_are_as_by_hand(training: bool) -> None:
+def test_a_decoder_layers_own_and_cross_attention_are_as_by_hand() -> None:
     torch.manual_seed(0)
-    model = changed(nn.TransformerDecoderLayer(D, H, 24, dropout=0.1, batch_first=True), 0.3).train(training)
+    model = changed(nn.TransformerDecoderLayer(D, H, 24, dropout=0.1, batch_first=True), 0.3)
     memory = torch.randn(B, KEYS, D, generator=torch.Generator().manual_seed(2))
     mask = nn.Transformer.generate_square_subsequent_mask(T)
     probe = {"tgt": inputs(), "memory": memory, "tgt_mask": mask, "tgt_is_causal": True}
@@ -208,23 +181,11 @@ def test_a_decoder_layers_own_and_cross_attention_are_as_by_hand(training: bool)
     def hand(name: str) -> tuple[by_hand.Written, Tensor]:
         model.eval()
         (((given, out),),) = by_hand.calls(model, [name], lambda: model(**probe)).values()
-        model.train(training)
+        model.train()
         own = name == "self_attn"
         written = by_hand.multihead(model.get_submodule(name), given["hidden_states"], None if own else memory)
         pairs = ALL & LOWER if own else torch.ones(B, 1, T, KEYS, dtype=torch.bool)
         written.check(pairs, out)
         return written, pairs
 
-    names = ("self_attn", "multihead_attn")
-    assert_as_by_hand(model, probe, {name: partial(hand, name) for name in names})
-
-
-def test_the_fast_path_is_on_again_after_measuring() -> None:
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(D, H, 24, batch_first=True).eval()
-    on = torch.backends.mha.get_fastpath_enabled()
-    with torch.no_grad():
-        before = model(inputs())
-        LogitMonitor(model, inputs()).measure()
-        assert torch.backends.mha.get_fastpath_enabled() == on
-        assert_equal(model(inputs()), before)
+    assert_as_by_hand(model, probe, {name: partial(hand, name) for name in ("self_attn", "multihead_attn")})

@@ -34,25 +34,18 @@ def inspected(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0
 
 
 EXPECTED = {  # the table and what follows it
-    "llama": """
-model.layers.{0-31}.self_attn LlamaAttention by table 32 q[32] k[32] 0.08839 q_proj, k_proj
-QuacK(model, optimizer) attaches to 32 of 32 attention layers""",
     "deepseek_v3": """
-model.layers.{0-60}.self_attn DeepseekV3Attention by table 128 uq[128] uk[128] + qr[128] kr 0.07217 q_b_proj, \
-kv_b_proj, kv_a_proj_with_mqa
+model.layers.{0-60}.self_attn by table 128 uq[128] uk[128] + qr[128] kr q_b_proj, kv_b_proj, kv_a_proj_with_mqa
 model.layers.{0-60}.self_attn.dq: cut off by the norm on the latent: the logit does not depend on its scale
 model.layers.{0-60}.self_attn.dkv: cut off by the norm on the latent: the logit does not depend on its scale
 QuacK(model, optimizer) attaches to 61 of 61 attention layers""",
-    "gpt2": """
-transformer.h.{0-11}.attn GPT2Attention by table 12 q[12] k[12] 0.125 c_attn
-QuacK(model, optimizer) attaches to 12 of 12 attention layers""",
     "jamba": """
-model.layers.{4,12,20,28}.self_attn JambaAttention by table 32 q[32] k[8] 0.08839 q_proj, k_proj
+model.layers.{4,12,20,28}.self_attn by table 32 q[32] k[8] q_proj, k_proj
 QuacK(model, optimizer) attaches to 4 of 4 attention layers""",
     "t5": """
-encoder.block.{0-5}.layer.0.SelfAttention T5Attention by table 8 q[8] k[8] 1 q, k
-decoder.block.{0-5}.layer.0.SelfAttention T5Attention by table 8 q[8] k[8] 1 q, k
-decoder.block.{0-5}.layer.1.EncDecAttention T5Attention by table 8 q[8] k[8] 1 q, k
+encoder.block.{0-5}.layer.0.SelfAttention by table 8 q[8] k[8] q, k
+decoder.block.{0-5}.layer.0.SelfAttention by table 8 q[8] k[8] q, k
+decoder.block.{0-5}.layer.1.EncDecAttention by table 8 q[8] k[8] q, k
 QuacK(model, optimizer) attaches to 18 of 18 attention layers""",
 }
 
@@ -62,7 +55,7 @@ def test_a_model_type_is_described_from_its_default_config(kind: str, capsys: py
     lines = [line for line in inspected(capsys, kind).splitlines() if line not in ("", "left alone:")]
     assert lines[0].startswith(f"{kind}: ")
     assert lines[0].endswith(", shapes only")
-    assert lines[1] == "attention class found heads logit scale weights"
+    assert lines[1] == "attention found heads logit weights"
     assert lines[2:] == EXPECTED[kind].strip().splitlines()
 
 
@@ -98,50 +91,47 @@ def test_a_config_is_a_file_or_a_folder_with_one(
     for target in ("./bert", "bert/config.json", str(tmp_path / "bert")):
         text = inspected(capsys, target)
         assert f"{target}: BertForMaskedLM, shapes only" in text
-        assert "bert.encoder.layer.{0-1}.attention.self BertSelfAttention by table 3 q[3] k[3]" in text
+        assert "bert.encoder.layer.{0-1}.attention.self by table 3 q[3] k[3]" in text
     assert "encoder.layer.{0-11}" in inspected(capsys, "bert"), "the type, not the folder"
 
 
 def test_a_batch_measures_the_model(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     text = inspected(capsys, f"{mine}:unheard_of")
-    assert "{0-2} UnheardOfAttention measured 2 q[2] k[2] 1/sqrt(head size) query_stream, kv" in text
+    assert "{0-2} measured 2 q[2] k[2] query_stream, kv" in text
     assert text.endswith("QuacK(logit_paths(model, batch), optimizer) attaches to 3 of 3 attention layers")
     text = inspected(capsys, f"{mine}.py:misread", code=1)
     assert "raises: 0: the table for BoastfulAttention is wrong here; it says that a head reads" in text
     assert "raises: Sequential failed on the sample" in inspected(capsys, f"{mine}:unheard_of_misfit", code=1)
-    assert "{0-2} Declared declared 4 q[4] k[4]" in inspected(capsys, f"{mine}:declared")
+    assert "{0-2} declared 4 q[4] k[4] inner.qkv" in inspected(capsys, f"{mine}:declared")
 
 
 def test_frozen_zero_and_unknown_weights_are_reported(capsys: pytest.CaptureFixture[str], mine: str) -> None:
     text = inspected(capsys, f"{mine}:half_frozen")
-    assert "{0-2} MultiheadAttention by table 2 q[2] k[2]" in text
+    assert "{0-2} by table 2 q[2] k[2]" in text
     assert "0.q: frozen: no rate, counts in its partners' norms" in text
     assert "raises: 1.q: its partner 1.k is all zeros" in inspected(capsys, f"{mine}:silent", code=1)
     assert "Linear has no attention that QuacK can control" in inspected(capsys, f"{mine}:without", code=1)
     text = inspected(capsys, f"{mine}:half_known", code=1)
-    assert "raises: 1: no table has the class UnheardOfAttention" in text
+    assert "left alone:\n1: will be measured on the first batch" in text
+    assert text.endswith("QuacK(model, optimizer) attaches to 1 of 2 attention layers")
 
 
 @pytest.mark.parametrize(
     ("target", "sentence"),
     [
-        ("lama", "no model type of transformers, "),
-        ("lama", "did you mean llama"),
+        ("GPT-NeoX", "no model type of transformers, "),
         ("GPT-NeoX", "did you mean gpt_neox"),
         ("nonsense", "a folder is ./folder, your model is file.py:factory"),
         ("org/name", "transformers cannot make it (nothing is downloaded): OSError"),
         ("nowhere.at.all:model", "nowhere.at.all cannot be imported: there is no module nowhere"),
         ("nowhere.py:model", "nowhere.py: there is no such file"),
         ("models_to_inspect:missing", "models_to_inspect has no 'missing'"),
-        ("models_to_inspect:torch", "must return a model, (model, batch) or (model, optimizer, batch), not module"),
         ("models_to_inspect:returns_text", "must return a model, (model, batch) or (model, optimizer, batch), not str"),
-        ("broken.json", "is not a valid JSON file"),
         ("other.json", "no_such_type"),
     ],
 )
 @pytest.mark.usefixtures("mine")
 def test_a_name_of_nothing_gets_one_sentence(target: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("broken.json").write_text("{")
     Path("other.json").write_text('{"model_type": "no_such_type"}')
     assert main(["inspect", target]) == 2
     captured = capsys.readouterr()
@@ -175,11 +165,10 @@ def test_one_json_object_is_all_that_is_printed_and_no_other_package_is_needed(m
     done = run("llama", first=missing)
     assert done.returncode == 2
     assert "transformers cannot be imported (pip install transformers), timm cannot be imported" in done.stderr
-    assert "llama/x: needs transformers: pip install transformers" in run("llama/x", first=missing).stderr
 
 
 def test_a_model_of_timm_is_measured_on_random_images(tmp_path: Path) -> None:
     done = run("vit_tiny_patch16_224", path=str(stand_in(tmp_path)))
     assert (done.returncode, done.stderr) == (0, "")
     row = next(line.split() for line in done.stdout.splitlines() if "blocks." in line)
-    assert row[:4] == ["blocks.{0-11}.attn", "Attention", "verified", "3"]
+    assert row[:3] == ["blocks.{0-11}.attn", "verified", "3"]

@@ -90,7 +90,7 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
 
 def quacklr(*options: str | Path, cwd: Path | None = None, **settings: Any) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
-    command = [sys.executable, "-m", "quacklr.cli", *(str(option) for option in options)]
+    command = [sys.executable, "-m", "quacklr", *(str(option) for option in options)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, **settings)
 
 

@@ -237,7 +237,7 @@ def test_a_prompt_that_is_no_utf_8_is_no_crash(finished: Path, way: str) -> None
     """Refused in a sentence, or its bytes replaced."""
     env = {"PYTHONIOENCODING": "utf-8:strict"}  # as in every locale but C
     prompt, given = ("-", b"a\xff") if way == "stdin" else (os.fsdecode(b"a\xff"), b"")
-    line = [sys.executable, "-m", "quacklr.cli", "generate", str(finished), "--prompt", prompt, "--tokens", "2"]
+    line = [sys.executable, "-m", "quacklr", "generate", str(finished), "--prompt", prompt, "--tokens", "2"]
     done = subprocess.run(line, input=given, capture_output=True, env=environment(**env), check=False)
     assert b"Traceback" not in done.stderr
     assert done.returncode in (0, 2)

@@ -118,7 +118,7 @@ def test_folders_that_are_no_run_are_reported(tmp_path: Path, complaint: Complai
 def started(corpus: Path, out: Path) -> subprocess.Popen[bytes]:
     """A real run, under way: it waits at step 5."""
     sizes = "--d-model 16 --layers 1 --d-ff 24 --context 16 --heads 2 --kv-heads 2 --head-dim 8 --batch-tokens 128"
-    line = [sys.executable, "-m", "quacklr.cli", "train", *sizes.split(), "--threads", "1", "--steps", "9000"]
+    line = [sys.executable, "-m", "quacklr", "train", *sizes.split(), "--threads", "1", "--steps", "9000"]
     pause(out, 5)
     process = subprocess.Popen(
         [*line, "--corpus", str(corpus), "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -232,7 +232,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_of_another_run(copy: Pat
 
 def test_a_disk_that_is_full_is_reported(finished: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        line = [sys.executable, "-m", "quacklr.cli", "generate", str(finished), "--prompt", "the"]
+        line = [sys.executable, "-m", "quacklr", "generate", str(finished), "--prompt", "the"]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment())
     assert done.stderr == "quacklr generate: cannot write the text: No space left on device\n"
     assert done.returncode == 2

@@ -59,7 +59,7 @@ def test_the_command_killed_and_resumed_ends_as_the_command_left_alone(tmp_path:
         f"--corpus {corpus} --d-model 16 --layers 1 --d-ff 24 --context 16 --batch-tokens 128 --heads 2 --head-dim 8"
     )
     options += " --kv-heads 2 --steps 40 --warmup 4 --checkpoint-every 10 --method quack --tau 0.5 --threads 1"
-    command = [sys.executable, "-m", "quacklr.cli", "train", *options.split(), "--out", str(tmp_path / "killed")]
+    command = [sys.executable, "-m", "quacklr", "train", *options.split(), "--out", str(tmp_path / "killed")]
     pause(tmp_path / "killed", 15)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_until_paused(tmp_path / "killed", process.poll)

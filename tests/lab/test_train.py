@@ -277,7 +277,7 @@ def test_a_stopped_run_saves_its_last_step_and_says_how_to_go_on(
 ) -> None:
     options = f"--corpus {corpus.folder} --d-model 16 --layers 1 --d-ff 24 --context 16 --batch-tokens 128 --threads 1"
     options += f" --steps 20 --warmup 4 --heads 2 --kv-heads 2 --head-dim 8 --out {tmp_path / 'run'}"
-    command = [sys.executable, "-m", "quacklr.cli", "train", *options.split()]
+    command = [sys.executable, "-m", "quacklr", "train", *options.split()]
     pause(tmp_path / "run", 12)
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **pipes, env=environment(), preexec_fn=heed_ctrl_c)

@@ -69,6 +69,8 @@ def check_drift_error(_: int) -> None:
     plain = model_of("plain")
     with pytest.warns(UserWarning, match="neither DistributedDataParallel nor sharded, but there are several ranks"):
         QKClip(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="LogitMonitor was given a model that is neither DistributedDataParallel nor"):
+        LogitMonitor(plain, batch(0)).measure()
 
 
 class Unseen(nn.Module):
@@ -162,7 +164,7 @@ def test_quack_attaches_to_shards_after_a_forward_that_left_them_unsharded(two: 
         assert names == [f"blocks.{layer}.attention.{role}" for layer in (0, 1) for role in "qk"]
 
 
-def test_replicas_that_would_drift_apart_are_an_error(two: Crew) -> None:
+def test_ranks_of_a_model_that_is_not_wrapped_are_told(two: Crew) -> None:
     two(check_drift_error)
 
 

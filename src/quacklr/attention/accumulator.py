@@ -19,9 +19,10 @@ NEGLIGIBLE = -1e4  # a logit this far below the largest has probability 0 in flo
 class StatsAccumulator:
     """Sums from which the statistics of one rank, or of many, are computed; and the logits to keep.
 
-    `before_BHIJ`: the logits that the last measurement kept. Without them, or if their shape differs, the change is
-    NaN. `parts`: the limit of kept logits is divided by it. `see_one_H` and `see_two_H`: the numbers of queries that
-    see at least one key, and at least two. `rounding`: relative, of the logits.
+    `sums` is (6, heads): the sums of |changes|, entropies and sink shares, then the numbers of compared logits, of
+    queries that see at least one key, and of those that see at least two. `before_BHIJ`: the logits that the last
+    measurement kept. Without them, or if their shape differs, the change is NaN. `parts`: the limit of kept logits is
+    divided by it. `rounding`: relative, of the logits.
     """
 
     def __init__(self, logits: Logits, before_BHIJ: Tensor | None, parts: int = 1) -> None:
@@ -29,26 +30,23 @@ class StatsAccumulator:
         device, self.heads_known = logits.source.device, logits.heads_known
         self.rounding = torch.finfo(logits.source.dtype).eps ** 0.5
         self.max_BH = torch.full((batch, heads), -torch.inf, device=device)
-        self.compared_H, self.entropy_H, self.see_one_H, self.see_two_H = torch.zeros(4, heads, device=device)
+        self.sums = torch.zeros(6, heads, device=device)
+        self.change_H, self.entropy_H, self.sink_H, self.compared_H, self.see_one_H, self.see_two_H = self.sums
         self.first_BH = torch.full((batch, heads), self.keys, device=device)
-        self.sink_BH, self.learned_H = torch.zeros(batch, heads, device=device), torch.zeros(heads, device=device)
+        self.first_share_BH = torch.zeros(batch, heads, device=device)
         row, limit = batch * heads * self.keys, max(1, KEPT // parts)
         kept = max(1, min(queries, limit // row))  # queries, evenly spaced over the sequence
         self.sampled, self.stride = [(i + 1) * queries // kept - 1 for i in range(kept)], -(-row // limit)
         self.kept_BHIJ = torch.full((batch, heads, kept, -(-self.keys // self.stride)), MASKED, device=device)
-        comparable = before_BHIJ is not None and before_BHIJ.shape == self.kept_BHIJ.shape
-        self.change_H = torch.full((heads,), 0.0 if comparable else torch.nan, device=device)
+        if before_BHIJ is None or before_BHIJ.shape != self.kept_BHIJ.shape:
+            before_BHIJ, self.change_H[:] = None, torch.nan
         for sequences, part, logit_BHIJ in logits.chunks():
-            self._keep(sequences, part, logit_BHIJ, before_BHIJ if comparable else None)
+            self._keep(sequences, part, logit_BHIJ, before_BHIJ)
             self._add(sequences, logit_BHIJ)
-
-    def sums(self) -> Tensor:
-        """(6, heads): the sums of |changes|, entropies and sink shares, then the number of each."""
-        sink_H = self.sink_BH.sum(0) + self.learned_H
-        return torch.stack([self.change_H, self.entropy_H, sink_H, self.compared_H, self.see_one_H, self.see_two_H])
+        self.sink_H += self.first_share_BH.sum(0)
 
     def _keep(self, sequences: slice, queries: slice, logit_BHIJ: Tensor, before_BHIJ: Tensor | None) -> None:
-        """Keep the sampled queries of a chunk, MASKED where masked, and compare them with those kept before."""
+        """Keep the sampled queries and keys of a chunk, and compare them with those kept before."""
         start, stop = (bisect_left(self.sampled, edge) for edge in (queries.start, queries.stop))
         rows = [query - queries.start for query in self.sampled[start:stop]]
         logit_BHIJ = logit_BHIJ if len(rows) == logit_BHIJ.shape[2] else logit_BHIJ[:, :, rows]
@@ -75,14 +73,14 @@ class StatsAccumulator:
         share_BHIJ = below_BHIJ.softmax(-1)
         entropy_BHI = -share_BHIJ.amax(-1).log() - torch.linalg.vecdot(share_BHIJ, below_BHIJ)
         index_BHI1 = first_BH.clamp(max=share_BHIJ.shape[-1] - 1)[..., None, None].expand(*max_BHI.shape, 1)
-        sink_BHI = share_BHIJ.gather(-1, index_BHI1)[..., 0]
+        first_share_BHI = share_BHIJ.gather(-1, index_BHI1)[..., 0]
         learned_BHI = share_BHIJ[..., self.keys :].sum(-1)
 
         self.see_one_H += see_one_BHI.sum((0, 2))
         self.see_two_H += see_two_BHI.sum((0, 2))
         self.entropy_H += entropy_BHI.where(see_one_BHI, 0).sum((0, 2))
-        self.sink_BH[sequences] += sink_BHI.where(see_two_BHI, 0).sum(2)
-        self.learned_H += learned_BHI.where(see_two_BHI, 0).sum((0, 2))
+        self.first_share_BH[sequences] += first_share_BHI.where(see_two_BHI, 0).sum(2)
+        self.sink_H += learned_BHI.where(see_two_BHI, 0).sum((0, 2))
 
     def _first_visible(self, sequences: slice, visible_BHIJ: Tensor) -> Tensor:
         """The first key of each sequence that is visible to any query so far.
@@ -92,6 +90,6 @@ class StatsAccumulator:
         any_BHJ = visible_BHIJ.any(2)
         first_BH = any_BHJ.int().argmax(-1).where(any_BHJ.any(-1), self.keys)
         known_BH = self.first_BH[sequences]
-        self.sink_BH[sequences] *= first_BH >= known_BH
+        self.first_share_BH[sequences] *= first_BH >= known_BH
         self.first_BH[sequences] = torch.minimum(first_BH, known_BH)
         return self.first_BH[sequences]

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from quacklr.attach.attachment import Attachment
 from quacklr.attach.first_step import WeightsOnPaths
 from quacklr.attention.interceptor import SUPPORTED
-from quacklr.attention.recorder import record_max_logits
+from quacklr.attention.recorder import RecordedForward
 from quacklr.core.flat_tensor import original
 from quacklr.core.local import local_boxes
 from quacklr.core.path import LogitPath
@@ -33,18 +33,15 @@ from quacklr.core.validate import validate_not_attached_twice, validate_number, 
 from quacklr.core.weight import Weight, distinct
 from quacklr.find.discover import validate_known
 from quacklr.sharded.collectives import all_reduce_max, groups_of, is_distributed
-from quacklr.sharded.validate import validate_no_tensor_parallel
+from quacklr.sharded.validate import validate_no_tensor_parallel, warn_if_alone
 from quacklr.util.caller import warn
+from quacklr.util.modules import named_modules
 
 _attached: WeakSet[QKClip] = WeakSet()
 
 NO_MODEL = "QK clip records the logits of a model: pass the model, or the paths that logit_paths(model, batch) returns"
 REPLICAS = "QK clip cannot record the logits of the replicas of DataParallel; use DistributedDataParallel"
 UNSEEN = f"QK clip saw no attention logits in training mode before this step, so it cannot clip: {SUPPORTED}"
-ALONE = (
-    "QK clip was given a model that is neither DistributedDataParallel nor sharded, but there are several ranks: each "
-    "rank would clip by its own largest logits, and replicas would become different; wrap the model first, then pass it"
-)
 SPENT = (
     "QK clip saw no training forward since the last step, so it does not clip: is the model in eval mode, or was "
     "optimizer.step() called twice?"
@@ -98,28 +95,30 @@ class QKClip:
         boxes = [(part, box) for part in parts for box in local_boxes(part.param)]
         self._boxes = [(p, box._replace(indices=()), p.blocks_in(box).to(p.param.device)) for p, box in boxes]
         self._groups = engine.data_groups if engine.data_groups and is_distributed() else groups_of(module)
-        if not self._groups and is_distributed():
-            warn(ALONE)
+        warn_if_alone(self._groups, "QK clip")
         if stuck := [name or "the model" for name, each in self._paths.items() if not all(map(scalable, each))]:
             warn(STUCK.format(", ".join(stuck)))
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
         self._on_paths: WeightsOnPaths | None = WeightsOnPaths(attachment, weights)  # until the first step
-        heads = {name: each[0].heads for name, each in self._paths.items()}
-        self._forwards = record_max_logits(module, heads, self._record)
+        modules, running = dict(named_modules(module)), list[str]()
+        self._forwards = [
+            RecordedForward(name, modules[name], each[0].heads, self._record, running)
+            for name, each in self._paths.items()
+        ]
         eager: Any = torch.compiler.disable
         self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
         self._hooks += [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
         _attached.add(self)
 
     def _record(self, name: str, max_H: Tensor) -> None:
-        """Update the maxima of each optimizer since its last step. NaNs and infinities are ignored."""
-        max_H = max_H.masked_fill(max_H == torch.inf, torch.nan)
+        """Update the maxima of each optimizer since its last step. A head whose largest is no number has -inf."""
+        max_H = max_H.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
         for optimizer, maxima in self._maxima.items():
             if self._stepped.pop(optimizer, None) is not None:
                 maxima.clear()
-            maxima[name] = torch.fmax(maxima[name], max_H) if name in maxima else max_H
+            maxima[name] = torch.maximum(maxima[name], max_H) if name in maxima else max_H
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if is_idle(optimizer):
@@ -156,7 +155,8 @@ class QKClip:
         """For each weight to scale, and its bias, the (blocks,) factors; the least, if several modules share it."""
         found: dict[Weight, Tensor] = {}
         for name, max_H in maxima.items():
-            for weight, factor_B in factors(self._paths[name], gamma(max_H, self.threshold)).items():
+            gamma_H = torch.where(max_H > self.threshold, self.threshold / max_H, 1.0)
+            for weight, factor_B in factors(self._paths[name], gamma_H).items():
                 for part in self._canonical[weight].parts:
                     found[part] = torch.minimum(found[part], factor_B) if part in found else factor_B
         return found
@@ -165,16 +165,15 @@ class QKClip:
         """The maxima over all ranks. A rank without any takes part in the all-reduce, because the others wait."""
         if self._groups:
             device = original(next(iter(self._canonical)).param).device
-            none = {n: torch.full((p[0].heads,), -torch.inf, device=device) for n, p in self._paths.items()}
-            local = {name: of.masked_fill(of.isnan(), -torch.inf) for name, of in (none | maxima).items()}
-            found = zip(local, all_reduce_max(list(local.values()), self._groups), strict=True)
+            none = {name: torch.full((each[0].heads,), -torch.inf, device=device) for name, each in self._paths.items()}
+            found = zip(none, all_reduce_max(list((none | maxima).values()), self._groups), strict=True)
             maxima = {name: of for name, of in found if name in maxima or bool((of > -torch.inf).any())}
         if not maxima and not idle:
             raise RuntimeError(UNSEEN)
-        missing = [name for name, each in self._attachment.found.items() if each.paths and name not in maxima]
+        missing = [name or "the model" for name in self._paths if name not in maxima]
         if missing and not self._warned:
             self._warned = True
-            warn(NOT_RECORDED.format(", ".join(name or "the model" for name in missing)))
+            warn(NOT_RECORDED.format(", ".join(missing)))
         return maxima
 
     def max_logits(self) -> dict[str, Tensor]:
@@ -197,11 +196,6 @@ class QKClip:
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
-
-
-def gamma(max_H: Tensor, threshold: float) -> Tensor:
-    """min(1, threshold / max), and 1 where that is undefined: max <= 0, NaN or inf."""
-    return torch.where((max_H > threshold) & (max_H < torch.inf), threshold / max_H, 1.0)
 
 
 def factors(paths: list[LogitPath], gamma_H: Tensor) -> dict[Weight, Tensor]:

@@ -1,7 +1,7 @@
 """Flex attention: its logits, computed again in chunks.
 
 A function mode sees flex attention as an operator, if it runs uncompiled. The operator and its arguments are internal
-to torch: tests/attention/test_flex_contract.py fails if a version of torch changes them.
+to torch: tests/attention/test_flex.py fails if a version of torch changes them.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from quacklr.attention.axes import HeadAxes, last_axis
 from quacklr.attention.flex import flex_logits, is_flex, run_flex
-from quacklr.attention.logits import EagerLogits, Logits, QKLogits
+from quacklr.attention.logits import EagerLogits, HeadAxes, Logits, QKLogits, last_axis
 from quacklr.attention.provenance import ProvenanceTracker
 from quacklr.util.products import AttentionCall
 from quacklr.util.torch_functions import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened, tensors_in

@@ -3,13 +3,21 @@
     QKLogits      computed again from queries and keys, because a fused kernel does not return them
     EagerLogits   the input of a softmax that the model itself calls
 
+`HeadAxes` tells which of the leading axes are heads; all others are sequences:
+
+    (B, H, I, J)                  the convention
+    (B * H, I, J), (H * B, I, J)  sequences and heads merged into one axis; the shapes are the same
+    (B, G, R, I, J)               G groups of R heads
+    (H, B, I, J)                  the same shape as the convention, if B is H
+
 Shapes: B sequence, H head, G key head (shared by a group of heads), I query, J key, D head dimension.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +28,49 @@ MASKED = -1e38  # below every logit that is not masked
 MASKING = -9e3  # a number this low, added to a logit or written in its place, is a mask, not a bias
 
 ScoreMod = Callable[[Tensor, int, int], Tensor]  # (logits of a chunk, its first sequence, its first query) -> logits
+
+
+@dataclass(frozen=True, slots=True)
+class HeadAxes:
+    """The leading axes that are heads, and their number. Without axes, the last leading axis is (sequences * heads).
+
+    `known`: False if the shape does not show it. Then every entry is arranged as a head of one sequence.
+    """
+
+    heads: int
+    axes: tuple[int, ...] = ()
+    known: bool = True
+
+    def arrange(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """Rearrange a tensor that broadcasts to this shape, (..., I, X), to (B, H, I, X)."""
+        others = [axis for axis in range(len(shape) - 2) if axis not in self.axes]
+        arranged = tensor.expand(*shape).permute(*others, *self.axes, -2, -1)
+        return arranged.reshape(-1, self.heads, *shape[-2:])
+
+
+def last_axis(lead: Sequence[int], heads: int | None = None) -> HeadAxes:
+    """The last leading axis is the heads, or (sequences * heads): for functions of torch that define it."""
+    separate = heads is None or lead[-1] == heads
+    return HeadAxes(lead[-1] if heads is None else heads, (len(lead) - 1,) if separate else ())
+
+
+def head_axes(lead: Sequence[int], heads: int | None, one_sequence: bool = False) -> HeadAxes:
+    """The axes of the heads, from the leading sizes of logits, and the numbers of heads and of sequences if known.
+
+    Successive axes are the heads if their sizes multiply to the number of heads, if no others do, and if they are the
+    last ones; of one sequence, they need not be the last. A single axis of one sequence is the heads.
+    """
+    count, axes = math.prod(lead), [axis for axis, size in enumerate(lead) if size > 1]
+    if heads is None or count % heads:  # not known, or that of another attention
+        heads = count if count == 1 or (one_sequence and len(axes) == 1) else None
+    if heads == 1:
+        return HeadAxes(1)
+    runs = [axes[i:j] for j in range(len(axes) + 1) for i in range(j) if math.prod(lead[a] for a in axes[i:j]) == heads]
+    if heads and len(runs) == 1:
+        are_last = runs[0][-1] == axes[-1] and runs[0] != axes
+        if one_sequence or len(axes) == 1 or are_last:
+            return HeadAxes(heads, tuple(runs[0]))
+    return HeadAxes(count, tuple(range(len(lead))), known=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,18 +17,20 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from quacklr.attention.accumulator import StatsAccumulator
-from quacklr.attention.axes import HeadAxes, head_axes
 from quacklr.attention.interceptor import SUPPORTED, AttentionInterceptor
-from quacklr.attention.logits import Logits
+from quacklr.attention.logits import HeadAxes, Logits, head_axes
 from quacklr.find.discover import found_by_table
 from quacklr.find.tables.facts import int_attributes
 from quacklr.find.tables.naming import HEADS
 from quacklr.sharded.collectives import all_ranks_agree, all_reduce_max, all_reduce_sum, groups_of, resharded
-from quacklr.sharded.validate import validate_no_tensor_parallel
+from quacklr.sharded.validate import validate_no_tensor_parallel, warn_if_alone
 from quacklr.util.module_stack import module_stack
 from quacklr.util.modules import named_modules, run, run_uncompiled, undisturbed, unwrapped
 from quacklr.util.torch_functions import tensors_in
 
+NO_PROBE = (
+    "a probe is a batch that the model is called with, a tensor, a tuple of arguments or a dict of named ones, not "
+)
 UNKNOWN = (
     "{}: it cannot be seen which of its logits belong to which head{}. Give the heads an axis of their own, (batch, "
     "heads, queries, keys), and the module their number as an attribute, num_heads; or give a probe of one sequence, "
@@ -69,10 +71,7 @@ class LogitMonitor:
 
     def __init__(self, model: nn.Module, probe: Any) -> None:
         if probe is None or isinstance(probe, str | DataLoader):
-            raise ValueError(
-                "a probe is a batch that the model is called with, a tensor, a tuple of arguments or a dict of named "
-                f"ones, not {type(probe).__name__}"
-            )
+            raise ValueError(NO_PROBE + type(probe).__name__)
         validate_no_tensor_parallel(model, "LogitMonitor")
         self.model, self.probe = model, probe
         self._heads = heads_of(model)
@@ -91,51 +90,48 @@ class LogitMonitor:
     def _run(self, batches: Sequence[Any], one_sequence: bool = False) -> dict[str, list[StatsAccumulator]]:
         """Run batches one after the other; for each attention, the sums of each batch."""
         found: dict[str, list[StatsAccumulator]] = {}
-        for number, batch in enumerate(batches):
-            before = {name: kept.tensor_split(len(batches))[number] for name, kept in self._last.items()}
-            for name, stats in self._run_one(batch, before, len(batches), one_sequence).items():
-                found.setdefault(name, []).append(stats)
+        calls: dict[str, int] = {}  # of each module, in one batch
+        model = unwrapped(self.model)
+
+        def on_logits(logits: Logits) -> None:
+            name = running.modules[-1]
+            calls[name] = calls.get(name, 0) + 1
+            name = f"{name}#{calls[name]}" if calls[name] > 1 else name
+            parts = found.setdefault(name, [])
+            before = self._last[name].tensor_split(len(batches))[len(parts)] if name in self._last else None
+            parts.append(StatsAccumulator(logits, before, len(batches)))
+
+        def axes_of(lead: tuple[int, ...]) -> HeadAxes:
+            heads = [self._heads[name] for name in running.modules if name in self._heads]
+            return head_axes(lead, heads[-1] if heads else None, one_sequence)
+
+        for batch in batches:
+            calls.clear()
+            interceptor = AttentionInterceptor(on_logits, axes_of)
+            with undisturbed(model), resharded(model), module_stack(model) as running, run_uncompiled(), interceptor:
+                run(model, batch)
+        self._validate_found(found)
+        return found
+
+    def _validate_found(self, found: Mapping[str, list[StatsAccumulator]]) -> None:
+        """Raise ValueError if no attention was found, or if the ranks differ."""
         groups = groups_of(self.model)
         count = len(sequences_of(self.probe))  # if they run one by one, all ranks must have as many
         shapes = [(name, each[0].max_BH.shape[1], each[0].heads_known or count) for name, each in found.items()]
         if groups and not all_ranks_agree(shapes, groups, next(self.model.parameters()).device):
             raise ValueError(f"{DIFFERENT} This one ran {', '.join(found) or 'none'}")
         if not found:
-            raise ValueError(
-                f"no attention was seen in a forward of {type(unwrapped(self.model)).__name__}: {SUPPORTED}"
-            )
-        return found
-
-    def _run_one(
-        self, batch: Any, before: Mapping[str, Tensor], parts: int, one_sequence: bool
-    ) -> dict[str, StatsAccumulator]:
-        """Run one batch. `before`: the kept logits of it. `parts`: the number of batches of the probe."""
-        found: dict[str, StatsAccumulator] = {}
-        model = unwrapped(self.model)
-
-        def on_logits(logits: Logits) -> None:
-            name = running.modules[-1]
-            earlier = sum(other.partition("#")[0] == name for other in found)
-            name = f"{name}#{earlier + 1}" if earlier else name
-            found[name] = StatsAccumulator(logits, before.get(name), parts)
-
-        def axes_of(lead: tuple[int, ...]) -> HeadAxes:
-            heads = [self._heads[name] for name in running.modules if name in self._heads]
-            return head_axes(lead, heads[-1] if heads else None, one_sequence)
-
-        interceptor = AttentionInterceptor(on_logits, axes_of)
-        with undisturbed(model), resharded(model), module_stack(model) as running, run_uncompiled(), interceptor:
-            run(model, batch)
-        return found
+            name = type(unwrapped(self.model)).__name__
+            raise ValueError(f"no attention was seen in a forward of {name}: {SUPPORTED}")
 
     def _reduced(self, found: Mapping[str, list[StatsAccumulator]]) -> dict[str, LogitStats]:
         """The statistics of each attention, over all sequences and ranks."""
         groups = groups_of(self.model)
-        maxima = all_reduce_max(
-            [torch.cat([part.max_BH for part in parts]).amax(0) for parts in found.values()], groups
-        )
-        sums = all_reduce_sum([torch.stack([part.sums() for part in parts]).sum(0) for parts in found.values()], groups)
-        means = [totals / counts for totals, counts in (each.view(2, 3, -1) for each in sums)]
+        warn_if_alone(groups, "LogitMonitor")
+        maxima = [torch.cat([part.max_BH for part in parts]).amax(0) for parts in found.values()]
+        sums = [torch.stack([part.sums for part in parts]).sum(0) for parts in found.values()]
+        maxima, sums = all_reduce_max(maxima, groups), all_reduce_sum(sums, groups)
+        means = [totals / counts for totals, counts in (each.chunk(2) for each in sums)]
         return {name: LogitStats(max_H, *of) for name, max_H, of in zip(found, maxima, means, strict=True)}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -149,7 +145,7 @@ class LogitMonitor:
 
 
 def heads_of(model: nn.Module) -> dict[str, int]:
-    """The number of heads of each attention module, if a rule finds it, or an attribute of the module has it."""
+    """The number of heads of each attention module, if a table has it, or an attribute of the module."""
     found = {name: int_attributes(module, HEADS) for name, module in named_modules(model)}
     attributes = {name: counts[0] for name, counts in found.items() if counts}
     return attributes | {name: found.paths[0].heads for name, found in found_by_table(model).items() if found.paths}
@@ -167,18 +163,19 @@ def sequences_of(probe: Any) -> list[Any]:
 
 
 def validate_apart(found: Mapping[str, list[StatsAccumulator]], whole: Mapping[str, list[StatsAccumulator]]) -> None:
-    """Raise ValueError if heads are still not known, or if the sequences do not have the logits of the whole batch."""
+    """Raise ValueError if heads are still not known, or if the sequences do not have the logits of the whole batch.
+
+    The entries of the leading axes must have the same largest logits, in any order and up to rounding.
+    """
     for name in {**whole, **found}:
         parts = found.get(name, [])
         if not all(part.heads_known for part in parts):
             raise ValueError(UNKNOWN.format(name or "the model", ""))
-        same_shape = len({part.kept_BHIJ.shape for part in parts}) == 1
-        if not (same_shape and name in whole and has_maxima_of(parts, whole[name])):
+        same = name in whole and len({part.kept_BHIJ.shape for part in parts}) == 1
+        if same:
+            each = (torch.cat([part.max_BH.flatten() for part in of]) for of in (parts, whole[name]))
+            apart, together = (maxima.sort().values for maxima in each)
+            tolerance = parts[0].rounding * float(together.nan_to_num(0, 0, 0).abs().max())
+            same = apart.shape == together.shape and torch.allclose(apart, together, 0, tolerance, equal_nan=True)
+        if not same:
             raise ValueError(UNKNOWN.format(name or "the model", APART))
-
-
-def has_maxima_of(parts: Sequence[StatsAccumulator], whole: Sequence[StatsAccumulator]) -> bool:
-    """Whether the entries of the leading axes have the same largest logits, in any order and up to rounding."""
-    found, wanted = (torch.cat([of.max_BH.flatten() for of in each]).sort().values for each in (parts, whole))
-    tolerance = parts[0].rounding * float(wanted.nan_to_num(0, 0, 0).abs().max())
-    return found.shape == wanted.shape and torch.allclose(found, wanted, 0, tolerance, equal_nan=True)

@@ -23,8 +23,6 @@ from quacklr.util.products import Product, product_of
 from quacklr.util.torch_functions import bound, tensors_in
 
 END: set[Any] = {ops.SDPA, F.linear, F.layer_norm, F.rms_norm, *ops.SOFTMAX, *ops.CONVOLUTION}  # outputs are not logits
-
-
 NO_MASK, NO_SHIFT = torch.tensor(False, device="cpu"), torch.tensor(0.0, device="cpu")
 
 
@@ -56,16 +54,13 @@ class ProvenanceTracker:
 
         A tensor of the shape of a product counts too: some models mix the logits of their heads with a weight.
         """
-        origin: Origin | None = self._origins.get(tensor)
-        if origin is None and tuple(sorted(tensor.shape)) in self._shapes:
-            return Origin(tensor.shape[-1])
+        known = Origin(tensor.shape[-1]) if tuple(sorted(tensor.shape)) in self._shapes else None
+        origin: Origin | None = self._origins.get(tensor, known)
         return origin
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter, a view of one, or a function of parameters alone."""
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-            return True
-        return bool(self._weights) and tensor in self._weights
+        return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor in self._weights
 
     def track(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Record the origin of a function's output, if it is a product or was computed from tracked tensors."""
@@ -103,7 +98,10 @@ class ProvenanceTracker:
         if func in ops.LAYOUT:  # a model that changes the order of axes is taken to bring the queries before the keys
             origin, subtracted = replace(origin, queries=-2), same_layout(subtracted, func, args, kwargs, logits)
         elif func in ops.SUBTRACT:
-            subtracted = subtracted + self._row(logits, *bound(args, kwargs, "input", "other"))
+            one, two = bound(args, kwargs, "input", "other")
+            is_row = isinstance(two, Tensor) and two in self._origins and two.shape[-1:] in ((), (1,))
+            if is_row and one is logits and logits.shape[-1] > 1:  # the softmax does not depend on it
+                subtracted = subtracted + torch.atleast_1d(two)
         for tensor in changed:
             mask = masked if fits(masked, tensor) else NO_MASK
             shift = subtracted if fits(subtracted, tensor) else NO_SHIFT
@@ -146,11 +144,6 @@ class ProvenanceTracker:
         masked = self._masks(logits)
         return same_layout(masked, func, args, kwargs, logits) if func in ops.LAYOUT else masked
 
-    def _row(self, logits: Tensor, one: Any, two: Any) -> Tensor:
-        """What logits - two subtracts from each row: the softmax does not depend on it."""
-        is_row = isinstance(two, Tensor) and two in self._origins and two.shape[-1:] in ((), (1,))
-        return torch.atleast_1d(two) if is_row and one is logits and logits.shape[-1] > 1 else NO_SHIFT
-
     def _concatenated(self, origin: Origin, tensors: Sequence[Tensor], dim: int | None) -> Origin:
         """The origin of logits that were concatenated with each other or with other columns."""
         if dim not in (-1, tensors[0].ndim - 1):
@@ -166,8 +159,8 @@ def same_layout(of: Tensor, func: Any, args: Sequence[Any], kwargs: dict[str, An
     if not of.ndim:
         return of
     of = of.expand_as(logits).contiguous()
-    positional = [of if each is logits else each for each in args]
-    changed: Tensor = func(*positional, **{name: of if each is logits else each for name, each in kwargs.items()})
+    args = [of if each is logits else each for each in args]
+    changed: Tensor = func(*args, **{name: of if each is logits else each for name, each in kwargs.items()})
     return changed
 
 

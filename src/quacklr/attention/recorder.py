@@ -1,23 +1,21 @@
-"""Record the largest logit of each head of some attention modules while a model trains.
+"""Record the largest logit of each head of an attention module while a model trains.
 
-The forwards of these modules are wrapped; the rest of the model does not change. Compiled code inside of them runs
-uncompiled, because a compiled graph does not expose its logits.
+The forward of the module is wrapped; the rest of the model does not change. Compiled code inside of it runs uncompiled,
+because a compiled graph does not expose its logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quacklr.attention.axes import conventional_axes
 from quacklr.attention.interceptor import AttentionInterceptor
-from quacklr.attention.logits import Logits
-from quacklr.util.modules import named_modules, run_uncompiled
+from quacklr.attention.logits import HeadAxes, Logits, head_axes, last_axis
+from quacklr.util.modules import run_uncompiled
 
 MERGED = (
     "{}: its logits have heads and batch in one axis, so QK clip cannot see which entry belongs to which head; give "
@@ -25,22 +23,12 @@ MERGED = (
 )
 
 
-def record_max_logits(
-    model: nn.Module, heads: Mapping[str, int], on_max: Callable[[str, Tensor], None]
-) -> list[RecordedForward]:
-    """Call `on_max(name, max_H)` for attention modules, in every forward in training mode with gradients.
-
-    `heads`: the number of heads of each module. An attention in it that has another number of heads is ignored.
-    """
-    running: list[str] = []
-    modules = dict(named_modules(model))
-    return [RecordedForward(name, modules[name], count, on_max, running) for name, count in heads.items()]
-
-
 class RecordedForward:
-    """The wrapped forward of a module. A deep copy or a pickle of the module has its plain forward.
+    """The wrapped forward of a module: calls `on_max(name, max_H)` in training mode with gradients.
 
-    `running`: the names of the recorded modules whose forward is running, innermost last.
+    `heads`: the number of heads of the module. An attention in it that has another number of heads is ignored.
+    `running`: the names of the recorded modules whose forward is running, innermost last; one list for all of them.
+    A deep copy or a pickle of the module has its plain forward.
     """
 
     def __init__(
@@ -62,10 +50,14 @@ class RecordedForward:
             return self.__wrapped__(*args, **kwargs)
         self.running.append(self.name)
         try:
-            with run_uncompiled(), AttentionInterceptor(self._on_logits, partial(conventional_axes, heads=self.heads)):
+            with run_uncompiled(), AttentionInterceptor(self._on_logits, self._axes_of):
                 return self.__wrapped__(*args, **kwargs)
         finally:
             self.running.pop()
+
+    def _axes_of(self, lead: tuple[int, ...]) -> HeadAxes:
+        """Two leading axes are (B, H) by convention, also if B is H: a batch of training may have any size."""
+        return last_axis(lead) if len(lead) == 2 else head_axes(lead, self.heads)
 
     def _on_logits(self, logits: Logits) -> None:
         heads = logits.shape[1]
@@ -77,13 +69,12 @@ class RecordedForward:
             self.on_max(self.name, logits.max_per_head())
 
     def remove(self) -> None:
-        """Restore the module's own forward."""
-        if vars(self.module).get("forward") is not self:
-            self.records = False  # another wrapper calls this forward, so it stays, without recording
-        elif self.before is None:
+        """Restore the module's own forward. If another wrapper calls this one, it stays, without recording."""
+        self.records = False
+        if vars(self.module).get("forward") is self:
             del self.module.forward
-        else:
-            self.module.forward = self.before
+            if self.before is not None:
+                self.module.forward = self.before
 
     def __reduce__(self) -> Any:
         return plain_forward, (self.module, self.before)

@@ -17,8 +17,8 @@ class LayerReport:
     """The largest change of each head's logits in a step, in nats, (heads,) each.
 
     `asked` and `given` are those of `quack.changes()`: by the optimizer's own step, and the bound for the step as QuacK
-    scaled it. `measured`: the root mean square of the change of the logits of the batch. `problem`: why the check does
-    not show that the layer is right, or "".
+    scaled it. `measured`: the mean |change| of the logits of the batch by the layer's own rows, as LogitMonitor has it.
+    `problem`: why the check does not show that the layer is right, or "".
     """
 
     module: str
@@ -30,7 +30,7 @@ class LayerReport:
 
     def cells(self) -> tuple[str, ...]:
         """Its line in the table."""
-        ranges = [value_range(of_H, digits=2, missing="-") for of_H in (self.asked, self.given, self.measured)]
+        ranges = [value_range(of_H) for of_H in (self.asked, self.given, self.measured)]
         right = "ok" if self.given.any() else "ok, but its rows took no step: they are frozen"
         return (self.module or "(model)", str(self.heads), *ranges, self.problem or right)
 
@@ -48,14 +48,10 @@ class CheckReport:
     @property
     def ok(self) -> bool:
         """Whether every layer was shown to be right."""
-        return bool(self.layers) and not any(layer.problem for layer in self.layers)
+        return not any(layer.problem for layer in self.layers)
 
     def __str__(self) -> str:
-        alone = grouped(self.left_alone.items())
         table = columns([TITLES, *(layer.cells() for layer in self.layers)])
-        count, problems = len(self.layers), sum(bool(layer.problem) for layer in self.layers)
-        total = f"{count} layer{'s' * (count != 1)}"
-        right = f"correct: {total}, {sum(layer.heads for layer in self.layers)} heads; each steps by its rate"
-        verdict = f"not shown: {problems} of {total}" if problems else right
-        sections = [table, ["left alone:", *alone] if alone else [], [verdict]]
+        verdict = f"correct: {sum(not layer.problem for layer in self.layers)} of {len(self.layers)} layers"
+        sections = table, grouped("left alone:", self.left_alone), [verdict]
         return "\n\n".join("\n".join(section) for section in sections if section)

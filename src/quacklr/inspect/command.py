@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
 from quacklr.inspect.report import report
-from quacklr.inspect.resolve import resolve
-from quacklr.inspect.target import BadTargetError
+from quacklr.inspect.resolve import BadTargetError, resolve
 from quacklr.util.arguments import Parser
 
 ABOUT = """\
@@ -33,8 +32,8 @@ examples:
   quacklr inspect train.py:make_model     your own model
   quacklr inspect gpt2 --json | jq '.layers'
 
-exit code: 0 if QuacK attaches to the model; 1 if it raises an error, or if an attention layer is not recognised; 2 if
-there is no such model
+exit code: 0 if QuacK attaches to the model; 1 if it raises an error, or if an attention layer is not recognised
+without a batch, or on it; 2 if there is no such model
 """
 
 
@@ -43,7 +42,6 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     try:
         with quiet():
-            progress(f"building {options.target} ...")
             found = report(options.target, resolve(options.target))
     except BadTargetError as error:
         print(f"quacklr inspect: {error}", file=sys.stderr)
@@ -61,13 +59,8 @@ def parser() -> Parser:
 
 def target_parser(command: str, options: str, about: str, examples: str) -> Parser:
     """The parser of a command whose argument is one model."""
-    found = Parser(
-        prog=command,
-        description=about,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=f"{command} TARGET {options}",
-    )
+    raw, usage = argparse.RawDescriptionHelpFormatter, f"{command} TARGET {options}"
+    found = Parser(prog=command, usage=usage, description=about, epilog=examples, formatter_class=raw)
     found.add_argument("target", metavar="TARGET", help="the model, see above")
     return found
 
@@ -83,9 +76,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def progress(line: str) -> None:
-    """Print to stderr if it is a terminal."""
-    if sys.stderr.isatty():
-        print(line, file=sys.stderr)

@@ -17,13 +17,24 @@ from collections.abc import Callable
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
+from textwrap import shorten
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from quacklr.inspect.target import BadTargetError, Target, one_line
+
+class BadTargetError(Exception):
+    """The message states what is wrong with a target and how to fix it."""
+
+
+class Target(NamedTuple):
+    """A model, perhaps on the meta device; an input that it takes; and the optimizer, or several, of a factory."""
+
+    model: nn.Module
+    batch: Any = None
+    optimizer: Any = None
 
 
 def resolve(name: str) -> Target:
@@ -63,12 +74,9 @@ def _from_config(name: str, read: Callable[[Any], Any]) -> Target:
         config = read(transformers.AutoConfig)
         with torch.device("meta"):
             return Target(_model(config))
-    except ModuleNotFoundError as missing:
-        raise BadTargetError(f"{name}: needs {missing.name}: pip install {missing.name}") from missing
     except (ImportError, OSError, ValueError) as error:  # transformers raises them for configs that it cannot use
-        raise BadTargetError(
-            f"{name}: transformers cannot make it (nothing is downloaded): {one_line(error)}"
-        ) from error
+        why = shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+        raise BadTargetError(f"{name}: transformers cannot make it (nothing is downloaded): {why}") from error
 
 
 def _model(config: Any) -> nn.Module:
@@ -97,7 +105,7 @@ def _from_factory(name: str) -> Target:
         raise BadTargetError(
             f"{name}: must return a model, (model, batch) or (model, optimizer, batch), not {type(model).__name__}"
         )
-    return Target(model, batch, optimizers[0] if optimizers else None)
+    return Target(model, batch, *optimizers)
 
 
 def _imported(module_name: str) -> ModuleType:
@@ -114,9 +122,7 @@ def _imported(module_name: str) -> ModuleType:
 
 
 def _from_file(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(file.stem, file.resolve())
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

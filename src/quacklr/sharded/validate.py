@@ -5,7 +5,20 @@ from __future__ import annotations
 from torch import nn
 
 from quacklr.core.local import is_sharded, shard_counts
-from quacklr.sharded.collectives import fully_sharded
+from quacklr.sharded.collectives import Groups, fully_sharded, is_distributed
+from quacklr.util.caller import warn
+
+ALONE = (
+    "{} was given a model that is neither DistributedDataParallel nor sharded, but there are several ranks: each rank "
+    "uses the logits of its own data and of its own heads only, so a clip would make replicas different; wrap the "
+    "model first, then pass it"
+)
+
+
+def warn_if_alone(groups: Groups, who: str) -> None:
+    """Warn if there are several processes, but none with which this one combines its logits."""
+    if not groups and is_distributed():
+        warn(ALONE.format(who))
 
 
 def validate_no_tensor_parallel(model: nn.Module, who: str, by_engine: bool = False) -> None:
