@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,7 @@ from quacklr.core.weight import packed
 from quacklr.find import discover
 from quacklr.find.discover import found_by_table
 from quacklr.find.finding import Finding
-from quacklr.find.first_batch import FirstBatch
-from quacklr.find.slices import first_examples, slices
+from quacklr.find.first_batch import FirstBatch, first_examples, slices
 from quacklr.util.modules import Arguments
 
 RUNS: list[tuple[int, ...]] = []  # the shapes of the inputs of all attentions, in the order they ran
@@ -375,33 +373,6 @@ def test_what_looks_like_attention_and_does_not_attend_is_left_alone_with_a_warn
     assert not batch.found["layers.1"].paths
 
 
-@pytest.mark.parametrize("measured", [True, False])
-def test_measuring_leaves_a_run_bitwise_as_it_was(measured: bool) -> None:
-    torch.manual_seed(0)
-    model, same = Model(), Model()
-    same.load_state_dict(model.state_dict())
-    batch = started(model)
-    results = []
-    for each in (model, same):
-        torch.manual_seed(1)
-        loss = each(tokens()).square().mean()
-        loss.backward()
-        if each is model and measured:
-            batch.measure()
-        results.append([loss, torch.rand(3), *each.state_dict().values(), *(p.grad for p in each.parameters())])
-    assert_equal(*([x for x in result if x is not None] for result in results))
-
-
-def test_remove_removes_all_hooks() -> None:
-    model = Model()
-    batch = started(model)
-    assert hooked(model)
-    model(tokens())
-    batch.remove()
-    assert not hooked(model)
-    assert batch.measure() is None
-
-
 def test_a_model_can_be_copied_and_saved_before_its_first_batch() -> None:
     model = Model()
     batch = started(model)
@@ -501,16 +472,6 @@ def test_which_slice_of_a_batch_is_kept(args: tuple[Any, ...], shapes: list[tupl
     first = next(slices(first_examples(Arguments(args, {"flag": True, "text": "a"}))))
     assert [tuple(tensor.shape) for tensor in first.tensors()] == shapes
     assert first.kwargs == {"flag": True, "text": "a"}
-
-
-def test_no_warning_where_all_is_verified() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = Model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        quack = QuacK(model, optimizer)
-        step(model, optimizer, tokens())
-    assert "layers.0   verified" in repr(quack)
 
 
 def test_a_batch_that_a_closure_runs_inside_of_the_step_is_verified() -> None:

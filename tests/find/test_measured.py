@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from quacklr import LogitPath, QuacK, Weight, logit_paths
-from quacklr.find.compare import chains, differences
+from quacklr import LogitPath, QuacK, logit_paths
+from quacklr.find.compare import chains
 from quacklr.find.discover import found_by_table
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.lab.model import MHA, MLA, Shape, build
@@ -114,32 +114,13 @@ def test_quack_takes_measured_paths_and_rates_are_those_of_the_rules() -> None:
     assert rates[0]["model.layers.0.self_attn.q"].tolist() == pytest.approx([1 / 3, 1 / 3, 1, 1])
 
 
-def test_measuring_leaves_the_model_as_it_was() -> None:
-    model = Model(HF, Plain(), Plain()).train()
-    frozen = model.get_submodule("model.layers.0.self_attn.q_proj").get_parameter("weight").requires_grad_(False)
-    model.register_buffer("count", torch.zeros(1))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    modes = [module.training for module in model.modules()]
-    random = torch.get_rng_state()
-    logit_paths(model, SAMPLE)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert [module.training for module in model.modules()] == modes
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert [p for p in model.parameters() if not p.requires_grad] == [frozen]
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert torch.equal(model(SAMPLE), model(SAMPLE))
-
-
 @pytest.mark.parametrize(
     ("sample", "error"),
     [
-        (torch.zeros(2, 5), r"^Model failed on the sample: \w+Error: .*; a sample is what the model is called with"),
-        ({"words": SAMPLE}, r"^Model failed on the sample: TypeError: .*words"),
-        ((SAMPLE, SAMPLE, SAMPLE), r"^Model failed on the sample: TypeError"),
+        ({"words": SAMPLE}, r"^Model failed on the sample: TypeError: .*words.*; a sample is what the model is called"),
         (SAMPLE + 1000, r"^Model failed on the sample: IndexError"),
     ],
-    ids=["dtype", "name", "too many", "out of range"],
+    ids=["name", "out of range"],
 )
 def test_a_sample_that_does_not_fit_is_one_clear_error_and_nothing_is_attached(sample: Any, error: str) -> None:
     model = Model(HF, Plain()).train()
@@ -193,16 +174,6 @@ def test_what_the_lab_declares_is_what_is_measured(spec: MHA | MLA) -> None:
     assert rows(model, list(measured.paths)) == rows(model, list(declared.paths))
 
 
-def test_two_descriptions_differ_if_either_leaves_something_out() -> None:
-    model = nn.ModuleDict({"q": nn.Linear(2, 4), "k": nn.Linear(2, 4)})
-    q, k = (Weight(n, model[n].get_parameter("weight"), torch.tensor([0, 0, 1, 1])) for n in "qk")
-    whole, part = [LogitPath((q, k), 2), LogitPath((q,), 2)], [LogitPath((q, k), 2)]
-    assert differences(whole, whole, model) == ""
-    assert "it says that a head reads q.weight[0:2], but the measurement says" in differences(whole, part, model)
-    assert "but the measurement says that a head reads q.weight[0:2]" in differences(part, whole, model)
-    assert differences([], part, model).startswith("it says that it is on no path")
-
-
 def test_measured_paths_list_what_is_left_alone_too() -> None:
     normed: Any = Plain()
     normed.q_norm, normed.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
@@ -230,26 +201,16 @@ class Merging(nn.Linear):
         raise AssertionError(f"train({mode}) was called")
 
 
-class Caching(Plain):
-    """Writes keys into a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("cache", torch.zeros(2, 2, 5, 8))
-        self.v_proj = Merging(32, 16, bias=False)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.get_buffer("cache")[: len(key)] = key
-        return super().attend(query, self.get_buffer("cache")[: len(key)], value)
-
-
-def test_neither_modes_nor_buffers_are_touched() -> None:
-    model = Model(HF, Caching())
-    cache = model.get_buffer("model.layers.0.self_attn.cache")
-    assert len(logit_paths(model, SAMPLE)) == 1
-    assert model.get_buffer("model.layers.0.self_attn.cache") is cache
-    assert not cache.any()
-    assert not cache.requires_grad
+def test_modes_frozen_parameters_and_hooks_stay_as_they_were() -> None:
+    attention = Plain()
+    model = Model(HF, attention, Plain()).train()
+    attention.v_proj = Merging(32, 16, bias=False)
+    frozen = attention.q_proj.get_parameter("weight").requires_grad_(False)
+    modes = [module.training for module in model.modules()]
+    logit_paths(model, SAMPLE)
+    assert [module.training for module in model.modules()] == modes
+    assert [p for p in model.parameters() if not p.requires_grad] == [frozen]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_compiled_attention_is_found_by_table_when_it_is_the_whole_model() -> None:

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quacklr import logit_paths
-from quacklr.find.measure.assemble import measured_paths
-from quacklr.find.parameter_rows import NotRowsError, weight_of
-from stand_ins_kit import HF, WIDTH, Model, Plain, causal, linear
+from quacklr.find.measure.assemble import NotRowsError, measured_paths, weight_of
+from stand_ins_kit import HF, WIDTH, Model, Plain, causal
 
 SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
 NAME = "model.layers.0.self_attn"
@@ -56,47 +55,20 @@ def over_heads(z: Tensor, weight: Tensor) -> Tensor:
 
 # each is made for a way in which its parameters start; `z` are logits (B, H, I, J)
 MIXING: dict[str, Callable[[str], Function]] = {
-    "linear": lambda of: Function(lambda z, w: over_heads(z, w), start(4, 4, of=of)),
     "linear, residual": lambda of: Function(lambda z, w: z + over_heads(z, w), start(4, 4, of=of)),
-    "convolution": lambda of: Function(lambda z, w: F.conv2d(z, w), start(4, 4, 1, 1, of=of)),
-    "convolution, residual": lambda of: Function(
-        lambda z, w: z + F.conv2d(z, w, padding="same"), start(4, 4, 3, 3, of=of)
-    ),
     "convolution in two groups": lambda of: Function(
         lambda z, w: z + F.conv2d(z, w, groups=2), start(4, 2, 1, 1, of=of if of != "identity" else "zero")
     ),
     "einsum of a weight": lambda of: Function(lambda z, w: z + torch.einsum("gh,bhij->bgij", w, z), start(4, 4, of=of)),
-    "matmul of a weight": lambda of: Function(lambda z, w: z + (w @ z.flatten(2)).view_as(z), start(4, 4, of=of)),
-    "tensordot of a weight": lambda of: Function(
-        lambda z, w: z + torch.tensordot(w, z, dims=([1], [1])).movedim(0, 1), start(4, 4, of=of)
-    ),
-    "a constant": lambda _: Function(lambda z: torch.einsum("gh,bhij->bgij", torch.ones(4, 4).tril().to(z), z)),
-    "a constant, residual": lambda _: Function(
-        lambda z: z + torch.einsum("gh,bhij->bgij", torch.ones(4, 4).to(z), z) / 4
-    ),
     "two layers": lambda of: Function(
         lambda z, u, w: z + over_heads(F.gelu(over_heads(z, u)), w), start(8, 4, of=of), start(4, 8, of=of)
     ),
     "flip": lambda _: Function(lambda z: z + 0.5 * z.flip(1)),
-    "roll": lambda _: Function(lambda z: z - 0.1 * z.roll(1, dims=1)),
-    "index_select": lambda _: Function(lambda z: z + z.index_select(1, torch.tensor([1, 0, 3, 2]))),
     "mean": lambda _: Function(lambda z: z + z.mean(1, keepdim=True)),
-    "less the mean": lambda _: Function(lambda z: z - z.mean(1, keepdim=True)),
-    "cumsum": lambda _: Function(lambda z: z.cumsum(1)),
-    "layer norm": lambda _: Function(lambda z: F.layer_norm(z.movedim(1, -1), (4,)).movedim(-1, 1)),
     "layer norm, residual": lambda _: Function(lambda z: z + F.layer_norm(z.movedim(1, -1), (4,)).movedim(-1, 1)),
-    "batch norm, residual": lambda _: Function(lambda z: z + F.group_norm(z, 2)),
-    "a learned amount": lambda of: Function(lambda z, a: z + a * z.flip(1), start(1, of=of)),
     "a learned amount a head": lambda of: Function(lambda z, a: z + torch.tanh(a) * z.flip(1), start(4, 1, 1, of=of)),
-    "lerp": lambda of: Function(lambda z, a: torch.lerp(z, z.roll(2, 1), a), start(1, of=of)),
     "weights of a softmax over heads": lambda _: Function(lambda z: z * z.softmax(1)),
-    "largest of the heads": lambda _: Function(lambda z: z + z.amax(1, keepdim=True)),
-    "a gate of another head": lambda _: Function(lambda z: z * torch.sigmoid(z.flip(1))),
-    "one head's added to all": lambda _: Function(lambda z: z + z[:, :1]),
     "written in place": lambda _: Function(lambda z: written(z)),
-    "by the input": lambda of: Function(
-        lambda z, x, w: torch.einsum("bigh,bhij->bgij", (x @ w).unflatten(-1, (4, 4)), z), start(WIDTH, 16, of=of)
-    ),
     "by the input, residual": lambda of: Function(
         lambda z, x, w: z + ((x @ w).unflatten(-1, (4, 4)) @ z.movedim(1, 2)).movedim(2, 1), start(WIDTH, 16, of=of)
     ),
@@ -106,25 +78,15 @@ MIXING: dict[str, Callable[[str], Function]] = {
 }
 OF_ITS_OWN: dict[str, Callable[[str], Function]] = {
     "as it is": lambda _: Function(lambda z: z),
-    "scaled": lambda _: Function(lambda z: z / 3),
     "temperature": lambda of: Function(lambda z, a: z * a.exp(), start(4, 1, 1, of=of)),
-    "a bias a head": lambda of: Function(lambda z, b: z + b, start(4, 5, 5, of=of)),
     "capped": lambda _: Function(lambda z: 5 * torch.tanh(z / 5)),
     "less its largest": lambda _: Function(lambda z: z - z.amax(-1, keepdim=True)),
-    "less the largest of all": lambda _: Function(lambda z: z - z.max()),
-    "less a mean of heads and keys": lambda _: Function(lambda z: z - z.mean((1, 3), keepdim=True)),
     "heads in another order": lambda _: Function(lambda z: z.roll(1, dims=1)),
-    "shifted keys": lambda _: Function(lambda z: z + z.roll(1, dims=3)),
     "sum over keys": lambda _: Function(lambda z: z.cumsum(3)),
-    "convolved over keys": lambda of: Function(
-        lambda z, w: F.conv2d(z, w, padding="same", groups=4), start(4, 1, 1, 3, of=of)
-    ),
     "convolved over queries and keys, residual": lambda of: Function(
         lambda z, w: z + F.conv2d(z, w, padding="same", groups=4), start(4, 1, 3, 3, of=of)
     ),
     "projected over keys": lambda of: Function(lambda z, w: z + F.linear(z, w), start(5, 5, of=of)),
-    "projected over queries": lambda of: Function(lambda z, w: z + w @ z, start(5, 5, of=of)),
-    "another example of the batch": lambda _: Function(lambda z: z + z.flip(0)),
     "masked": lambda _: Function(lambda z: z.clone().masked_fill_(torch.ones(5, 5).triu(1) > 0, -9.0)),
     "a gate of its own": lambda _: Function(lambda z: z * torch.sigmoid(z)),
 }
@@ -260,7 +222,7 @@ def test_a_logit_may_be_any_function_of_its_own_heads_products(function: Functio
     assert not assert_measured_as_judged(Written(function, layout="matmul", rows=ROWS))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(8))
 def test_functions_of_logits_in_any_order_and_layout_are_measured_as_they_are_judged(seed: int) -> None:
     """The measurement is compared with softmaxes after a change of rows."""
     draw = random.Random(seed)
@@ -274,8 +236,8 @@ def test_functions_of_logits_in_any_order_and_layout_are_measured_as_they_are_ju
     assert_measured_as_judged(attention)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (1, 3), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["linear, residual", "flip", "by the input", "mean", "baddbmm"])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["linear, residual", "flip", "baddbmm"])
 def test_two_tokens_are_enough_to_see_that_heads_are_mixed(name: str, shape: tuple[int, int]) -> None:
     model = Model(HF, Written(MIXING[name]("zero"), layout="matmul", rows=ROWS))
     (finding,) = measured_paths(model, SAMPLE[: shape[0], : shape[1]]).values()
@@ -341,22 +303,6 @@ def test_where_heads_are_mixed_does_not_matter(kind: Callable[[bool], nn.Module]
     (finding,) = measured_paths(Model(HF, kind(mixes)), SAMPLE).values()
     assert ("mixes the logits of its heads" in finding.reason) == mixes
     assert [weight.blocks for path in finding.paths for weight in path.weights] == ([] if mixes else [4, 4])
-
-
-class Reattention(Plain):
-    """As DeepViT: what comes out of the softmax is mixed, which is not a matter of logits."""
-
-    def __init__(self) -> None:
-        super().__init__(groups=4)
-        self.mix = linear(4, 4)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return over_heads((query @ key.mT).softmax(-1), self.mix.weight) @ value
-
-
-def test_heads_that_are_mixed_after_the_softmax_are_plain_heads() -> None:
-    (finding,) = measured_paths(Model(HF, Reattention()), SAMPLE).values()
-    assert [weight.blocks for weight in finding.paths[0].weights] == [4, 4]
 
 
 def test_mixed_heads_are_left_alone_with_a_warning_and_the_rest_attaches() -> None:

@@ -8,20 +8,19 @@ runs in a later batch, a slice of that batch is measured too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from quacklr.core.local import is_sharded
 from quacklr.find.discover import WAYS_OUT, completed, not_known, validate_controls, warn_unknown, without_pending
 from quacklr.find.finding import BY_TABLE, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.find.slices import first_examples, slices
 from quacklr.util.modules import Arguments, compiled_modules, named_modules, wrappers
 
 WAITS = "not verified yet: the first batch will be measured before the first step"
@@ -34,6 +33,8 @@ COMPILED = "the model was compiled in place, by model.compile()"
 SHARDED = "the model is sharded"
 TOO_LONG = "its inputs are too long to be measured"
 NOTHING = "no attention was found by table or declaration"
+EXAMPLES, TOKENS = 2, 8
+LONGEST = 512  # tokens of the longest example that is run whole, if the model fails on its first tokens
 
 
 class Call(NamedTuple):
@@ -47,9 +48,9 @@ class Call(NamedTuple):
 class FirstBatch:
     """Keeps a slice of the first batch; `measure` verifies the findings of tables on it, and measures all others.
 
-    Costs about three forward passes of 2 x 8 tokens, once. The measurement does not change the model, its gradients or
-    the random state. `found` has the findings, completed by `measure`. A model that cannot be measured is left with the
-    findings of tables; then RuntimeError, if an attention is pending.
+    Costs some forward and backward passes of 2 x 8 tokens, once. The measurement does not change the model, its
+    gradients or the random state. `found` has the findings, completed by `measure`. A model that cannot be measured is
+    left with the findings of tables; then RuntimeError, if an attention is pending.
 
     Args:
         model: the model.
@@ -68,25 +69,20 @@ class FirstBatch:
         self._calls: dict[int, Call] = {}  # not measured yet, by id
         self._did_run: set[str] = set()
         self._measuring = False
-        self._is_done = bool(found) and all(finding.declared for finding in found.values())
-        if why := SWITCHED_OFF if not verify else _not_measurable(model, gathers):
-            self._is_done = True
-            self._leave_unverified(why)
-        if not self._is_done:
-            self._note(WAITS)
-            self._register(model)
-
-    def _register(self, model: nn.Module) -> None:
         declared = [name for name, finding in self.found.items() if finding.declared]
-        for name, module in [*compiled_modules(model), *named_modules(model)]:
-            if _may_attend(module) and not any(is_inside(name, outer) for outer in declared):
-                hook = module.register_forward_pre_hook(Hook(self, name), with_kwargs=True)
-                self._hooks.setdefault(name, []).append(hook)
+        if why := SWITCHED_OFF if not verify else _not_measurable(model, gathers):
+            self._leave_unverified(why)
+        elif not found or len(declared) < len(found):
+            self._note(WAITS)
+            for name, module in [*compiled_modules(model), *named_modules(model)]:
+                if _may_attend(module) and not any(is_inside(name, outer) for outer in declared):
+                    hook = module.register_forward_pre_hook(Hook(self, name), with_kwargs=True)
+                    self._hooks.setdefault(name, []).append(hook)
 
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to measure."""
-        return self._is_done and not self._calls
+        return not self._hooks and not self._calls
 
     @property
     def has_batch(self) -> bool:
@@ -95,16 +91,17 @@ class FirstBatch:
 
     def keep(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the first examples of a call of an outermost module, if a module in it runs for the first time."""
-        outer = next((each for each in self._latest if is_inside(name, each)), None)
-        if not self._measuring and (outer is None or outer == name):
-            outer, call = name, Call(name, ref(module), first_examples(Arguments(args, dict(kwargs))))
-            self._latest[name] = call
-        if name not in self._did_run:
-            self._did_run.add(name)
-            if not self._measuring and outer is not None:
-                self._calls[id(self._latest[outer])] = self._latest[outer]
-        if name != outer and not self._measuring:  # a measurement restores the hooks of the model
+        is_new = name not in self._did_run
+        self._did_run.add(name)
+        if self._measuring:
+            return
+        outer = next((each for each in self._latest if is_inside(name, each)), name)
+        if outer == name:
+            self._latest[name] = Call(name, ref(module), first_examples(Arguments(args, dict(kwargs))))
+        else:
             self._unhook(name)
+        if is_new:
+            self._calls[id(self._latest[outer])] = self._latest[outer]
 
     def measure(self) -> dict[str, Finding] | None:
         """The findings, completed by a measurement of the batches since the last call; None if there is nothing new.
@@ -113,11 +110,11 @@ class FirstBatch:
         a pending attention cannot be measured. After an error the batch is kept, so the next call raises again.
         """
         model = self._model()
-        if model is None or (self._is_done and not self._calls):
+        if model is None or self.is_done:
             return None
         if not self._calls:
             if self._latest:
-                self._validate_steps(model)
+                _validate_steps(self.found, model)
                 return None
             self._leave_unverified(NO_BATCH)
             self.remove()
@@ -126,16 +123,18 @@ class FirstBatch:
         for call in self._calls.values():
             found = self._completed(found, measured, call, model)
         found = without_pending(found, measured, model, self._ran)
-        self._validate(found, model)
+        _validate(found, model)
         warn_unknown({name: finding for name, finding in found.items() if finding != self.found.get(name)})
         self.found = found
         self._calls.clear()
-        self._unhook_used()
+        for name in [name for name in self._hooks if name not in self._latest and self._ran(name)]:
+            self._unhook(name)
+        if all(name in self._latest for name in self._hooks):
+            self.remove()
         return dict(found)
 
     def remove(self) -> None:
         """Remove all hooks."""
-        self._is_done = True
         self._calls.clear()
         self._latest.clear()
         for name in list(self._hooks):
@@ -144,14 +143,6 @@ class FirstBatch:
     def _unhook(self, name: str) -> None:
         for hook in self._hooks.pop(name, ()):
             hook.remove()
-
-    def _unhook_used(self) -> None:
-        """Remove the hooks of modules that ran or are called in parts; all hooks, if no others are left."""
-        for name in list(self._hooks):
-            if name not in self._latest and self._ran(name):
-                self._unhook(name)
-        if all(name in self._latest for name in self._hooks):
-            self.remove()
 
     def _ran(self, name: str) -> bool:
         """Whether a module ran, or a part of it: a trainer may call only the parts."""
@@ -192,25 +183,6 @@ class FirstBatch:
                 break
         return measured, why
 
-    def _validate(self, found: Mapping[str, Finding], model: nn.Module) -> None:
-        for name, finding in found.items():
-            if finding.undecided:
-                raise RuntimeError(f"{name or 'the model'}: {finding.reason}; {WAYS_OUT}")
-        if not any(finding.pending for finding in found.values()):
-            validate_controls(found, model)
-        elif next(compiled_modules(model), None) is not None:
-            _raise_if_pending(found, IN_COMPILED)
-        self._validate_steps(model, found)
-
-    def _validate_steps(self, model: nn.Module, found: Mapping[str, Finding] | None = None) -> None:
-        """RuntimeError if a pending attention has gradients. Replicas of a model (DDP) may run different modules."""
-        found = self.found if found is None else found
-        waiting = {name: finding for name, finding in found.items() if finding.pending}
-        modules = dict(named_modules(model)) if waiting else {}
-        stepping = [name for name in waiting if any(p.grad is not None for p in modules[name].parameters())]
-        if stepping:
-            raise RuntimeError(not_known(stepping, found, NOT_RUN_HERE))
-
     def _leave_unverified(self, why: str) -> None:
         """Note why the findings of tables are not verified. RuntimeError if some attention is not known."""
         if not self.found:
@@ -223,6 +195,26 @@ class FirstBatch:
     def _note(self, note: str) -> None:
         by_table = {name: finding for name, finding in self.found.items() if finding.origin == BY_TABLE}
         self.found |= {name: replace(finding, note=note) for name, finding in by_table.items()}
+
+
+def _validate(found: Mapping[str, Finding], model: nn.Module) -> None:
+    for name, finding in found.items():
+        if finding.undecided:
+            raise RuntimeError(f"{name or 'the model'}: {finding.reason}; {WAYS_OUT}")
+    if not any(finding.pending for finding in found.values()):
+        validate_controls(found, model)
+    elif next(compiled_modules(model), None) is not None:
+        _raise_if_pending(found, IN_COMPILED)
+    _validate_steps(found, model)
+
+
+def _validate_steps(found: Mapping[str, Finding], model: nn.Module) -> None:
+    """RuntimeError if a pending attention has gradients. Replicas of a model (DDP) may run different modules."""
+    waiting = {name: finding for name, finding in found.items() if finding.pending}
+    modules = dict(named_modules(model)) if waiting else {}
+    stepping = [name for name in waiting if any(p.grad is not None for p in modules[name].parameters())]
+    if stepping:
+        raise RuntimeError(not_known(stepping, found, NOT_RUN_HERE))
 
 
 def _raise_if_pending(found: Mapping[str, Finding], why: str) -> None:
@@ -265,3 +257,40 @@ class Hook:
 
     def __reduce__(self) -> tuple[type[Hook], tuple[None, str]]:
         return Hook, (None, self.name)
+
+
+def slices(call: Arguments) -> Iterator[Arguments]:
+    """The call with a few tokens of each example; then with all of them, if they are not too many."""
+    batch, lengths = _sizes(call)
+    if any(length > TOKENS for length in lengths):
+        yield call.map(lambda tensor: _first_tokens(tensor, batch, lengths))
+    if all(length <= LONGEST for length in lengths):
+        yield call
+
+
+def first_examples(call: Arguments) -> Arguments:
+    """A copy of the first examples of a call."""
+    batch, _ = _sizes(call)
+    with torch.no_grad():
+        return call.map(lambda tensor: _narrowed(tensor, batch).detach().clone())
+
+
+def _sizes(call: Arguments) -> tuple[int, set[int]]:
+    """The batch size, and the sequence lengths: second dimensions of token ids, or of a batch of vectors."""
+    tensors = call.tensors()
+    ids = [tensor for tensor in tensors if tensor.ndim == 2 and not tensor.is_floating_point()]
+    vectors = [tensor for tensor in tensors if tensor.ndim == 3 and tensor.is_floating_point()]
+    batch = next((len(tensor) for tensor in [*ids, *tensors] if tensor.ndim > 1), 0)
+    return batch, {tensor.shape[1] for tensor in ids or vectors[:1]}
+
+
+def _narrowed(tensor: Tensor, batch: int) -> Tensor:
+    dim = next((dim for dim in range(min(2, tensor.ndim)) if tensor.shape[dim] == batch), None)
+    return tensor if dim is None else tensor.narrow(dim, 0, min(EXAMPLES, batch))
+
+
+def _first_tokens(tensor: Tensor, batch: int, lengths: set[int]) -> Tensor:
+    for dim, size in enumerate(tensor.shape):
+        if size in lengths and (dim or size != batch):
+            tensor = tensor.narrow(dim, 0, min(TOKENS, size))
+    return tensor

@@ -1,4 +1,4 @@
-"""Gradients that keep the graph, and the leaves of a graph."""
+"""Gradients that keep the graph, many at a time, and the leaves of a graph."""
 
 from __future__ import annotations
 
@@ -8,15 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def gradients(of: Tensor, at: Sequence[Tensor], cotangent: Tensor) -> Sequence[Tensor | None]:
-    """torch.autograd.grad of one tensor, keeping the graph; None for tensors that it does not depend on."""
-    return torch.autograd.grad(of, at, cotangent, retain_graph=True, allow_unused=True) if at else ()
+MOST = 2**24  # entries of all cotangents of one call
 
 
-def total_of(tensor: Tensor) -> float:
-    """The sum of all entries, in float32 at least. Not in float64, which some devices do not have."""
-    return float(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)))
+def gradients(of: Tensor, at: Sequence[Tensor], cotangents: Tensor) -> Sequence[Tensor | None]:
+    """The gradients for each cotangent, along a new first axis; None for tensors that `of` does not depend on.
+
+    All cotangents go through the graph at once, or one after another if an operation cannot be vectorized.
+    """
+    if not at:
+        return ()
+    try:
+        return torch.autograd.grad(of, at, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=True)
+    except RuntimeError:
+        each = [torch.autograd.grad(of, at, one, retain_graph=True, allow_unused=True) for one in cotangents]
+        return [None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True)]
+
+
+def batches(of: Tensor, like: Tensor) -> Sequence[Tensor]:
+    """The rows of a tensor in batches, so small that one cotangent like `like` for each row fits into memory."""
+    return of.split(max(1, MOST // max(1, like.numel())))
+
+
+def sums(tensor: Tensor) -> Tensor:
+    """The sum for each entry of the first axis, in float32 at least. Not in float64, which some devices do not have."""
+    return tensor.flatten(1).sum(1, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 def leaves_of(tensor: Tensor) -> list[Tensor]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict, deque
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -20,63 +22,59 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 ATOMS = (
-    *(str, bytes, int, float, complex, type, Tensor, torch.dtype, torch.device),
+    *(str, bytes, int, float, complex, type, type(None), Tensor, torch.dtype, torch.device),
     *(FunctionType, MethodType, BuiltinFunctionType, ModuleType),
 )
-CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-NO_STATE = (
-    nn.Module,
-    Optimizer,
-    Dataset,
-    DataLoader,
-    threading.Thread,
-    type(threading.Lock()),
-    type(threading.RLock()),
-)
+CONTAINERS = (dict, list, set, deque)
+LOCKS = (threading.Thread, type(threading.Lock()), type(threading.RLock()))
+NO_STATE = (nn.Module, Optimizer, Dataset, DataLoader, *LOCKS)
 
 
-class KeptState:
-    """The contents of every container and object that is reached from a model."""
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """While entered, the model holds copies of its tensors; on exit, everything holds what it held.
 
-    def __init__(self, model: nn.Module) -> None:
-        reached = _reached(model)
-        self._kept = [(each, _items(each), _attributes(each)) for each in reached]
-        self._generators = [(each, each.get_state()) for each in reached if isinstance(each, torch.Generator)]
-        self._of_parameters = {_storage(parameter) for parameter in model.parameters()} - {None}
-        self._copies: dict[Any, Any] = {}  # by id, and what copy.deepcopy keeps in a memo
-
-    def replace_by_copies(self) -> None:
-        """Put copies of the tensors into the containers and objects."""
-        for each, items, attributes in self._kept:
-            if isinstance(items, dict):
-                _set_items(each, {key: self._copied(item) for key, item in items.items()})
-            else:
-                _set_items(each, [self._copied(item) for item in items])
-            _set_attributes(each, {name: self._copied(attribute) for name, attribute in attributes.items()})
-
-    def restore(self) -> None:
-        """Put back what the containers and objects held. The containers themselves stay the same objects."""
-        for each, items, attributes in self._kept:
-            _set_items(each, items)
-            _set_attributes(each, attributes)
-        for generator, state in self._generators:
+    The containers and objects themselves stay the same.
+    """
+    reached = _reached(model)
+    kept = [(place, _items(place)) for each in reached for place in _places(each)]
+    generators = [(each, each.get_state()) for each in reached if isinstance(each, torch.Generator)]
+    copies = _Copies(model)
+    try:
+        for place, items in kept:
+            if any(isinstance(item, Tensor | tuple) for item in _values(items)):
+                copied = [copies.of(item) for item in _values(items)]
+                _fill(place, dict(zip(items, copied, strict=True)) if isinstance(items, dict) else copied)
+        yield
+    finally:
+        for place, items in kept:
+            _fill(place, items)
+        for generator, state in generators:
             generator.set_state(state)
 
-    def _copied(self, value: Any) -> Any:
-        """The copy of a tensor, or a tuple with copies; any other value as it is. Parameters are not copied."""
+
+class _Copies:
+    """Copies of tensors. Parameters, and tensors in their memory, are not copied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of_parameters = {_storage(parameter) for parameter in model.parameters()} - {None}
+        self.copies: dict[Any, Any] = {}  # by id, and what copy.deepcopy keeps in a memo
+
+    def of(self, value: Any) -> Any:
+        """The copy of a tensor, or a tuple with copies; any other value as it is."""
         if isinstance(value, tuple) and value:
-            items = [self._copied(item) for item in value]
+            items = [self.of(item) for item in value]
             if any(new is not old for new, old in zip(items, value, strict=True)):
                 return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or is_lazy(value):
             return value
-        if _storage(value) in self._of_parameters:
+        if _storage(value) in self.of_parameters:
             return value
-        if id(value) not in self._copies:
-            copied = copy.deepcopy(value.detach(), self._copies)  # views of one storage become views of one copy
+        if id(value) not in self.copies:
+            copied = copy.deepcopy(value.detach(), self.copies)  # views of one storage become views of one copy
             vars(copied).update(vars(value))
-            self._copies[id(value)] = copied.requires_grad_(value.requires_grad)
-        return self._copies[id(value)]
+            self.copies[id(value)] = copied.requires_grad_(value.requires_grad)
+        return self.copies[id(value)]
 
 
 def _storage(tensor: Tensor) -> int | None:
@@ -86,32 +84,31 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def _reached(model: nn.Module) -> list[Any]:
-    """The modules, and the containers and objects that their attributes hold."""
+    """The modules, and the containers and objects that they hold."""
     found: dict[int, Any] = {}
-    refused: dict[int, Any] = {}
+    seen: set[int] = set()
     waiting: list[Any] = [model]
     while waiting:
         each = waiting.pop()
-        if id(each) in found or id(each) in refused:
+        if id(each) in seen:
             continue
-        if isinstance(each, (nn.Module, *CONTAINERS)):
+        seen.add(id(each))
+        if isinstance(each, (nn.Module, tuple, frozenset, *CONTAINERS)):
             found[id(each)] = each
             waiting += _parts(each)
-        elif (inside := _all_in(each)) is not None:
-            found |= inside
         else:
-            refused[id(each)] = each
+            found |= _all_in(each)
     return list(found.values())
 
 
-def _all_in(value: Any) -> dict[int, Any] | None:
-    """The object and all that it holds; None if that is more than state."""
+def _all_in(value: Any) -> dict[int, Any]:
+    """The object and all that it holds, by id; nothing if that is more than state."""
     found: dict[int, Any] = {}
     waiting = [value]
     while waiting:
         each = waiting.pop()
         if isinstance(each, NO_STATE):
-            return None
+            return {}
         if id(each) not in found:
             found[id(each)] = each
             waiting += _parts(each)
@@ -120,51 +117,57 @@ def _all_in(value: Any) -> dict[int, Any] | None:
 
 def _parts(value: Any) -> list[Any]:
     """What a container or an object holds, without tensors, numbers and others that hold nothing."""
-    items = value if isinstance(value, tuple | frozenset) else _items(value)
-    held = [*(items.values() if isinstance(items, dict) else items), *_attributes(value).values()]
-    return [each for each in held if each is not None and not isinstance(each, ATOMS)]
+    held = list(value) if isinstance(value, tuple | frozenset) else []
+    for place in _places(value):
+        held += _values(_items(place))
+    return [each for each in held if not isinstance(each, ATOMS)]
 
 
-def _items(value: Any) -> Any:
-    """The contents of a container that can be changed; empty for anything else."""
-    if isinstance(value, dict):
-        return dict(value)
-    return list(value) if isinstance(value, list | set | deque) else []
+def _places(value: Any) -> list[Any]:
+    """Where a value holds others: a container, the dict of its attributes, or the object itself if it has slots."""
+    attributes = getattr(value, "__dict__", None)
+    own = [value] if isinstance(value, CONTAINERS) or isinstance(_state(value), tuple) else []
+    return [*own, attributes] if isinstance(attributes, dict) else own
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, also those in slots."""
-    state: Any = object.__getstate__(value)  # a dict, or a pair of dicts if the class has slots
-    in_dict, in_slots = state if isinstance(state, tuple) else (state, None)
-    return {**(in_dict or {}), **(in_slots or {})}
+def _state(value: Any) -> Any:
+    """The dict of attributes, or a pair of it and of a dict of slots."""
+    return None if isinstance(value, nn.Module | tuple) else object.__getstate__(value)  # these have no slots
 
 
-def _set_items(value: Any, items: Any) -> None:
-    """Give a container these contents, by the methods of its builtin type: a subclass may refuse them."""
-    if _ids(_items(value)) == _ids(items):
+def _items(place: Any) -> Any:
+    """The contents of a place: a dict or a list."""
+    if isinstance(place, dict):
+        return dict(place)
+    return list(place) if isinstance(place, CONTAINERS) else _state(place)[1]
+
+
+def _values(items: Any) -> list[Any]:
+    return list(items.values()) if isinstance(items, dict) else items
+
+
+def _fill(place: Any, items: Any) -> None:
+    """Give a place these contents. By the methods of the builtin type, because a subclass may refuse them."""
+    now = _items(place)
+    if _ids(now) == _ids(items):
         return
-    if isinstance(value, dict):
-        kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-        kind.clear(value)
+    if isinstance(place, dict):
+        kind: Any = OrderedDict if isinstance(place, OrderedDict) else dict
+        kind.clear(place)
         for key, item in items.items():
-            kind.__setitem__(value, key, item)
+            kind.__setitem__(place, key, item)
+    elif isinstance(place, set):
+        place.clear()
+        place.update(items)
+    elif isinstance(place, list | deque):
+        place.clear()
+        place.extend(items)
     else:
-        value.clear()
-        (value.update if isinstance(value, set) else value.extend)(items)
+        for name in now.keys() - items.keys():
+            object.__delattr__(place, name)
+        for name, item in items.items():
+            object.__setattr__(place, name, item)
 
 
 def _ids(items: Any) -> list[int]:
-    return [id(each) for each in ([*items, *items.values()] if isinstance(items, dict) else items)]
-
-
-def _set_attributes(value: Any, attributes: dict[str, Any]) -> None:
-    now = _attributes(value)
-    for name in now.keys() - attributes.keys():
-        object.__delattr__(value, name)
-    for name, attribute in attributes.items():
-        if name in now and now[name] is attribute:
-            continue
-        if isinstance(getattr(type(value), name, None), MemberDescriptorType):  # a slot
-            object.__setattr__(value, name, attribute)
-        else:
-            vars(value)[name] = attribute  # not by setattr: a property may have the name
+    return list(map(id, [*items, *items.values()] if isinstance(items, dict) else items))

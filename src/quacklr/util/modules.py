@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from quacklr.util.kept_state import KeptState
+from quacklr.util.kept_state import state_kept
 from quacklr.util.torch_functions import tensors_in
 
 IN_PLACE = ("_orig_mod", "_fsdp_wrapped_module")  # of torch.compile and FSDP1, which also wrap modules inside a model
@@ -113,15 +113,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
     Parameters are not copied: a forward that writes into a parameter changes it.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with _random_state_restored(model):
-        state = KeptState(model)
+    with _random_state_restored(model), state_kept(model):
         try:
-            state.replace_by_copies()
             for parameter, _ in gradients:
                 parameter.grad = None
             yield
         finally:
-            state.restore()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 

@@ -18,15 +18,13 @@ The logit as a function of the product must be Lipschitz too: its slope at the l
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from quacklr.find.measure.records import THRESHOLD, Attention, Factor, Projection, recorded_in
-from quacklr.util.autograd import gradients, total_of
+from quacklr.util.autograd import gradients, sums
 
 SCALE = 2.0**12
 UNCHANGED = SCALE**0.5  # a size that changes by a smaller factor counts as unchanged
@@ -35,7 +33,7 @@ PASSES = 4  # random directions
 NO_SHARE = 1e-3  # a smaller share counts as none: an epsilon in a norm leaves about 1e-5
 ROUNDING = 8  # times the dtype's epsilon, if that is more
 
-Shares = list[tuple[float, list[float]]]  # for each random direction: the total, and each projection's share
+Shares = tuple[Tensor, Tensor]  # for each random direction: the total; the share of each projection
 Sizes = dict[tuple[int, str, int], Tensor]
 """The mean |y * df/dy|, one for every row of y.
 
@@ -59,7 +57,7 @@ class Homogeneity:
     def __init__(
         self,
         attention: Attention,
-        cotangents: Mapping[Factor, list[Tensor]],
+        cotangents: Mapping[Factor, Tensor],
         projections: Mapping[int, Projection],
         at_scale: Sizes | None,
     ) -> None:
@@ -92,13 +90,6 @@ class Homogeneity:
         """Every projection that has a share."""
         return list(dict.fromkeys(p for found in self.contributing.values() for p in found))
 
-    def largest_gradient(self, projection: Projection) -> Tensor:
-        """The largest absolute gradient of each entry of the output over the random directions.
-
-        In one direction alone, 16-bit rounding can cancel the gradient of an entry.
-        """
-        return torch.stack(self.leaf_gradients[projection][:PASSES]).abs().amax(0)
-
     def growth(self, key: tuple[int, str, int], linear: bool = False, gate: bool = False) -> str:
         """How a size changes at the larger scale: "in proportion", "more", or "less", which is not at all.
 
@@ -120,13 +111,14 @@ class Homogeneity:
         is_more = growth.max() > SCALE * UNCHANGED or (not linear and bool(stays.any()))
         return "more" if is_more else "in proportion"
 
-    def _of_factor(self, function: tuple[int, str], tensor: Tensor, cotangents: list[Tensor]) -> list[Projection]:
+    def _of_factor(self, function: tuple[int, str], tensor: Tensor, cotangents: Tensor) -> list[Projection]:
         """The projections with a share in a query or key; those of other modules only if the shares are complete.
 
         If shares add up to more than the total, there is a gate or a learned scale; if to less, a residual.
         """
         found = recorded_in(tensor, self.projections)
-        shares = [self._shares(function, tensor, at, tensor, at, found) for at in cotangents]
+        at = gradients(tensor, [p.leaf for p in found], cotangents)
+        shares = self._shares(function, sums(tensor.detach() * cotangents), found, at)
         made = [at for p in found if p.output is not None for at in self.leaf_gradients.get(p, [])]
         self.is_unreached |= bool(made) and not any(bool(at.any()) for at in made)
         contributing = self._with_share(shares, found)
@@ -141,11 +133,12 @@ class Homogeneity:
         earlier = self._earlier(projection)
         if not earlier or projection.output is None or projection.input is None:
             return []
-        function, shares = (projection.number, "output"), []
-        for at in self.leaf_gradients.get(projection, []):
-            (at_input,) = gradients(projection.output, [projection.input], at)
-            if at_input is not None:
-                shares.append(self._shares(function, projection.input, at_input, projection.output, at, earlier))
+        cotangents = torch.cat(self.leaf_gradients[projection])
+        at_input, *at = gradients(projection.output, [projection.input, *(p.leaf for p in earlier)], cotangents)
+        if at_input is None:
+            return []
+        function = projection.number, "output"
+        shares = self._shares(function, sums(projection.input.detach() * at_input), earlier, at)
         contributing = self._with_share(shares, earlier)
         if self._are_complete(shares, earlier, contributing):
             return contributing
@@ -156,39 +149,27 @@ class Homogeneity:
         """The projections that ran before this one in the same call of the attention module."""
         if projection.input is None or not projection.input.requires_grad or self.call == 0:
             return []
-        before = takewhile(lambda earlier: earlier is not projection, self.projections.values())
-        return [earlier for earlier in before if self.call in earlier.calls and earlier.output is not None]
+        inside = [p for p in self.projections.values() if self.call in p.calls and p.output is not None]
+        return [p for p in inside if p.number < projection.number]
 
     def _shares(
-        self,
-        function: tuple[int, str],
-        tensor: Tensor,
-        at: Tensor,
-        output: Tensor,
-        at_output: Tensor,
-        found: list[Projection],
-    ) -> tuple[float, list[float]]:
-        """The sum of tensor * at, and each projection's share in it, from gradients of `output` at `at_output`."""
-        total = total_of(tensor.detach() * at)
-        shares = []
-        for projection, at_leaf in zip(found, gradients(output, [p.leaf for p in found], at_output), strict=True):
-            if at_leaf is None:
-                shares.append(0.0)
-                continue
-            self.leaf_gradients.setdefault(projection, []).append(at_leaf)
-            share = projection.leaf.detach().float() * at_leaf
-            shares.append(total_of(share))
-            key = *function, projection.number
-            self.sizes[key] = projection.per_row(share, Tensor.mean) + self.sizes.get(key, 0)
-        self.is_finite &= math.isfinite(total + sum(shares))
-        return total, shares
+        self, function: tuple[int, str], totals: Tensor, found: list[Projection], at: Sequence[Tensor | None]
+    ) -> Shares:
+        """The totals, and each projection's share in them, from the gradients at the projections."""
+        shares_PF = totals.new_zeros(len(totals), len(found))
+        for i, (p, at_leaf) in enumerate(zip(found, at, strict=True)):
+            if at_leaf is not None:
+                self.leaf_gradients.setdefault(p, []).append(at_leaf)
+                share = p.leaf.detach().float() * at_leaf
+                shares_PF[:, i] = sums(share)
+                self.sizes[(*function, p.number)] = p.per_row(share, Tensor.mean).sum(0)
+        self.is_finite &= bool((totals + shares_PF.sum(1)).isfinite().all())
+        return totals.cpu(), shares_PF.cpu()
 
     def _with_share(self, shares: Shares, found: list[Projection]) -> list[Projection]:
         """The projections with a share; none if all together have none. Others with a gradient become `cut`."""
-        if not shares or not found:
-            return []
-        no_share = max(NO_SHARE, self.rounding) * torch.tensor([total for total, _ in shares]).norm()
-        shares_PF = torch.tensor([each for _, each in shares])
+        totals, shares_PF = shares
+        no_share = max(NO_SHARE, self.rounding) * totals.norm()
         some = bool(shares_PF.sum(1).norm() > no_share)
         contributing = [p for p, s in zip(found, shares_PF.norm(dim=0), strict=True) if some and s > no_share]
         reached = (shares_PF != 0).any(0).tolist()
@@ -197,9 +178,9 @@ class Homogeneity:
 
     def _are_complete(self, shares: Shares, found: list[Projection], some: list[Projection]) -> bool:
         """Whether the shares of some of the projections found add up to the total."""
-        total = torch.tensor([total for total, _ in shares])
-        added = torch.tensor([sum(s for p, s in zip(found, each, strict=True) if p in some) for _, each in shares])
-        return bool((added - total).norm() <= max(0.01, self.rounding) * total.norm())
+        totals, shares_PF = shares
+        added = shares_PF[:, [p in some for p in found]].sum(1)
+        return bool((added - totals).norm() <= max(0.01, self.rounding) * totals.norm())
 
     def _in_proportion(self, function: tuple[int, str], output: Tensor, found: list[Projection]) -> list[Projection]:
         """The projections that a function grows in proportion to, without gates and others that do not matter.
@@ -221,5 +202,5 @@ def _second_derivatives(output: Tensor, projection: Projection, projections: lis
     (at,) = torch.autograd.grad(output, [projection.leaf], torch.randn_like(output), create_graph=True)
     if not at.requires_grad:
         return set()
-    again = gradients(at, [p.leaf for p in projections], torch.randn_like(at))
+    again = gradients(at, [p.leaf for p in projections], torch.randn_like(at)[None])
     return {p for p, second in zip(projections, again, strict=True) if second is not None and bool(second.any())}

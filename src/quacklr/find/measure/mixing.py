@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quacklr.find.measure.records import Product
+from quacklr.util.autograd import batches, gradients
 
 MASKED = -1e4  # a logit below it is masked
 ROUNDING = 1e-5  # relative to the largest derivative in a row: smaller differences between keys are rounding
@@ -28,7 +29,7 @@ def are_mixed(logits: Tensor, heads: Mapping[Product, Heads], generator: torch.G
     head_of_logit: dict[Product, Tensor] = {}
     for product, (head_of_entry, rows) in heads.items():
         if len(rows) > 1:
-            found = _head_of_logit(logits, product, head_of_entry, generator)
+            found = _head_of_logit(logits, product, head_of_entry, len(rows), generator)
             if found is None:
                 return True
             head_of_logit[product] = found
@@ -42,7 +43,7 @@ def are_mixed(logits: Tensor, heads: Mapping[Product, Heads], generator: torch.G
 
 
 def _head_of_logit(
-    logits: Tensor, product: Product, head_of_entry: Tensor, generator: torch.Generator
+    logits: Tensor, product: Product, head_of_entry: Tensor, count: int, generator: torch.Generator
 ) -> Tensor | None:
     """The head whose entries of the product each logit depends on; -1 if on none. None if a logit depends on several.
 
@@ -53,13 +54,14 @@ def _head_of_logit(
     (backward,) = torch.autograd.grad(logits, [product.leaf], cotangent, create_graph=True)
     direction = torch.randn(backward.shape, generator=generator, device=backward.device, dtype=backward.dtype)
     found = torch.full(logits.shape, -1, device=logits.device)
-    for head in range(int(head_of_entry.max()) + 1):
-        along = direction * (head_of_entry == head)
-        (derivative,) = torch.autograd.grad(backward, [cotangent], along, retain_graph=True)
-        changed = _changes_softmax(derivative, logits)
-        if (found[changed] >= 0).any():
+    for some in batches(torch.arange(count, device=logits.device), backward):
+        along = direction * (head_of_entry == some.view(-1, *[1] * direction.ndim))
+        (derivatives,) = gradients(backward, [cotangent], along)
+        assert derivatives is not None
+        changed = _changes_softmax(derivatives, logits)
+        if ((found >= 0) + changed.sum(0) > 1).any():
             return None
-        found[changed] = head
+        found = torch.where(changed.any(0), some[0] + changed.int().argmax(0), found)
     return found
 
 

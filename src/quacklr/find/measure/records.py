@@ -7,14 +7,14 @@ output ends at the leaves of earlier records, and is short.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
 
-from quacklr.find.parameter_rows import mask_key
 from quacklr.util.autograd import leaves_of
 
+DEPTH = 4  # records between logits and the products that they are computed from
 THRESHOLD = 1e-6  # relative to the largest gradient of a row: smaller ones are rounding
 
 
@@ -34,55 +34,57 @@ class Projection:
     calls: tuple[int, ...]  # numbers of the module calls that were running, outermost first
     number: int  # position among projections and products and learned tensors in the order they ran
 
-    def per_row(self, gradient: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
-        """The absolute values of a tensor of the output's shape, reduced over all axes but those of the rows."""
-        kept = [axis for axis, _ in self.rows]
-        others = [axis for axis in range(gradient.ndim) if axis not in kept]
-        size = gradient.detach().abs()
-        return reduce(size, others) if others else size
+    def per_row(self, gradients: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+        """The sizes of several gradients, along the first axis, reduced over all axes but those of the rows."""
+        kept = [0, *(axis + 1 for axis, _ in self.rows)]
+        others = [axis for axis in range(gradients.ndim) if axis not in kept]
+        sizes = gradients.detach().abs()
+        return reduce(sizes, others) if others else sizes
 
-    def rows_with(self, gradient: Tensor) -> RowMask:
-        """The rows whose output has a gradient."""
-        largest = self.per_row(gradient, Tensor.amax)
-        nonzero = (largest > THRESHOLD * largest.max()).cpu()
+    def rows_with(self, gradients: Tensor) -> list[Rows | None]:
+        """For each of several gradients, the rows whose output has one; None if no row has."""
+        largest = self.per_row(gradients, Tensor.amax)
+        nonzero = largest > THRESHOLD * largest.flatten(1).amax(1).view(-1, *[1] * (largest.ndim - 1))
         in_output = sorted(self.rows)
         order = sorted(range(len(in_output)), key=lambda i: in_output[i][1])
         axes = {axis for _, axis in self.rows}
         shape = [size if axis in axes else 1 for axis, size in enumerate(self.weight.shape)]
-        return RowMask(self, nonzero.permute(order).reshape(shape))
+        masks = nonzero.permute(0, *(i + 1 for i in order)).reshape(-1, *shape).cpu()
+        return [Rows((id(self.weight), mask_key(mask)), self, mask) if mask.any() else None for mask in masks]
 
-    def is_sparse(self, gradient: Tensor) -> bool:
+    def is_sparse(self, gradients: Tensor) -> bool:
         """Whether single entries of the output have no gradient, as after a ReLU. Whole rows may have none by chance.
 
-        Otherwise the entries with a gradient are some rows, the same for every token that has any.
+        Otherwise the entries with a gradient are some rows, the same for every token that has any. An entry counts if
+        it has a gradient in one of several directions: in some, 16-bit rounding may cancel it.
         """
         if len(self.rows) != 1 or self.output is None:
             return False
-        by_row = gradient.movedim(self.rows[0][0], 0).flatten(1) != 0
+        by_row = (gradients != 0).any(0).movedim(self.rows[0][0], 0).flatten(1)
         rows, tokens = by_row.any(1), by_row.any(0)
         one_token = bool(tokens.sum() == 1 < len(tokens))  # the other tokens may have none by chance
         return one_token or not bool(by_row[rows][:, tokens].all())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowMask:
-    """Some rows of a projection: a mask in the shape of its weight, with size 1 along the axes that it sums over."""
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a projection: a mask in the shape of its weight, with size 1 along the axes that it sums over.
 
-    projection: Projection
-    mask: Tensor
+    `key` is equal for the same rows of the same weight.
+    """
 
-    @property
-    def key(self) -> tuple[int, bytes]:
-        """Equal for the same rows of the same weight."""
-        return id(self.projection.weight), mask_key(self.mask)
+    key: tuple[int, bytes]
+    projection: Projection = field(compare=False)
+    mask: Tensor = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
-    """A factor of a product, the queries or the keys, and the axis that the product sums over."""
+    """A factor of a product: the queries or the keys."""
 
     tensor: Tensor
-    axis: int
+    axis: int  # the product sums over it
+    axes: tuple[tuple[int, int], ...]  # (axis of the product, axis of the factor) for all axes that both have
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,43 +130,40 @@ def recorded_in(tensor: Tensor, records: Mapping[int, R]) -> list[R]:
     return [records[leaf] for leaf in map(id, leaves_of(tensor)) if leaf in records]
 
 
-class ProductSearch:
-    """Finds the products that a tensor is computed from, in one call of a module and at most DEPTH records back.
+def mask_key(mask: Tensor) -> bytes:
+    """Equal for equal masks."""
+    return bytes(mask.flatten().tolist())
 
-    `between` has the numbers of the projections and products that lie between the tensor and the products found.
+
+def products_behind(
+    logits: Tensor, records: Mapping[int, Projection | Product], call: int, own: Product | None
+) -> tuple[list[Product], set[int]]:
+    """The products that logits are computed from, in one call of a module and at most DEPTH records back.
+
+    Also the numbers of the records that lie between the logits and these products. The first product is `own`, if any.
     """
+    products = [] if own is None else [own]
+    between: set[int] = set()
+    visited = {id(product.leaf): True for product in products}
 
-    DEPTH = 4
-
-    def __init__(
-        self,
-        call: int,
-        projections: Mapping[int, Projection],
-        products: Mapping[int, Product],
-        known: Product | None = None,
-    ) -> None:
-        self.call = call
-        self.records: dict[int, Projection | Product] = {**projections, **products}
-        self.products: list[Product] = [] if known is None else [known]
-        self.between: set[int] = set()
-        self._visited = {id(product.leaf): True for product in self.products}
-
-    def search(self, tensor: Tensor, depth: int = 0) -> bool:
+    def search(tensor: Tensor, depth: int) -> bool:
         """Whether the tensor is computed from products. All its leaves are visited."""
-        found = [self._visit(id(leaf), depth) for leaf in leaves_of(tensor)]
+        found = [visit(id(leaf), depth) for leaf in leaves_of(tensor)]
         return any(found)
 
-    def _visit(self, leaf: int, depth: int) -> bool:
+    def visit(leaf: int, depth: int) -> bool:
         """Whether a leaf is that of a product, or of a record that is computed from products."""
-        record = self.records.get(leaf)
-        if record is None or record.output is None or (depth and self.call not in record.calls):
+        record = records.get(leaf)
+        if record is None or record.output is None or (depth and call not in record.calls):
             return False
-        if leaf not in self._visited:
-            self._visited[leaf] = False
-            computed_from = depth < self.DEPTH and self.search(record.output, depth + 1)
+        if leaf not in visited:
+            visited[leaf] = False
+            computed_from = depth < DEPTH and search(record.output, depth + 1)
             if computed_from:
-                self.between.add(record.number)
+                between.add(record.number)
             elif isinstance(record, Product):
-                self.products.append(record)
-            self._visited[leaf] = computed_from or isinstance(record, Product)
-        return self._visited[leaf]
+                products.append(record)
+            visited[leaf] = computed_from or isinstance(record, Product)
+        return visited[leaf]
+
+    return (products, between) if search(logits, 0) else ([], set())

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from quacklr.util.module_stack import module_stack
 from quacklr.util.modules import run, run_uncompiled, undisturbed, unwrapped
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+R = TypeVar("R")
 SMALL = 2**16  # entries: in a larger parameter, only the first row is searched for zeros
 
 
@@ -65,57 +67,48 @@ def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
     options = {"random": random, "not_replaced": not_replaced, "root_attends": False}
     at_scale: Sizes | None = None
     while True:
-        tape, found, needs_scale = _observe(model, sample, at_scale, options)
+        tape, measured = _run(model, sample, lambda x: (x.measured(), x.homogeneity.needs_scale), at_scale, **options)
+        found = [attention for attention, _ in measured]
         if not tape.on_logits <= not_replaced:
             not_replaced |= tape.on_logits
         elif not options["root_attends"] and [each.module for each in found] == [""]:
             options["root_attends"] = True  # the model is a single attention
-        elif needs_scale:
+        elif any(needs_scale for _, needs_scale in measured):
             at_scale = _sizes_at_scale(model, sample, options)
         else:
             return Measurement(found, {id(leaf) for weight in tape.idle for leaf in (weight, *leaves_of(weight))})
 
 
-def _observe(
-    model: nn.Module, sample: Any, at_scale: Sizes | None, options: dict[str, Any]
-) -> tuple[Tape, list[MeasuredAttention], bool]:
-    """One forward pass: its tape, its attentions, and whether sizes at a larger scale are needed and not known."""
-    found, needs_scale = list[MeasuredAttention](), list[bool]()
-
-    def on_attention(attention: Attention, tape: Tape) -> None:
-        finder = TermFinder(attention, tape.projections, at_scale)
-        found.append(finder.measured())
-        needs_scale.append(finder.homogeneity.needs_scale)
-
-    return _run(model, sample, on_attention, **options), found, any(needs_scale)
-
-
 def _sizes_at_scale(model: nn.Module, sample: Any, options: dict[str, Any]) -> Sizes:
     """Sizes in two forward passes at a larger scale; none if they fail. One is negative, to have all of a ReLU."""
     found: Sizes = {}
-
-    def on_attention(attention: Attention, tape: Tape) -> None:
-        for key, size in TermFinder(attention, tape.projections, None).homogeneity.sizes.items():
-            found[key] = size + found.get(key, 0)
-
     with suppress(Exception):
         for scale in (SCALE, -SCALE):
-            _run(model, sample, on_attention, **options, scale=scale)
+            _, of_attentions = _run(model, sample, lambda x: x.homogeneity.sizes, **options, scale=scale)
+            for key, size in chain.from_iterable(sizes.items() for sizes in of_attentions):
+                found[key] = size + found.get(key, 0)
         return found
     return {}
 
 
-def _run(model: nn.Module, sample: Any, on_attention: Callable[[Attention, Tape], None], **options: Any) -> Tape:
-    """One forward pass with a tape."""
+def _run(
+    model: nn.Module, sample: Any, result: Callable[[TermFinder], R], at_scale: Sizes | None = None, **options: Any
+) -> tuple[Tape, list[R]]:
+    """One forward pass: its tape, and a result for each attention."""
+    found: list[R] = []
+
+    def on_attention(attention: Attention, tape: Tape) -> None:
+        found.append(result(TermFinder(attention, tape.projections, at_scale)))
+
     with (
         undisturbed(model),
         torch.enable_grad(),
         run_uncompiled(),
         module_stack(model) as running,
-        Tape(model.parameters(), model.buffers(), running, lambda found: on_attention(found, tape), **options) as tape,
+        Tape(model.parameters(), model.buffers(), running, on_attention, **options) as tape,
     ):
         run(model, sample)
-    return tape
+    return tape, found
 
 
 @contextmanager

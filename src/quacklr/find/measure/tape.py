@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from quacklr.find.measure.records import Attention, Factor, Product, ProductSearch, Projection, recorded_in
+from quacklr.find.measure.records import Attention, Factor, Product, Projection, products_behind, recorded_in
 from quacklr.util.module_stack import ModuleStack
-from quacklr.util.products import ProductLabels, explicit_labels, first_pair, product_of
+from quacklr.util.products import ProductLabels, explicit_labels, first_pair, matmul_labels, product_of
 from quacklr.util.torch_functions import (
     ADD,
     CONCATENATE,
@@ -61,7 +61,7 @@ class Tape(TorchFunctionMode):
         parameters: Iterable[Tensor],
         buffers: Iterable[Tensor],
         running: ModuleStack,
-        on_attention: Callable[[Attention], None],
+        on_attention: Callable[[Attention, Tape], None],
         random: bool = True,
         scale: float = 1.0,
         not_replaced: Collection[int] = (),
@@ -166,19 +166,20 @@ class Tape(TorchFunctionMode):
             return self._project(output, left, right, bias, labels.kept_axes(of_right=True))
         if self._is_weight(left):
             return self._project(output, right, left, bias, labels.kept_axes(of_right=False))
-        axes = labels.summed_axes()
         are_activations = all(each.requires_grad and not isinstance(each, nn.Parameter) for each in factors)
-        if not are_activations or len(axes) != 1:  # a parameter that is not the model's is neither
+        if not are_activations or len(labels.summed_axes()) != 1:  # a parameter that is not the model's is neither
             return output
         self.count += 1
         if self.count in self.not_replaced:
             return output
-        return self._product(output, Factor(left, axes[0][0]), Factor(right, axes[0][1])).leaf.clone()
+        return self._product(output, left, right, labels).leaf.clone()
 
-    def _product(self, output: Tensor, q: Factor, k: Factor) -> Product:
-        product = Product(
-            self._leaf(output, self.scale, signed=self.scale != 1), output, q, k, self.running.calls, self.count
-        )
+    def _product(self, output: Tensor, left: Tensor, right: Tensor, labels: ProductLabels) -> Product:
+        ((q_axis, k_axis),) = labels.summed_axes()
+        q = Factor(left, q_axis, labels.kept_axes(of_right=False))
+        k = Factor(right, k_axis, labels.kept_axes(of_right=True))
+        leaf = self._leaf(output, self.scale, signed=self.scale != 1)
+        product = Product(leaf, output, q, k, self.running.calls, self.count)
         self.products[id(product.leaf)] = product
         return product
 
@@ -231,7 +232,8 @@ class Tape(TorchFunctionMode):
         k = key.repeat_interleave(groups, dim=-3) if groups > 1 else key
         if query.requires_grad and k.requires_grad:
             self.count += 1
-            product = self._product(query @ k.mT, Factor(query, query.ndim - 1), Factor(k, k.ndim - 1))
+            keys = k.mT
+            product = self._product(query @ keys, query, keys, matmul_labels(query.ndim, keys.ndim))
             biased = attn_mask if attn_mask is not None and attn_mask.requires_grad else None
             logits = product.leaf.clone() if biased is None else product.leaf + biased
             self._attend(logits, -1, product, fused=biased is None)
@@ -249,16 +251,20 @@ class Tape(TorchFunctionMode):
         direct = recorded_in(logits, self.products)
         nearby = [product for product in self.products.values() if product.is_near(logits, self.running.calls)]
         module, call = self._attending(direct or nearby)
-        search = ProductSearch(call, self.projections, {id(product.leaf): product for product in direct + nearby}, own)
-        if not (direct or nearby) or not search.search(logits):
+        records: dict[int, Projection | Product] = {
+            **self.projections,
+            **{id(product.leaf): product for product in direct + nearby},
+        }
+        products, between = products_behind(logits, records, call, own) if direct or nearby else ([], set())
+        if not products:
             return False
-        for product in search.products:
+        for product in products:
             del self.products[id(product.leaf)]
-        self.on_logits |= search.between
-        if not search.between:
+        self.on_logits |= between
+        if not between:
             of_own = (own.q.tensor, own.k.tensor) if own is not None else ()
             nested = any(recorded_in(tensor, self.products) for tensor in of_own)
-            self.on_attention(Attention(logits, direct, module, call, fused, nested))
+            self.on_attention(Attention(logits, direct, module, call, fused, nested), self)
         return True
 
     def _attending(self, products: Sequence[Product]) -> tuple[str, int]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product as pairs
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quacklr.find.measure.homogeneity import PASSES, Homogeneity, Sizes
 from quacklr.find.measure.mixing import Heads, are_mixed
-from quacklr.find.measure.records import Attention, Factor, Product, Projection, RowMask, recorded_in
-from quacklr.util.autograd import gradients, total_of
+from quacklr.find.measure.records import Attention, Factor, Product, Projection, Rows, recorded_in
+from quacklr.util.autograd import batches, gradients, sums
 
-Chain = tuple[RowMask, ...]  # from the projection next to the logit to the one that reads the input
+Chain = tuple[Rows, ...]  # from the projection next to the logit to the one that reads the input
 MIXED = "it mixes the logits of its heads before the softmax"
 OTHER_WAYS = "its logits depend on queries or keys in other ways than by their product"
 NOT_LINEAR = (
@@ -47,7 +46,7 @@ class TermFinder:
     """The terms of one attention's logits, each a query chain and a key chain.
 
     `projections` are those recorded before the attention. `at_scale` has the sizes at a larger scale; None if they are
-    not measured yet.
+    not measured yet. Derivatives of all heads are taken together.
     """
 
     def __init__(self, attention: Attention, projections: dict[int, Projection], at_scale: Sizes | None) -> None:
@@ -55,11 +54,8 @@ class TermFinder:
         self.logits, self.products = attention.logits, attention.products
         self.factors = [factor for product in self.products for factor in (product.q, product.k)]
         self.generator = torch.Generator(self.logits.device).manual_seed(0)
-        cotangents: dict[Factor, list[Tensor]] = {factor: [] for factor in self.factors}
-        for product in self.products * PASSES:
-            for factor, cotangent in self._cotangents(product, self._noise(product.output)).items():
-                cotangents[factor].append(cotangent)
-        self.homogeneity = Homogeneity(attention, cotangents, projections, at_scale)
+        self.cotangents = {f: c for product in self.products for f, c in self._cotangents(product.q, product.k)}
+        self.homogeneity = Homogeneity(attention, self.cotangents, projections, at_scale)
         self.entries = {factor: self._entries_of(factor) for factor in self.factors}
         self.normed = [] if attention.fused else self._normed()
         curved = self.products if not attention.fused and self._is_curved() else []
@@ -78,7 +74,7 @@ class TermFinder:
         found = self.homogeneity
         if not found.is_finite:
             return NOT_FINITE
-        if found.is_unreached or any(p.is_sparse(found.largest_gradient(p)) for p in found.on_paths):
+        if found.is_unreached or any(p.is_sparse(at) for p in found.on_paths for at in found.leaf_gradients[p]):
             return SPARSE
         if is_mixed:
             return MIXED
@@ -90,29 +86,28 @@ class TermFinder:
 
     def _normed(self) -> list[Product]:
         """The products whose scale, alone or all together, does not change the logits, because a norm follows them."""
-        alone, together = dict.fromkeys(self.products, True), True
-        for _ in range(PASSES):
-            at = gradients(self.logits, [product.leaf for product in self.products], self._noise(self.logits))
-            shares, bounds = [], []
-            for product, gradient in zip(self.products, at, strict=True):
-                assert gradient is not None
-                self.homogeneity.is_finite &= bool(gradient.isfinite().all())
-                self.homogeneity.sizes[product.number, "logits", -1] = gradient.abs().float().mean()
-                shares.append(total_of(gradient * product.leaf.detach()))
-                bounds.append(1e-4 * float(gradient.norm() * product.leaf.detach().norm()))
-                alone[product] &= abs(shares[-1]) <= bounds[-1]
-            together &= abs(sum(shares)) <= sum(bounds)
+        leaves = [product.leaf for product in self.products]
+        of_products, of_bounds = [], []
+        for product, at in zip(self.products, gradients(self.logits, leaves, self._noise(self.logits)), strict=True):
+            assert at is not None
+            self.homogeneity.is_finite &= bool(at.isfinite().all())
+            self.homogeneity.sizes[product.number, "logits", -1] = at.abs().float().mean()
+            of_products.append(sums(at * product.leaf.detach()))
+            of_bounds.append(1e-4 * at.flatten(1).norm(dim=1) * product.leaf.detach().norm())
         if self.logits.dtype in (torch.float16, torch.bfloat16):
             return []  # rounding errors exceed the bounds
-        return [product for product in self.products if together or alone[product]]
+        shares, bounds = torch.stack(of_products), torch.stack(of_bounds)
+        together = bool((shares.sum(0).abs() <= bounds.sum(0)).all())
+        alone = (shares.abs() <= bounds).all(1).tolist()
+        return [product for product, is_normed in zip(self.products, alone, strict=True) if together or is_normed]
 
     def _is_curved(self) -> bool:
         """Whether the logits are not linear in the products: capped, or multiplied by a projection."""
         leaves = [product.leaf for product in self.products]
-        at = torch.autograd.grad(self.logits, leaves, self._noise(self.logits), create_graph=True)
+        at = torch.autograd.grad(self.logits, leaves, self._noise(self.logits)[0], create_graph=True)
         nonlinear = [each for each in at if each.requires_grad]
         leaves += [p.leaf for p in recorded_in(self.logits, self.projections) if p.output is not None]
-        again = [second for each in nonlinear for second in gradients(each, leaves, torch.randn_like(each))]
+        again = [second for each in nonlinear for second in gradients(each, leaves, torch.randn_like(each)[None])]
         return any(second is not None and bool(second.any()) for second in again)
 
     def _terms(self) -> tuple[list[tuple[Chain, Chain]], bool]:
@@ -120,79 +115,75 @@ class TermFinder:
 
         A head is the entries of a product that are made of the same rows.
         """
-        found: dict[object, tuple[Chain, Chain]] = {}
+        found: dict[tuple[Chain, Chain], None] = {}
         heads: dict[Product, Heads] = {}
         for product in self.products:
-            sizes = product.output.shape
-            axes = [axis for axis, size in enumerate(sizes) if size > 1 and self._rows_differ(product, axis, size)]
-            numbers: dict[tuple[frozenset[object], ...], int] = {}
-            head_of_entry = torch.zeros([size if axis in axes else 1 for axis, size in enumerate(sizes)])
-            for index in pairs(*(range(size) for size in head_of_entry.shape)):
-                at = self._cotangents(product, self._noise(product.output, axes, [index[axis] for axis in axes]))
-                terms = list(self._terms_of(product.q, product.k, at))
-                if product not in self.normed:
-                    found |= {(tuple(r.key for r in q), tuple(r.key for r in k)): (q, k) for q, k in terms}
-                nearest = [
-                    [chain[0] for chain in side if chain and chain[0].projection.output is not None]
-                    for side in zip(*terms, strict=True)
-                ]
-                rows = tuple(frozenset(rows.key for rows in side) for side in nearest)
-                head_of_entry[index] = numbers.setdefault(rows, len(numbers))
-            heads[product] = head_of_entry.to(product.leaf.device), [frozenset().union(*rows) for rows in numbers]
+            axes = self._head_axes(product)
+            sizes = [size if axis in axes else 1 for axis, size in enumerate(product.output.shape)]
+            numbers: dict[tuple[frozenset[Rows], ...], int] = {}
+            head_of_entry = []
+            for some in batches(torch.ones(sizes, device=self.logits.device).nonzero(), product.leaf):
+                for terms in self._terms_at(product, axes, some):
+                    if product not in self.normed:
+                        found |= dict.fromkeys(terms)
+                    nearest = [
+                        [chain[0] for chain in side if chain and chain[0].projection.output is not None]
+                        for side in zip(*terms, strict=True)
+                    ]
+                    head_of_entry.append(numbers.setdefault(tuple(map(frozenset, nearest)), len(numbers)))
+            head_of = torch.tensor(head_of_entry, device=self.logits.device).view(sizes)
+            heads[product] = head_of, [frozenset().union(*rows) for rows in numbers]
         is_mixed = not self.attention.fused and are_mixed(self.logits, heads, self.generator)
-        return list(found.values()), is_mixed
+        return list(found), is_mixed
 
-    def _rows_differ(self, product: Product, axis: int, size: int) -> bool:
-        """Whether the first and the last entry along an axis of a product read different rows of one projection."""
-        first, last = (
-            self._rows(self._cotangents(product, self._noise(product.output, [axis], [index])))
-            for index in (0, size - 1)
-        )
-        return any(first[both] != last[both] for both in first.keys() & last.keys())
-
-    def _rows(self, at: dict[Factor, Tensor]) -> dict[tuple[Factor, Projection], object]:
-        """The rows of every projection that have a gradient.
+    def _head_axes(self, product: Product) -> list[int]:
+        """The axes of a product along which the first and the last entry are made of different rows of a projection.
 
         Learned tensors do not count, because different keys may read different rows of them.
         """
-        return {
-            (factor, projection): projection.rows_with(at_leaf).key
-            for factor, gradient in at.items()
-            for projection, at_leaf in self._at_projections(factor, gradient)
-            if projection.output is not None
-        }
+        sizes = product.output.shape
+        axes = [axis for axis, size in enumerate(sizes) if size > 1]
+        if not axes:
+            return []
+        ends = torch.tensor([[0] * len(sizes), [size - 1 for size in sizes]], device=self.logits.device)
+        found: set[int] = set()
+        for factor in (product.q, product.k):
+            cotangents = torch.cat([self._at(factor, [axis], ends) for axis in axes])
+            for projection, at in self._at_projections(factor, cotangents):
+                if projection.output is not None:
+                    rows = projection.rows_with(at)
+                    of_ends = zip(axes, rows[::2], rows[1::2], strict=True)
+                    found |= {axis for axis, first, last in of_ends if first and last and first != last}
+        return sorted(found)
 
-    def _noise(self, like: Tensor, axes: Sequence[int] = (), index: Sequence[int] = ()) -> Tensor:
-        """A random cotangent for a tensor, at this index of some axes, and zero elsewhere."""
-        noise = torch.randn(like.shape, generator=self.generator, device=like.device, dtype=like.dtype)
-        where: list[Any] = [slice(None)] * like.ndim
-        for axis, i in zip(axes, index, strict=True):
-            where[axis] = i
-        cotangent = torch.zeros_like(noise)
-        cotangent[tuple(where)] = noise[tuple(where)]
-        return cotangent
+    def _noise(self, like: Tensor) -> Tensor:
+        """Random cotangents for a tensor, in several directions."""
+        shape = (PASSES, *like.shape)
+        return torch.randn(shape, generator=self.generator, device=like.device, dtype=like.dtype)
 
-    def _cotangents(self, product: Product, cotangent: Tensor) -> dict[Factor, Tensor]:
-        """Random cotangents for the query and the key, at the entries that a cotangent of their product reaches.
+    def _cotangents(self, q: Factor, k: Factor) -> Iterator[tuple[Factor, Tensor]]:
+        """Random cotangents for the query and the key, at the entries of the summed axis where the other is not zero.
 
         They are not the gradients themselves, which are zero where the other factor is zero, as after a ReLU.
         """
-        q, k = product.q, product.k
-        found: dict[Factor, Tensor] = {}
-        both = gradients(product.output, [q.tensor, k.tensor], cotangent)
-        for factor, other, gradient in zip((q, k), (k, q), both, strict=True):
-            if gradient is not None:
-                shape = [size if axis == factor.axis else 1 for axis, size in enumerate(gradient.shape)]
-                met = (other.tensor.detach() != 0).movedim(other.axis, 0).flatten(1).any(1).view(shape)
-                reached = (gradient != 0).any(factor.axis, keepdim=True)
-                found[factor] = self._noise(gradient) * (met & reached)
-        return found
+        for factor, other in ((q, k), (k, q)):
+            met = (other.tensor.detach() != 0).movedim(other.axis, 0).flatten(1).any(1)
+            yield factor, self._noise(factor.tensor) * _along(factor.axis, met[None], factor)
 
-    def _at_projections(self, factor: Factor, cotangent: Tensor) -> Iterator[tuple[Projection, Tensor]]:
-        """The gradient at each contributing projection where it is not zero."""
+    def _at(self, factor: Factor, axes: Sequence[int], indices: Tensor) -> Tensor:
+        """For each index of a product, a random cotangent for what its factor has at this index of some axes."""
+        at = self.cotangents[factor][0].expand(len(indices), *factor.tensor.shape)
+        for axis, own in factor.axes:
+            size = factor.tensor.shape[own]
+            if axis in axes and size > 1:
+                at = at * _along(own, indices[:, axis, None] == torch.arange(size, device=at.device), factor)
+        return at
+
+    def _at_projections(self, factor: Factor, cotangents: Tensor) -> Iterator[tuple[Projection, Tensor]]:
+        """The gradients at each contributing projection."""
         found = self.homogeneity.contributing[factor]
-        for projection, at in zip(found, gradients(factor.tensor, [p.leaf for p in found], cotangent), strict=True):
-            if at is not None and at.any():
+        for projection, at in zip(found, gradients(factor.tensor, [p.leaf for p in found], cotangents), strict=True):
+            if at is not None:
                 yield projection, at
 
     def _entries_of(self, factor: Factor) -> dict[Projection | None, Tensor]:
@@ -204,38 +195,55 @@ class TermFinder:
         if all(len(contributing[other]) <= 1 for other in self.factors):
             return {found[0]: torch.ones(size, dtype=torch.bool)}
         entries: dict[Projection | None, Tensor] = {p: torch.zeros(size, dtype=torch.bool) for p in found}
-        for entry in range(size):
-            at = torch.zeros_like(factor.tensor)
-            at.select(factor.axis, entry).normal_(generator=self.generator)
-            for projection, _ in self._at_projections(factor, at):
-                entries[projection][entry] = True
+        each = torch.eye(size, dtype=torch.bool, device=factor.tensor.device)
+        for some in batches(each, factor.tensor):
+            cotangents = self.cotangents[factor][0] * _along(factor.axis, some, factor)
+            for projection, at in self._at_projections(factor, cotangents):
+                entries[projection] |= some[at.flatten(1).any(1)].any(0).cpu()
         return entries
 
-    def _terms_of(self, q: Factor, k: Factor, at: dict[Factor, Tensor]) -> Iterator[tuple[Chain, Chain]]:
-        """The chains of each projection of the query, paired with those of each one of the key that shares entries."""
-        if q not in at or k not in at:
-            return
+    def _terms_at(self, product: Product, axes: Sequence[int], indices: Tensor) -> list[list[tuple[Chain, Chain]]]:
+        """For each head, the chains of each projection of the query, paired with those of each one of the key.
+
+        A projection of the query is paired with those of the key that share entries with it.
+        """
+        q, k = product.q, product.k
+        at_q, at_k = self._at(q, axes, indices), self._at(k, axes, indices)
+        terms: list[list[tuple[Chain, Chain]]] = [[] for _ in indices]
         for (one, q_entries), (other, k_entries) in pairs(self.entries[q].items(), self.entries[k].items()):
             both = q_entries & k_entries
             if both.any() and not (one is None and other is None):
-                yield from pairs(self._chains(q, at[q], one, both), self._chains(k, at[k], other, both))
+                chains = zip(self._chains(q, at_q, one, both), self._chains(k, at_k, other, both), strict=True)
+                for of_head, (of_q, of_k) in zip(terms, chains, strict=True):
+                    of_head += pairs(of_q, of_k)
+        return terms
 
-    def _chains(self, factor: Factor, cotangent: Tensor, first: Projection | None, entries: Tensor) -> list[Chain]:
-        """The chains that begin with a projection, through these entries of the query or key only."""
+    def _chains(
+        self, factor: Factor, cotangents: Tensor, first: Projection | None, entries: Tensor
+    ) -> list[list[Chain]]:
+        """For each head, the chains that begin with a projection, through these entries of the query or key only."""
         if first is None:
-            return [()]
-        only = entries.to(cotangent).view([-1 if axis == factor.axis else 1 for axis in range(cotangent.ndim)])
-        (at,) = gradients(factor.tensor, [first.leaf], cotangent * only)
-        return list(self._continued(first, at)) if at is not None and at.any() else []
+            return [[()] for _ in cotangents]
+        only = _along(factor.axis, entries[None].to(cotangents.device), factor)
+        (at,) = gradients(factor.tensor, [first.leaf], cotangents * only)
+        return self._continued(first, at) if at is not None else [[] for _ in cotangents]
 
-    def _continued(self, projection: Projection, gradient: Tensor) -> Iterator[Chain]:
-        """The chains from a projection to earlier ones; also the projection alone, if it has another input as well."""
-        rows = projection.rows_with(gradient)
-        contributing = self.homogeneity.contributing.get(projection, [])
-        leaves = [earlier.leaf for earlier in contributing]
-        at = gradients(projection.output, leaves, gradient) if projection.output is not None else ()
-        longer = [(earlier, g) for earlier, g in zip(contributing, at, strict=True) if g is not None and g.any()]
-        if not longer or projection in self.homogeneity.partial:
-            yield (rows,)
-        for earlier, at_earlier in longer:
-            yield from ((rows, *rest) for rest in self._continued(earlier, at_earlier))
+    def _continued(self, projection: Projection, at: Tensor) -> list[list[Chain]]:
+        """For each head, the chains from a projection to earlier ones.
+
+        Also the projection alone, if it has another input as well. No chain for a head without a gradient.
+        """
+        earlier = self.homogeneity.contributing.get(projection, [])
+        before = gradients(projection.output, [p.leaf for p in earlier], at) if projection.output is not None else ()
+        longer = [self._continued(p, each) for p, each in zip(earlier, before, strict=True) if each is not None]
+        found: list[list[Chain]] = []
+        for head, rows in enumerate(projection.rows_with(at)):
+            rest = [chain for chains in longer for chain in chains[head]]
+            alone: list[Chain] = [()] if not rest or projection in self.homogeneity.partial else []
+            found.append([(rows, *chain) for chain in (*alone, *rest)] if rows else [])
+        return found
+
+
+def _along(axis: int, masks: Tensor, factor: Factor) -> Tensor:
+    """Masks of the entries along one axis of a factor, in a shape that broadcasts to several such factors."""
+    return masks.view(-1, *(masks.shape[1] if each == axis else 1 for each in range(factor.tensor.ndim)))
