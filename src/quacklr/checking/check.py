@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from quacklr.checking.report import CheckReport, LayerReport
 from quacklr.checking.steps import Loss, Steps, default_loss
 from quacklr.core.changes import HeadChange
+from quacklr.core.local import is_sharded
 from quacklr.core.path import LogitPath, attentions_of
 from quacklr.core.rule import Rule
 from quacklr.core.stepped import is_idle
@@ -23,8 +24,12 @@ from quacklr.find.discover import by_module, logit_paths
 from quacklr.find.finding import is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.quack import QuacK, chosen_rule
-from quacklr.sharded.validate import validate_not_sharded
 from quacklr.util.modules import named_modules, run_uncompiled, untouched, unwrapped
+
+SHARDED = (
+    "{}: its parameter is sharded, and check needs the whole model; check it in one process, before it is sharded: the "
+    "rows are the same"
+)
 
 Changes = tuple[Mapping[str, HeadChange], Mapping[str, Tensor]]
 
@@ -60,7 +65,8 @@ def check(
     if all(is_idle(each) for each in optimizers):
         raise ValueError("every learning rate is 0, so no step moves anything; check before a warmup begins, or set lr")
     model, rule = unwrapped(model), copy.deepcopy(chosen_rule(tau, rule))
-    validate_not_sharded(model, "check", "check it in one process, before it is sharded: the rows are the same")
+    if sharded := [name for name, param in model.named_parameters() if is_sharded(param)]:
+        raise ValueError(SHARDED.format(sharded[0]))
     given = paths if paths is None or isinstance(paths, list) else list(paths)
     with untouched(model), run_uncompiled():
         model, optimizers, given = _copied(model, optimizers, given)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quacklr.core.flat_tensor import FlatTensor
 from quacklr.core.stepped import Stepped
-from quacklr.sharded.engines.engine import Engine, class_names, shaped
+from quacklr.sharded.engines.engine import Engine, class_names
 
 CLASS = "torch.FullyShardedDataParallel"
 FLATTENED = (
@@ -41,13 +41,11 @@ def read_fsdp1(model: nn.Module) -> Engine:
         raise ValueError(FLATTENED)
     sharded = [handle for handle in handles if handle.uses_sharded_strategy]
     shards = {id(shard.param): shard for handle in sharded for shard in _shards(handle)}
-    shapes = [(shard.param, shard.shape) for shard in shards.values()]
     return Engine(
         shards=shards,
         stepped=Stepped({key: (id(shard),) for key, shard in shards.items()}),
         data_groups=_data_groups(wrappers[0]),
         gathers=bool(shards),
-        whole_shapes=partial(shaped, shapes),
     )
 
 
