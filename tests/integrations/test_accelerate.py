@@ -137,14 +137,6 @@ def test_with_a_gradient_scaler_a_step_is_scaled_or_skipped(overflow: bool) -> N
     assert torch.equal(stepped[0], weights(make_model())) == overflow
 
 
-def test_what_is_refused_is_refused_inside_the_wrapper() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ValueError, match="LBFGS is not linear in lr"):
-        QuacK(model, optimizer)
-
-
 def test_a_quack_attached_before_prepare_gets_no_warning_that_a_state_was_loaded() -> None:
     """Preparing loads the optimizer's own, still empty state; warnings are errors here."""
     model = make_model()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from crew import Crew
-from models import assert_equal
 from quacklr import LogitMonitor, LogitPath, LogitStats, QKClip, QuacK, mha, packed
 from quacklr.lab.model import MHA, Shape, build
 
@@ -34,12 +33,6 @@ def model_of(kind: str) -> nn.Module:
     return model
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
-    optimizer.zero_grad()
-    model(tokens).square().mean().backward()
-    optimizer.step()
-
-
 def monitored(kind: str, seeds: list[int], lr: float = 0.05) -> list[dict[str, LogitStats]]:
     """Statistics before and after two steps, measured also between backward and step."""
     model = model_of(kind)
@@ -52,17 +45,6 @@ def monitored(kind: str, seeds: list[int], lr: float = 0.05) -> list[dict[str, L
         monitor.measure(keep=False)
         optimizer.step()
     return [*found, monitor.measure()]
-
-
-def clipped(kind: str, seeds: list[int]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Parameters after three clipped steps; ranks see different data, of which gradients are the mean."""
-    model = model_of(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    clip = QKClip(model, optimizer, threshold=2.0)
-    for i in range(3):
-        step(model, optimizer, torch.cat([batch(10 * i + seed) for seed in seeds]))
-    params: list[Any] = [param.detach() for param in model.parameters()]
-    return [p.full_tensor() if kind == "fsdp" else p.clone() for p in params], clip.max_logits()
 
 
 def check_drift_error(_: int) -> None:
@@ -118,10 +100,6 @@ def monitored_on(rank: int, kind: str) -> list[dict[str, LogitStats]]:
     return monitored(kind, [rank])
 
 
-def clipped_on(rank: int, kind: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    return clipped(kind, [rank])
-
-
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_statistics_are_those_of_all_ranks_data(kind: str, two: Crew) -> None:
     alone = monitored("plain", [0, 1])
@@ -133,17 +111,6 @@ def test_statistics_are_those_of_all_ranks_data(kind: str, two: Crew) -> None:
                     torch.testing.assert_close(
                         getattr(here[name], field), getattr(stats, field), equal_nan=True, rtol=1e-4, atol=1e-5
                     )
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ranks_are_clipped_by_the_largest_logit_of_all_and_stay_the_same(kind: str, two: Crew) -> None:
-    (first, maxima), (second, _) = two(clipped_on, kind)
-    alone, expected = clipped("plain", [0, 1])
-    for one, other, wanted in zip(first, second, alone, strict=True):
-        assert_equal(one, other)
-        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
-    for name, largest in expected.items():
-        torch.testing.assert_close(maxima[name], largest, rtol=1e-4, atol=1e-5)
 
 
 def attached_after_a_look(_: int) -> list[str]:
@@ -162,13 +129,6 @@ def test_quack_attaches_to_shards_after_a_forward_that_left_them_unsharded(two: 
         assert names == [f"blocks.{layer}.attention.{role}" for layer in (0, 1) for role in "qk"]
 
 
-def test_replicas_that_would_drift_apart_are_an_error(two: Crew) -> None:
-    two(check_drift_error)
-
-
-def test_replicas_whose_logits_are_not_seen_are_an_error(two: Crew) -> None:
-    two(check_unseen_error)
-
-
-def test_ranks_that_record_different_attentions_are_an_error(two: Crew) -> None:
-    two(check_different_attentions_error)
+@pytest.mark.parametrize("check", [check_drift_error, check_unseen_error, check_different_attentions_error])
+def test_ranks_that_would_differ_or_wait_for_each_other_are_an_error(check: Callable[[int], None], two: Crew) -> None:
+    two(check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from crew import Crew
-from models import assert_equal
 from quacklr import LogitMonitor, Paper, QuacK, spectral
 from quacklr.lab.model import MHA, Decoder, Shape, build
 
@@ -60,10 +60,6 @@ def wrong_order(_: int) -> None:
         QuacK(model, optimizer)
 
 
-def test_sharding_after_attaching_or_after_making_the_optimizer_is_an_error(two: Crew) -> None:
-    two(wrong_order)
-
-
 def on_meta_device(_: int) -> None:
     with torch.device("meta"):
         model = sharded(Decoder(SHAPE, GQA))
@@ -71,47 +67,20 @@ def on_meta_device(_: int) -> None:
         QuacK(model, sgd(model))
 
 
-def test_a_sharded_model_on_the_meta_device_is_an_error(two: Crew) -> None:
-    two(on_meta_device)
-
-
-class Heads(nn.Module):
-    """Attention with sharded heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
-
-
 def one_data_rank(_: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    by_row: dict[str, Any] = {name: ColwiseParallel() for name in "qkv"}
-    model = parallelize_module(Heads(), mesh["tensor"], by_row | {"o": RowwiseParallel()})
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in "qkv"} | {"o": RowwiseParallel()}
+    heads = nn.ModuleDict({name: nn.Linear(16, 16, bias=False) for name in plan})
+    model = parallelize_module(heads, mesh["tensor"], plan)
     fully_shard(model, mesh=mesh["data"])
     with pytest.raises(ValueError, match="q.weight: its parameter is cut by tensor parallelism"):
         LogitMonitor(model, tokens())
 
 
-def test_tensor_parallelism_is_detected_with_a_single_data_parallel_rank(two: Crew) -> None:
-    two(one_data_rank)
-
-
-def logged_alone(rank: int) -> bool:
-    """Rank 0 reads the rates of the last step while the other continues."""
-    model = sharded(build(SHAPE, GQA, seed=0))
-    optimizer = sgd(model)
-    with QuacK(model, optimizer) as quack:
-        train(model, optimizer, 2)
-        wanted = quack.rates()
-        train(model, optimizer)
-        found = quack.rates(last=True) if rank == 0 else wanted
-        quack.load_state_dict(quack.state_dict())
-        assert_equal(quack.rates(last=True), found)
-    return all(torch.equal(found[name], rate) for name, rate in wanted.items())
-
-
-def test_the_rates_of_the_last_step_can_be_logged_by_one_process(two: Crew) -> None:
-    assert two(logged_alone) == [True, True]
+@pytest.mark.parametrize("mistake", [wrong_order, on_meta_device, one_data_rank])
+def test_a_mistake_is_an_error_that_says_what_to_do(mistake: Callable[[int], None], two: Crew) -> None:
+    """Sharding after attaching, a model on the meta device, the monitor under tensor parallelism."""
+    two(mistake)
 
 
 def saved_by_torch(_: int, folder: Path, load: bool) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from quacklr.find.discover import LogitPaths, by_module, found_by_table, validat
 from quacklr.find.finding import Finding
 from quacklr.find.first_batch import FirstBatch
 from quacklr.sharded.collectives import reshard
-from quacklr.sharded.engines.read import as_module, engine_of
+from quacklr.sharded.engines import as_module, engine_of
 from quacklr.util.modules import named_parameters
 
 REPLACED = (

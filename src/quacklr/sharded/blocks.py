@@ -123,16 +123,11 @@ class ShardedBlocks(Blocks):
     @cached_property
     def _exchange(self) -> BlockExchange:
         """The exchange among all ranks. Making it is a collective call."""
-        places = zip(self.local, self._flat_indices, self._placements, strict=True)
-        parts = [
-            [
-                BlockPart(int(block), ranges(rows), ranges(columns))
-                for block, rows in zip(flat, rows_in_blocks(each), strict=True)
-            ]
-            if counted
-            else []
-            for each, flat, (columns, counted) in places
-        ]
+        parts: list[list[BlockPart]] = []
+        for each, flat, (columns, counted) in zip(self.local, self._flat_indices, self._placements, strict=True):
+            held = ranges(columns)
+            rows_of = zip(flat.tolist(), rows_in_blocks(each), strict=True) if counted else ()
+            parts.append([BlockPart(block, ranges(rows), held) for block, rows in rows_of])
         shapes = [shape for weight, blocks in self.groups for shape in [_shape(weight, blocks)] * len(blocks)]
         return BlockExchange(parts, shapes, self._all_ranks, self.device)
 

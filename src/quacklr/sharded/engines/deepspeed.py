@@ -10,7 +10,7 @@ param group or sub-group. Its post-step hooks run before the ranges are copied t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -42,6 +42,17 @@ REFUSED = {
     "backup_optimizer": ("partial offload (a ratio below 1)", "offload all or nothing"),
     "zenflow": ("ZenFlow", "use the same ZeRO stage without it"),
 }
+STAGE_3, UNFUSED = "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer"
+FLATTENED = {
+    "DeepSpeedZeroOptimizer": (
+        *("round_robin_bit16_groups", "single_partition_of_fp32_groups", "real_dp_process_group"),
+        "round_robin_bit16_offsets",
+    ),
+    "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition", "real_dp_process_group"),
+    "FP16_Optimizer": ("fp16_groups", "fp32_groups_flat"),
+}
+"""The attributes with the arguments of `_flattened` for each param group. BF16_Optimizer is stage 1 with gradients
+accumulated in fp32; FP16_Optimizer is stage 0, where every process has flat copies of all parameters."""
 
 Flat = tuple[Tensor, list[FlatTensor]]
 """A tensor that is in a param group, with the ranges, also empty ones, of the parameters in it."""
@@ -68,16 +79,7 @@ def read_deepspeed(zero: Any) -> Engine:
     engine = Engine(optimizers=[zero.optimizer], data_groups=[groups._get_sequence_data_parallel_group()])
     if class_names(zero) & ENGINES:
         return engine
-    name = type(zero).__name__
-    if name not in READERS:
-        raise ValueError(NOT_READ.format("DeepSpeed", name, "use ZeRO stage 0, 1, 2 or 3"))
-    validate_settings("DeepSpeed", [zero], REFUSED)
-    if getattr(zero, "zero_hpz_partition_size", 1) > 1:
-        raise ValueError(
-            NOT_READ.format("DeepSpeed", "ZeRO++ (zero_hpz_partition_size)", "use ZeRO stage 3 without it")
-        )
-    flats = READERS[name](zero)
-    is_stage_3 = READERS[name] is _stage_3
+    flats, is_stage_3 = _flats(zero), type(zero).__name__ == STAGE_3
     return replace(
         engine,
         shards={id(shard.param): shard for _, shards in flats for shard in shards},
@@ -87,25 +89,19 @@ def read_deepspeed(zero: Any) -> Engine:
     )
 
 
-def _stage_1_and_2(zero: Any) -> list[Flat]:
-    groups, flats = zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups
-    ranges = zip(groups, flats, zero.real_dp_process_group, zero.round_robin_bit16_offsets, strict=True)
-    return [_flattened(*each) for each in ranges]
-
-
-def _bf16(zero: Any) -> list[Flat]:
-    """BF16_Optimizer, of stage 1 with gradients accumulated in fp32."""
-    ranges = zip(zero.bf16_groups, zero.fp32_groups_flat_partition, zero.real_dp_process_group, strict=True)
-    return [_flattened(*each) for each in ranges]
-
-
-def _fp16_fused(zero: Any) -> list[Flat]:
-    """FP16_Optimizer, of stage 0: every process has a flat fp32 copy of all parameters."""
-    return [_flattened(*each) for each in zip(zero.fp16_groups, zero.fp32_groups_flat, strict=True)]
-
-
-def _fp16_unfused(zero: Any) -> list[Flat]:
-    """FP16_UnfusedOptimizer, of stage 0: every process has an fp32 copy of each parameter."""
+def _flats(zero: Any) -> list[Flat]:
+    name = type(zero).__name__
+    validate_settings("DeepSpeed", [zero], REFUSED)
+    if getattr(zero, "zero_hpz_partition_size", 1) > 1:
+        raise ValueError(
+            NOT_READ.format("DeepSpeed", "ZeRO++ (zero_hpz_partition_size)", "use ZeRO stage 3 without it")
+        )
+    if name == STAGE_3:
+        return _stage_3(zero)
+    if name in FLATTENED:
+        return [_flattened(*each) for each in zip(*(getattr(zero, key) for key in FLATTENED[name]), strict=True)]
+    if name != UNFUSED:
+        raise ValueError(NOT_READ.format("DeepSpeed", name, "use ZeRO stage 0, 1, 2 or 3"))
     pairs = zip(zero.fp16_groups, zero.fp32_groups, strict=True)
     return [_flattened([param], copy) for each in pairs for param, copy in zip(*each, strict=True)]
 
@@ -160,12 +156,3 @@ class OnlyFlat(Stepped):
         if any(id(tensor) not in self._of_tensor for group in optimizer.param_groups for tensor in group["params"]):
             raise RuntimeError(REPLACED)
         return super().groups(optimizer)
-
-
-READERS: dict[str, Callable[[Any], list[Flat]]] = {
-    "DeepSpeedZeroOptimizer": _stage_1_and_2,
-    "DeepSpeedZeroOptimizer_Stage3": _stage_3,
-    "BF16_Optimizer": _bf16,
-    "FP16_Optimizer": _fp16_fused,
-    "FP16_UnfusedOptimizer": _fp16_unfused,
-}

@@ -124,31 +124,24 @@ Ranges = list[tuple[FlatTensor, Tensor]]
 def _distributed(optimizer: Any) -> tuple[Ranges, list[set[int]]]:
     """The range of each parameter, and for each param group the ids of the ranges. A collective call."""
     ranges: Ranges = []
-    in_groups: list[set[int]] = [set() for _ in optimizer.optimizer.param_groups]
+    groups, place = optimizer.optimizer.param_groups, optimizer.model_param_group_index_map
+    in_groups: list[set[int]] = [set() for _ in groups]
     for buffer in optimizer.buffers:
-        params, group = list(buffer.param_index_map), buffer.data_parallel_group
-        for param, index in zip(params, _group_indices(optimizer, params, group), strict=True):
-            if index >= 0:  # else it belongs to another optimizer of the chain
-                ranges.append(_range(optimizer, param, group))
-                in_groups[index].add(id(ranges[-1][0]))
+        params, ranks = list(buffer.param_index_map), buffer.data_parallel_group
+        for param, index in zip(params, _group_indices(params, place, ranks), strict=True):
+            if index < 0:  # it belongs to another optimizer of the chain
+                continue
+            start, stepped = 0, torch.empty(0, device=param.device, dtype=torch.float32)
+            if param in place:
+                start = optimizer._get_model_param_range_map(param)["param"].start
+                stepped = groups[index]["params"][place[param][1]]
+            ranges.append((flat_range(param, param.shape, start, ranks, stepped), stepped))
+            in_groups[index].add(id(ranges[-1][0]))
     return ranges, in_groups
 
 
-def _group_indices(optimizer: Any, params: Sequence[Tensor], group: Any) -> list[int]:
+def _group_indices(params: Sequence[Tensor], place: Mapping[Tensor, tuple[int, int]], ranks: Any) -> list[int]:
     """The index of the param group of each parameter, which only the ranks with a range of it know."""
-    known = optimizer.model_param_group_index_map
-    device = params[0].device
-    indices = torch.tensor([known[param][0] if param in known else -1 for param in params], device=device)
-    dist.all_reduce(indices, dist.ReduceOp.MAX, group=group)
+    indices = torch.tensor([place[param][0] if param in place else -1 for param in params], device=params[0].device)
+    dist.all_reduce(indices, dist.ReduceOp.MAX, group=ranks)
     return indices.tolist()
-
-
-def _range(optimizer: Any, param: Tensor, group: Any) -> tuple[FlatTensor, Tensor]:
-    """The range of a parameter that this rank steps, which may be empty."""
-    if param not in optimizer.model_param_group_index_map:
-        start, stepped = 0, torch.empty(0, device=param.device, dtype=torch.float32)
-    else:
-        index, order = optimizer.model_param_group_index_map[param]
-        start = optimizer._get_model_param_range_map(param)["param"].start
-        stepped = optimizer.optimizer.param_groups[index]["params"][order]
-    return flat_range(param, param.shape, start, group, stepped), stepped
