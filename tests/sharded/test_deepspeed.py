@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import deepspeed_runs as ds
 import engine_runs as runs
 from crew import Crew
 from engine_runs import TAU, Result
-from quacklr import Paper, QKClip, QuacK, spectral
+from quacklr import QKClip, QuacK
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +47,12 @@ def steps(engine: Any, rule: str) -> Result:
     quack = QuacK(engine.module, engine, rule=runs.RULES[rule](), verify=False) if rule else None
     params = dict(engine.module.named_parameters())
     backward, step = partial(ds.backward, engine), partial(ds.step, engine)
-    found = runs.trained(quack, backward, step, partial(ds.whole_weights, engine), params)
-    engine.destroy()
-    return found
+    return runs.trained(quack, backward, step, partial(ds.whole_weights, engine), params)
 
 
 def trained(_: int, kind: str, stage: int, rule: str, dtype: str, settings: Any) -> Result:
-    return steps(ds.engine_of(kind, stage, dtype, **settings), rule)
+    with ds.engine_of(kind, stage, dtype, **settings) as engine:
+        return steps(engine, rule)
 
 
 def both(
@@ -121,23 +121,14 @@ def test_in_16_bits_the_fp32_copies_are_measured_and_scaled(
 
 
 def kind_of_optimizer(_: int, stage: int, dtype: str, settings: Any) -> str:
-    engine = ds.engine_of("SGD", stage, dtype, **settings)
-    name = type(engine.optimizer).__name__
-    engine.destroy()
-    return name
+    with ds.engine_of("SGD", stage, dtype, **settings) as engine:
+        return type(engine.optimizer).__name__
 
 
 def accumulated(_: int, stage: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    engine = ds.engine_of("SGD", stage, gradient_accumulation_steps=2)
-    with QuacK(engine.module, engine.optimizer, TAU) as quack:
-        rates = []
-        for number in range(4):
-            ds.backward(engine, number)
-            ds.step(engine)
-            rates.append(quack.rates())
-    weights = ds.whole_weights(engine)
-    engine.destroy()
-    return rates, weights
+    settings = {"gradient_accumulation_steps": 2}
+    with ds.engine_of("SGD", stage, **settings) as engine, QuacK(engine.module, engine.optimizer, TAU) as quack:
+        return [quack.rates() for _ in ds.train(engine, range(4))], ds.whole_weights(engine)
 
 
 def test_rates_change_once_for_all_accumulated_gradients(ranks: Crew) -> None:
@@ -160,35 +151,22 @@ def test_rates_change_once_for_all_accumulated_gradients(ranks: Crew) -> None:
 
 def saved(_: int, kind: str, stage: int, folder: Path, settings: Any) -> list[dict[str, Tensor]]:
     """Save after two steps, and take two more; the rates after these."""
-    engine = ds.engine_of(kind, stage, **settings)
-    rates = []
-    with QuacK(engine.module, engine, TAU) as quack:
-        for number in range(4):
-            if number == 2:
-                ds.quietly(engine.save_checkpoint, folder, client_state={"quack": quack.state_dict()})
-            ds.backward(engine, number)
-            ds.step(engine)
-            rates.append(quack.rates())
-    engine.destroy()
-    return rates[2:]
+    with ds.engine_of(kind, stage, **settings) as engine, QuacK(engine.module, engine, TAU) as quack:
+        list(ds.train(engine, (0, 1)))
+        ds.quietly(engine.save_checkpoint, folder, client_state={"quack": quack.state_dict()})
+        return [quack.rates() for _ in ds.train(engine, (2, 3))]
 
 
 def loaded(_: int, kind: str, stage: int, folder: Path, settings: Any) -> list[dict[str, Tensor]]:
     """Load into a new engine, and take the last two steps."""
-    engine = ds.engine_of(kind, stage, **settings)
-    with torch.no_grad():
-        for param in engine.module.parameters():
-            param.mul_(1.5)  # QuacK is attached to other weights than the saved run began with
-    rates = []
-    with QuacK(engine.module, engine, TAU) as quack:
-        _, client = ds.quietly(engine.load_checkpoint, folder)
-        quack.load_state_dict(client["quack"])
-        for number in (2, 3):
-            ds.backward(engine, number)
-            ds.step(engine)
-            rates.append(quack.rates())
-    engine.destroy()
-    return rates
+    with ds.engine_of(kind, stage, **settings) as engine:
+        with torch.no_grad():
+            for param in engine.module.parameters():
+                param.mul_(1.5)  # QuacK is attached to other weights than the saved run began with
+        with QuacK(engine.module, engine, TAU) as quack:
+            _, client = ds.quietly(engine.load_checkpoint, folder)
+            quack.load_state_dict(client["quack"])
+            return [quack.rates() for _ in ds.train(engine, (2, 3))]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -217,13 +195,11 @@ def test_a_universal_checkpoint_goes_on_with_another_number_of_processes(
 def attached_early(_: int, stage: int) -> None:
     model = runs.llama()
     optimizer = runs.optimizer_of(model, "SGD")
-    quack = QuacK(model, optimizer, TAU, verify=False)
-    engine = ds.initialize(model, optimizer, stage)
-    ds.backward(engine, 0)
-    with pytest.raises(RuntimeError, match=r"no weight on a path is stepped.* as deepspeed.initialize does\? Attach"):
-        ds.step(engine)
-    quack.remove()
-    engine.destroy()
+    said = r"no weight on a path is stepped.* as deepspeed.initialize does\? Attach"
+    with QuacK(model, optimizer, TAU, verify=False), ds.initialized(model, optimizer, stage) as engine:
+        ds.backward(engine, 0)
+        with pytest.raises(RuntimeError, match=said):
+            ds.step(engine)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -232,34 +208,32 @@ def test_attaching_before_initialize_is_an_error(stage: int, ranks: Crew) -> Non
 
 
 def not_read(_: int) -> None:
-    engine = ds.engine_of("SGD", 3)
-    zero = engine.optimizer
-    for attribute, value, message in (
-        ("swap_optimizer", True, "offload of the optimizer to NVMe"),
-        ("backup_optimizer", object(), "partial offload"),
-        ("zero_hpz_partition_size", 2, r"ZeRO\+\+"),
-        ("zenflow", True, "ZenFlow"),
-    ):
-        kept = getattr(zero, attribute, None)
-        setattr(zero, attribute, value)
-        for attach in (QuacK, QKClip):
-            with pytest.raises(ValueError, match=rf"DeepSpeed's {message}.* cannot read, .*; (use|offload)"):
-                attach(engine.module, engine)
-        delattr(zero, attribute) if kept is None else setattr(zero, attribute, kept)
-    kind = type(zero)
-    zero.__class__ = type("MiCS_Optimizer", (kind,), {"__module__": kind.__module__})
-    with pytest.raises(ValueError, match="DeepSpeed's MiCS_Optimizer keeps its weights"):
-        QuacK(engine.module, zero)
-    zero.__class__ = kind
-    quack = QuacK(engine.module, engine)
-    with pytest.raises(ValueError, match="another QuacK is attached"):
-        QuacK(engine.module, zero)
-    zero.fp32_partitioned_groups_flat[0] = zero.fp32_partitioned_groups_flat[0].clone()
-    ds.backward(engine, 0)
-    with pytest.raises(RuntimeError, match="DeepSpeed has put other tensors into the param groups since QuacK was"):
-        ds.step(engine)
-    quack.remove()
-    engine.destroy()
+    with ds.engine_of("SGD", 3) as engine:
+        zero = engine.optimizer
+        for attribute, value, message in (
+            ("swap_optimizer", True, "offload of the optimizer to NVMe"),
+            ("backup_optimizer", object(), "partial offload"),
+            ("zero_hpz_partition_size", 2, r"ZeRO\+\+"),
+            ("zenflow", True, "ZenFlow"),
+        ):
+            with patch.object(zero, attribute, value, create=True):
+                for attach in (QuacK, QKClip):
+                    with pytest.raises(ValueError, match=rf"DeepSpeed's {message}.* cannot read, .*; (use|offload)"):
+                        attach(engine.module, engine)
+        kind = type(zero)
+        zero.__class__ = type("MiCS_Optimizer", (kind,), {"__module__": kind.__module__})
+        with pytest.raises(ValueError, match="DeepSpeed's MiCS_Optimizer keeps its weights"):
+            QuacK(engine.module, zero)
+        zero.__class__ = kind
+        with patch.object(engine, "optimizer", None), pytest.raises(ValueError, match="engine has no optimizer; pass"):
+            QuacK(engine.module, engine)
+        with QuacK(engine.module, engine):
+            with pytest.raises(ValueError, match="another QuacK is attached"):
+                QuacK(engine.module, zero)
+            zero.fp32_partitioned_groups_flat[0] = zero.fp32_partitioned_groups_flat[0].clone()
+            ds.backward(engine, 0)
+            with pytest.raises(RuntimeError, match="DeepSpeed has put other tensors into the param groups since QuacK"):
+                ds.step(engine)
 
 
 def test_what_cannot_be_read_is_refused_by_name(ranks: Crew) -> None:
@@ -267,26 +241,22 @@ def test_what_cannot_be_read_is_refused_by_name(ranks: Crew) -> None:
 
 
 def frozen_keys(_: int, stage: int) -> dict[str, Tensor]:
-    """Rates after three steps in which the keys are frozen, and their norms count all the same."""
+    """Sensitivities at the start with frozen keys, after two steps."""
     model = runs.llama()
     for name, param in model.named_parameters():
         param.requires_grad_("k_proj" not in name)
-    engine = ds.initialize(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0), stage)
-    with QuacK(engine.module, engine, rule=Paper(TAU, norm=spectral)) as quack:
-        for number in range(2):
-            ds.backward(engine, number)
-            ds.step(engine)
-        state = {name: value.clone() for name, value in quack.state_dict()["sensitivity"].items()}
-    engine.destroy()
-    return state
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=1.0)
+    rule = runs.RULES["spectral"]()
+    with ds.initialized(model, optimizer, stage) as engine, QuacK(engine.module, engine, rule=rule) as quack:
+        list(ds.train(engine, (0, 1)))
+        return {name: value.clone() for name, value in quack.state_dict()["sensitivity"].items()}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_frozen_keys_count_in_the_rates_of_their_queries(stage: int, ranks: Crew) -> None:
-    wanted = QuacK(model := runs.llama(), runs.optimizer_of(model, "SGD"), rule=Paper(norm=spectral)).state_dict()[
-        "sensitivity"
-    ]
+    wanted = runs.alone("SGD", "spectral").state["sensitivity"]
     for found in ranks(frozen_keys, stage):
+        assert any(name.endswith("q") for name in found)
         for name, value in found.items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=0)
 
@@ -302,7 +272,8 @@ def sharded_at_birth(_: int) -> Result:
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
             param.data.copy_(start[name])
-    return steps(ds.initialize(model, runs.optimizer_of(model, "SGD"), 3), "frobenius")
+    with ds.initialized(model, runs.optimizer_of(model, "SGD"), 3) as engine:
+        return steps(engine, "frobenius")
 
 
 def test_a_model_made_under_zero_init_steps_as_one_process_does(ranks: Crew) -> None:
@@ -313,14 +284,9 @@ def test_a_model_made_under_zero_init_steps_as_one_process_does(ranks: Crew) -> 
 
 
 def clipped(_: int, stage: int) -> dict[str, Tensor]:
-    engine = ds.engine_of("SGD", stage)
-    with QKClip(engine.module, engine, threshold=runs.THRESHOLD):
-        for number in range(3):
-            ds.backward(engine, number)
-            ds.step(engine)
-    weights = ds.whole_weights(engine)
-    engine.destroy()
-    return weights
+    with ds.engine_of("SGD", stage) as engine, QKClip(engine.module, engine, threshold=runs.THRESHOLD):
+        list(ds.train(engine, range(3)))
+        return ds.whole_weights(engine)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -338,21 +304,19 @@ def written_by_hand(_: int, stage: int) -> tuple[float, list[int]]:
     """
     from deepspeed.utils import safe_get_full_fp32_param  # type: ignore[import-untyped]
 
-    engine = ds.engine_of("SGD", stage)
-    engine.optimizer.optimizer.param_groups[0]["lr"] = engine.optimizer.optimizer.param_groups[1]["lr"] = 1e-9
-    weight = engine.module.get_parameter("model.layers.0.self_attn.q_proj.weight")
-    before = weight.detach().clone()
-    weight.data.mul_(0.5)
-    ds.backward(engine, 0)
-    ds.step(engine)
-    left = float((weight.detach() / before).mean())
-    engine.destroy()
+    with ds.engine_of("SGD", stage) as engine:
+        for group in engine.optimizer.optimizer.param_groups:
+            group["lr"] = 1e-9
+        weight = engine.module.get_parameter("model.layers.0.self_attn.q_proj.weight")
+        before = weight.detach().clone()
+        weight.data.mul_(0.5)
+        list(ds.train(engine, (0,)))
+        left = float((weight.detach() / before).mean())
     wrong = []
     for settings in ({}, ROUND_ROBIN):
-        engine = ds.engine_of("SGD", stage, **settings)
-        read = [(param, safe_get_full_fp32_param(param)) for param in engine.module.parameters()]
-        wrong.append(sum(whole is None or not torch.equal(param.detach(), whole) for param, whole in read))
-        engine.destroy()
+        with ds.engine_of("SGD", stage, **settings) as engine:
+            read = [(param, safe_get_full_fp32_param(param)) for param in engine.module.parameters()]
+            wrong.append(sum(whole is None or not torch.equal(param.detach(), whole) for param, whole in read))
     return left, wrong
 
 
