@@ -134,14 +134,6 @@ def test_a_resumed_fit_is_bitwise_the_uninterrupted_one(
     assert resumed.current_epoch == EPOCHS
 
 
-def test_a_checkpoint_saved_after_the_fit_continues_as_one_longer_fit(tmp_path: Path) -> None:
-    first = make_trainer(tmp_path, QuacKCallback())
-    fit(first, Regression())
-    first.save_checkpoint(tmp_path / "saved.ckpt")
-    resumed = fit(make_trainer(tmp_path, QuacKCallback(), max_epochs=EPOCHS + 2), Regression(), tmp_path / "saved.ckpt")
-    assert_equal(resumed, fit(make_trainer(tmp_path, QuacKCallback(), max_epochs=EPOCHS + 2), Regression()))
-
-
 def start(callback: QuacKCallback) -> Tensor:
     assert callback.quack is not None
     return callback.quack.state_dict()["sensitivity"]["attention.q"]
@@ -165,23 +157,6 @@ def test_a_checkpoint_without_its_state_triggers_a_warning_and_rates_start_there
         continued(callback)
     torch.testing.assert_close(start(callback), key_norms(model))
     continued(QuacKCallback(rule=Budget(1e-3)))  # no warning: a budget has no state to miss
-
-
-class SaveFirst(Callback):
-    """Saves a checkpoint before the first step."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def test_a_checkpoint_from_before_the_first_step_has_no_state_to_miss(tmp_path: Path) -> None:
-    fit(make_trainer(tmp_path, SaveFirst(tmp_path / "first.ckpt"), max_epochs=1), Regression())
-    callback = QuacKCallback()
-    fit(make_trainer(tmp_path, callback, max_epochs=1), Regression(), tmp_path / "first.ckpt")  # no warning
-    torch.testing.assert_close(start(callback), key_norms(Regression()))
 
 
 def test_afterwards_optimizers_are_free_and_a_second_fit_starts_from_its_weights(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import engine_runs as runs
 from crew import Crew
-from engine_runs import TAU, Result
+from engine_runs import Result
 from quacklr import QKClip, QuacK, logit_paths
 
 WRAPPED: dict[str, Any] = {
@@ -119,31 +119,6 @@ def test_in_bf16_fsdp1_steps_as_one_process_does(two: Crew) -> None:
     wanted, plain = runs.alone("SGD", "frobenius"), runs.alone("SGD", "")
     for found, control in zip(two(in_bf16, "frobenius"), two(in_bf16, ""), strict=True):
         runs.assert_near_alone(found, control, wanted, plain)
-
-
-def resumed(_: int, state: Any, weights: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Rates after loading weights and QuacK's state; QuacK was attached to other weights."""
-    model = wrapped()
-    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2)
-    quack = QuacK(model, runs.optimizer_of(model, "SGD"), TAU)
-    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(weights[name_of(name)])
-    before = quack.rates()
-    quack.load_state_dict(state)
-    rates = quack.rates()
-    quack.remove()
-    return [before, rates]
-
-
-def test_a_state_of_one_process_goes_on_under_fsdp1(two: Crew) -> None:
-    wanted = runs.alone("SGD", "frobenius")
-    factor = {name: weight * 1.5 for name, weight in wanted.weights.items()}
-    for before, rates in two(resumed, wanted.state, factor):
-        assert runs.difference(rates, {name: rate / 1.5 for name, rate in wanted.rates[-1].items()}) <= 2e-6
-        assert runs.difference(rates, before) > 1e-3
 
 
 def clipped(rank: int, of: str, strategy: str, different: bool) -> dict[str, Tensor]:
