@@ -151,7 +151,7 @@ def shards_of(weight: Weight) -> list[Shard]:
     process_groups = [process_groups_of(part) for part, _ in boxes]
     if [part for part, _ in boxes] == list(weight.parts) and are_alike(boxes, process_groups):
         return [Shard(boxes, torch.cat(columns), process_groups[0])]
-    return [Shard([each], *where) for each, *where in zip(boxes, columns, process_groups, strict=True)]
+    return [Shard([box], held, groups) for box, held, groups in zip(boxes, columns, process_groups, strict=True)]
 
 
 def are_alike(boxes: Sequence[tuple[Weight, Box]], process_groups: Sequence[Groups]) -> bool:
