@@ -116,35 +116,6 @@ def test_a_state_saved_without_registering_quack_triggers_a_warning(tmp_path: Pa
         resumed.train(range(4, STEPS))
 
 
-@pytest.mark.parametrize("overflow", [False, True])
-def test_with_a_gradient_scaler_a_step_is_scaled_or_skipped(overflow: bool) -> None:
-    Accelerator(cpu=True)
-    stepped = []
-    for wrap in (False, True):
-        model = make_model()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=LR)
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-        optimizer = AcceleratedOptimizer(optimizer, scaler=scaler) if wrap else optimizer
-        QuacK(model, optimizer, tau=0.25)
-        loss = loss_of(model, batches(0)[0])
-        (scaler.scale(loss) if wrap else loss).backward()
-        if overflow and model.q.weight.grad is not None:
-            model.q.weight.grad[0, 0] = torch.inf
-        if wrap or not overflow:
-            optimizer.step()
-        stepped.append(weights(model))
-    assert_equal(*stepped)
-    assert torch.equal(stepped[0], weights(make_model())) == overflow
-
-
-def test_what_is_refused_is_refused_inside_the_wrapper() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ValueError, match="LBFGS is not linear in lr"):
-        QuacK(model, optimizer)
-
-
 def test_a_quack_attached_before_prepare_gets_no_warning_that_a_state_was_loaded() -> None:
     """Preparing loads the optimizer's own, still empty state; warnings are errors here."""
     model = make_model()

@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def deepspeed_module() -> Any:
     return deepspeed
 
 
-def initialize(model: nn.Module, optimizer: Any, stage: int, dtype: str = "float32", **options: Any) -> Any:
+@contextmanager
+def initialized(model: nn.Module, optimizer: Any, stage: int, dtype: str = "float32", **options: Any) -> Iterator[Any]:
     """An engine; `options` are those of the config, and "zero" those of its ZeRO."""
     zero = {"stage": stage, "reduce_bucket_size": 4000, **options.pop("zero", {})}
     if stage == 3:
@@ -58,13 +60,17 @@ def initialize(model: nn.Module, optimizer: Any, stage: int, dtype: str = "float
         config["fp16"] = {"enabled": True, "loss_scale": 64}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return deepspeed_module().initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine = deepspeed_module().initialize(model=model, optimizer=optimizer, config=config)[0]
+    try:
+        yield engine
+    finally:
+        engine.destroy()
 
 
-def engine_of(kind: str, stage: int, dtype: str = "float32", **options: Any) -> Any:
+def engine_of(kind: str, stage: int, dtype: str = "float32", **options: Any) -> AbstractContextManager[Any]:
     """The Llama in an engine."""
-    model = llama(dtype=getattr(torch, dtype))
-    return initialize(model, optimizer_of(model, kind), stage, dtype, **options)
+    model = llama(getattr(torch, dtype))
+    return initialized(model, optimizer_of(model, kind), stage, dtype, **options)
 
 
 def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -81,6 +87,14 @@ def backward(engine: Any, number: int) -> None:
 
 def step(engine: Any) -> None:
     quietly(engine.step)
+
+
+def train(engine: Any, numbers: Iterable[int]) -> Iterator[int]:
+    """Take these steps, as the returned iterator is used."""
+    for number in numbers:
+        backward(engine, number)
+        step(engine)
+        yield number
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quacklr import Paper, QKClip, QuacK, Rule
+from quacklr import Budget, Paper, QKClip, QuacK, Rule, spectral
 from quacklr.core.flat_tensor import FlatTensor
 
 STEPS = 3
@@ -34,11 +36,11 @@ class Result:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-def llama(layers: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:
+def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
     """6 query heads and 3 key heads of size 6, with biases; large weights, so that rates change in three steps."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=42, intermediate_size=20, num_hidden_layers=layers, num_attention_heads=6,
+        vocab_size=61, hidden_size=42, intermediate_size=20, num_hidden_layers=3, num_attention_heads=6,
         num_key_value_heads=3, head_dim=6, attention_bias=True, initializer_range=0.15, max_position_embeddings=32,
         tie_word_embeddings=True,
     )  # fmt: skip
@@ -69,28 +71,40 @@ def loss_of(model: Any, step: int) -> Tensor:
     return model(batch(step), labels=batch(step)).loss
 
 
-def alone(kind: str, with_quack: bool, dtype: torch.dtype = torch.float32, rule: Rule | None = None) -> Result:
-    """In one process, without an engine."""
-    model = llama(dtype=dtype)
-    optimizer = optimizer_of(model, kind)
-    quack = QuacK(model, optimizer, rule=rule or Paper(TAU)) if with_quack else None
+RULES: dict[str, Callable[[], Rule]] = {
+    "frobenius": lambda: Paper(TAU),
+    "spectral": lambda: Paper(TAU, norm=spectral),
+    "budget": lambda: Budget(0.02),
+}
 
-    def step(number: int) -> None:
-        loss_of(model, number).backward()
+
+@cache
+def alone(kind: str, rule: str) -> Result:
+    """In one process, without an engine; without QuacK if `rule` is empty."""
+    model = llama()
+    optimizer = optimizer_of(model, kind)
+    quack = QuacK(model, optimizer, rule=RULES[rule](), verify=False) if rule else None
+    params = dict(model.named_parameters())
+    return trained(quack, lambda number: loss_of(model, number).backward(), stepping(optimizer), lambda: params, params)
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A function that takes a step and forgets the gradients."""
+
+    def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    return trained(quack, step, lambda: dict(model.named_parameters()), dict(model.named_parameters()))
+    return step
 
 
-def alone_in_16_bits(kind: str, with_quack: bool, dtype: torch.dtype) -> Result:
+def alone_in_16_bits(rule: str, dtype: torch.dtype) -> Result:
     """In one process, with fp32 copies of 16-bit weights: QuacK is attached to the copies."""
     model, copies = llama(dtype=dtype), llama(dtype=dtype).float()
-    optimizer = optimizer_of(copies, kind)
-    quack = QuacK(copies, optimizer, TAU, verify=False) if with_quack else None
+    optimizer = optimizer_of(copies, "SGD")
+    quack = QuacK(copies, optimizer, rule=RULES[rule](), verify=False) if rule else None
 
-    def step(number: int) -> None:
-        loss_of(model, number).backward()
+    def step() -> None:
         for param, copy in zip(model.parameters(), copies.parameters(), strict=True):
             assert param.grad is not None
             copy.grad, param.grad = param.grad.float(), None
@@ -99,23 +113,30 @@ def alone_in_16_bits(kind: str, with_quack: bool, dtype: torch.dtype) -> Result:
             for param, copy in zip(model.parameters(), copies.parameters(), strict=True):
                 param.copy_(copy)
 
-    return trained(quack, step, lambda: dict(model.named_parameters()), dict(copies.named_parameters()))
+    params = dict(model.named_parameters()), dict(copies.named_parameters())
+    return trained(quack, lambda number: loss_of(model, number).backward(), step, lambda: params[0], params[1])
 
 
 def trained(
     quack: QuacK | None,
-    step: Callable[[int], Any],
+    backward: Callable[[int], Any],
+    step: Callable[[], Any],
     weights: Callable[[], Mapping[str, Tensor]],
     params: Mapping[str, Tensor],
-    steps: int = STEPS,
 ) -> Result:
-    """Take the steps; `weights` returns the whole weights, by name, and `params` are the model's parameters."""
+    """Take the steps; `weights` returns the whole weights, by name, and `params` are the model's parameters.
+
+    CommDebugMode allows no forward in a step, so QuacK must not have anything to verify.
+    """
     found = Result()
     budget = quack is not None and quack.rule.measures
-    for number in range(steps):
+    for number in range(STEPS):
         if quack is not None and not budget:
             found.rates.append(quack.rates())
-        step(number)
+        backward(number)
+        with CommDebugMode() as comm:
+            step()
+        found.counts.append(comm.get_total_counts())
         if quack is not None and budget:
             found.rates.append(quack.rates())
     if quack is not None:
@@ -165,16 +186,32 @@ def assert_as_alone(found: Result, control: Result, wanted: Result, plain: Resul
     assert difference(found.weights, wanted.weights) <= 3 * difference(control.weights, plain.weights) + 3e-6
 
 
+def assert_budget_as_alone(found: Result, wanted: Result, tolerance: float) -> None:
+    assert moved(wanted.rates[-1], 1.0) > 0.1
+    largest = max(float(rate.max()) for rate in wanted.rates[-1].values())
+    assert rates_difference(found, wanted) <= tolerance * largest
+    assert difference(found.weights, wanted.weights) <= tolerance
+
+
+def assert_near_alone(found: Result, control: Result, wanted: Result, plain: Result) -> None:
+    """As in one process, up to the rounding of gradients in 16 bits."""
+    effect = mean_difference(wanted.weights, plain.weights)
+    assert moved(wanted.rates[-1]) > 0.02
+    assert rates_difference(found, wanted) <= 0.1 * TAU * moved(wanted.rates[-1])
+    assert mean_difference(found.weights, wanted.weights) < 0.25 * effect
+    assert mean_difference(control.weights, plain.weights) < 0.25 * effect
+
+
 THRESHOLD = 3.0
 
 
-def clipped_alone(threshold: float, kind: str = "SGD") -> dict[str, Tensor]:
+@cache
+def clipped_alone(threshold: float) -> dict[str, Tensor]:
     """The weights after three steps with QK clip."""
     model = llama()
-    optimizer = optimizer_of(model, kind)
+    step = stepping(optimizer := optimizer_of(model, "SGD"))
     with QKClip(model, optimizer, threshold=threshold):
         for number in range(STEPS):
             loss_of(model, number).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step()
     return {name: param.detach().clone() for name, param in model.named_parameters()}

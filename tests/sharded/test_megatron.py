@@ -6,12 +6,12 @@ There is no GPU, so Megatron's code runs on the CPU under `on_the_cpu` (tests/ki
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
 
 import engine_runs as runs
 import megatron_runs as mg
@@ -34,33 +34,17 @@ def ranks() -> Iterator[Crew]:
 def by_megatron(kind: str, with_quack: bool, options: Any, **model_options: Any) -> Result:
     model, optimizer = mg.megatron_optimizer(mg.gpt(**model_options), kind, **options)
     assert type(optimizer).__name__ == "ChainedOptimizer"
-    quack = QuacK([model], optimizer, TAU, verify=False) if with_quack else None  # CommDebugMode allows no forward
-    counts = []
-
-    def step(number: int) -> None:
-        mg.backward(model, optimizer, number)
-        with CommDebugMode() as comm:
-            optimizer.step()
-        counts.append(comm.get_total_counts())
-
+    quack = QuacK([model], optimizer, TAU, verify=False) if with_quack else None
     named = dict(model.module.named_parameters())
-    found = runs.trained(quack, step, lambda: named, named)
-    found.counts = counts
-    return found
+    return runs.trained(quack, partial(mg.backward, model, optimizer), optimizer.step, lambda: named, named)
 
 
 def by_torch(kind: str, with_quack: bool, **model_options: Any) -> Result:
     model = mg.gpt(**model_options)
     optimizer = mg.torch_optimizer(model, kind)
-    quack = QuacK(model, optimizer, TAU) if with_quack else None
-
-    def step(number: int) -> None:
-        mg.loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    named = dict(model.named_parameters())
-    return runs.trained(quack, step, lambda: named, named)
+    quack = QuacK(model, optimizer, TAU, verify=False) if with_quack else None
+    named, step = dict(model.named_parameters()), runs.stepping(optimizer)
+    return runs.trained(quack, lambda number: mg.loss_of(model, number).backward(), step, lambda: named, named)
 
 
 def compared(_: int, kind: str, options: Any, model_options: Any) -> tuple[Result, Result, Result, Result]:
@@ -71,69 +55,51 @@ def compared(_: int, kind: str, options: Any, model_options: Any) -> tuple[Resul
         return engine[0], engine[1], alone[0], alone[1]
 
 
-def test_the_distributed_optimizer_steps_as_one_process_does(ranks: Crew) -> None:
-    """It takes Adam only."""
-    found = ranks(compared, "adam", {}, {})
+@pytest.mark.parametrize(
+    ("kind", "options", "model_options"),
+    [("adam", {}, {}), ("sgd", {"distributed": False}, {}), ("adam", {}, {"mla": True})],
+    ids=["DistributedOptimizer", "FP32Optimizer", "MLA"],
+)
+def test_megatrons_optimizers_step_as_one_process_does(
+    kind: str, options: Any, model_options: Any, ranks: Crew
+) -> None:
+    """The DistributedOptimizer takes Adam only."""
+    found = ranks(compared, kind, options, model_options)
     for engine, control, wanted, plain in found:
         runs.assert_as_alone(engine, control, wanted, plain)
         extra = [here - there for here, there in zip(engine.counts, control.counts, strict=True)]
-        assert extra == [1] * 3
-    one, other = (engine.layout[SELF.format(1, "q")] for engine, *_ in found)
-    assert one[1] + other[1] == 72 * 42
-    assert min(one[1], other[1]) % 42 != 0, "a row is cut"
-    assert {engine.layout[SELF.format(2, "q")][1] for engine, *_ in found} == {0, 72 * 42}, "a rank has none"
+        assert extra == [0 if options else 1] * 3
+    if not options and not model_options:
+        one, other = (engine.layout[SELF.format(1, "q")] for engine, *_ in found)
+        assert one[1] + other[1] == 72 * 42
+        assert min(one[1], other[1]) % 42 != 0, "a row is cut"
+        assert {engine.layout[SELF.format(2, "q")][1] for engine, *_ in found} == {0, 72 * 42}, "a rank has none"
 
 
-def test_without_the_distributed_optimizer_the_parameters_are_stepped(ranks: Crew) -> None:
-    for engine, control, wanted, plain in ranks(compared, "sgd", {"distributed": False}, {}):
-        runs.assert_as_alone(engine, control, wanted, plain)
-        assert engine.counts == control.counts
-
-
-def test_mla_is_found_and_steps_as_one_process_does(ranks: Crew) -> None:
-    for engine, control, wanted, plain in ranks(compared, "adam", {}, {"mla": True}):
-        runs.assert_as_alone(engine, control, wanted, plain)
-        assert any(name.endswith(".kr") for name in wanted.rates[0])
-
-
-def in_bf16(_: int, distributed: bool) -> list[tuple[float, float]]:
-    """The difference of the fp32 weights from the 16-bit ones, and how far rates moved."""
-    found = []
+def in_bf16(_: int, distributed: bool) -> tuple[float, float]:
+    """How far rates are from those of the 16-bit weights, and how far they moved."""
     with mg.on_the_cpu():
-        model, optimizer = mg.megatron_optimizer(
-            mg.gpt(dtype=torch.bfloat16), "adam" if distributed else "sgd", distributed
-        )
+        kind = "adam" if distributed else "sgd"
+        model, optimizer = mg.megatron_optimizer(mg.gpt(dtype=torch.bfloat16), kind, distributed)
         with QuacK(model, optimizer, TAU) as quack:
             for number in range(3):
                 mg.backward(model, optimizer, number)
                 optimizer.step()
-                found.append(runs.moved(quack.rates()))
-            measured = {
-                name: float(value[0]) for name, value in quack.state_dict()["sensitivity"].items() if name.endswith("q")
-            }
-            norms = key_norms(model.module)
-            rates = quack.rates()
-            ratios = [norms[name] * float(rates[name][0]) / TAU / value for name, value in measured.items()]
-            rounding = max(abs(ratio - 1) for ratio in ratios)
+            start, rates = quack.state_dict()["sensitivity"], quack.rates()
+            ratios = []
+            for number, layer in enumerate(model.module.decoder.layers):
+                qkv, name = layer.self_attention.linear_qkv, SELF.format(number, "q")
+                key = [each.detach()[12:18].float().flatten() for each in (qkv.weight, qkv.bias)]  # the first key
+                ratios.append(float(torch.cat(key).norm() * rates[name][0] / TAU / start[name][0]))
             assert "verified" in repr(quack)
-    return [(rounding, moved) for moved in found]
-
-
-def key_norms(model: Any) -> dict[str, float]:
-    """The norm of the first key, which is the sensitivity of the first query: rows 12 to 17, with their biases."""
-    found = {}
-    for number, layer in enumerate(model.decoder.layers):
-        qkv = layer.self_attention.linear_qkv
-        rows = torch.cat([qkv.weight.detach()[12:18].float(), qkv.bias.detach()[12:18, None].float()], 1)
-        found[SELF.format(number, "q")] = float(rows.norm())
-    return found
+    return max(abs(ratio - 1) for ratio in ratios), runs.moved(rates)
 
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_in_bf16_rates_are_those_of_the_fp32_copies(distributed: bool, ranks: Crew) -> None:
-    for found in ranks(in_bf16, distributed):
-        assert found[-1][1] > 0.02
-        assert 0 < found[0][0] < 3e-3, "rates follow from the weights, up to the rounding to bf16"
+    for rounding, moved in ranks(in_bf16, distributed):
+        assert moved > 0.02
+        assert 0 < rounding < 3e-3, "rates follow from the weights, up to the rounding to bf16"
 
 
 def tensor_parallel(_: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
@@ -153,11 +119,10 @@ def test_under_tensor_parallelism_each_rank_has_the_rates_of_its_heads(ranks: Cr
                 torch.testing.assert_close(rates, there[name].chunk(2)[rank], rtol=3e-6, atol=0)
 
 
-def clipped(_: int, options: Any, model_options: Any) -> tuple[dict[str, Tensor], ...]:
+def clipped(_: int, model_options: Any) -> tuple[dict[str, Tensor], ...]:
     """Weights after three steps with QK clip: by Megatron, by torch, and by torch with a high threshold."""
     with mg.on_the_cpu():
-        kind = "adam" if options.get("distributed", True) else "sgd"
-        model, optimizer = mg.megatron_optimizer(mg.gpt(**model_options), kind, **options)
+        model, optimizer = mg.megatron_optimizer(mg.gpt(**model_options), "adam")
         with QKClip([model], optimizer, threshold=THRESHOLD):
             for number in range(3):
                 mg.backward(model, optimizer, number)
@@ -165,12 +130,11 @@ def clipped(_: int, options: Any, model_options: Any) -> tuple[dict[str, Tensor]
         found = [weights_of(model.module)]
         for threshold in (THRESHOLD, 1e6):
             alone = mg.gpt(**model_options | {"dtype": torch.float32})
-            plain = mg.torch_optimizer(alone, kind)
+            step = runs.stepping(plain := mg.torch_optimizer(alone, "adam"))
             with QKClip(alone, plain, threshold=threshold):
                 for number in range(3):
                     mg.loss_of(alone, number).backward()
-                    plain.step()
-                    plain.zero_grad()
+                    step()
             found.append(weights_of(alone))
     return tuple(found)
 
@@ -179,16 +143,16 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().float().clone() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("options", "model_options"), [({}, {}), ({}, {"mla": True}), ({"distributed": False}, {})])
-def test_qk_clip_scales_the_weights_as_in_one_process(options: Any, model_options: Any, ranks: Crew) -> None:
-    for found, wanted, free in ranks(clipped, options, model_options):
+@pytest.mark.parametrize("model_options", [{}, {"mla": True}])
+def test_qk_clip_scales_the_weights_as_in_one_process(model_options: Any, ranks: Crew) -> None:
+    for found, wanted, free in ranks(clipped, model_options):
         assert runs.difference(wanted, free) > 0.01
         assert runs.difference(found, wanted) <= 1e-5
 
 
 def test_qk_clip_scales_the_fp32_copies_of_bf16_weights(ranks: Crew) -> None:
     """Where Megatron's own clip raises an error, see below. One process trains in fp32, so weights differ a little."""
-    for found, wanted, free in ranks(clipped, {}, {"dtype": torch.bfloat16}):
+    for found, wanted, free in ranks(clipped, {"dtype": torch.bfloat16}):
         for name in (f"decoder.layers.{layer}.self_attention.linear_qkv.weight" for layer in range(3)):
             effect = (wanted[name] - free[name]).abs().mean()
             assert (found[name] - wanted[name]).abs().mean() < 0.25 * effect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from crew import Crew
 from models import assert_equal
-from quacklr import LogitMonitor, Paper, QuacK, spectral
+from quacklr import LogitMonitor, Paper, QKClip, QuacK, spectral
 from quacklr.lab.model import MHA, Decoder, Shape, build
 
 dcp: Any = checkpoint
@@ -60,10 +62,6 @@ def wrong_order(_: int) -> None:
         QuacK(model, optimizer)
 
 
-def test_sharding_after_attaching_or_after_making_the_optimizer_is_an_error(two: Crew) -> None:
-    two(wrong_order)
-
-
 def on_meta_device(_: int) -> None:
     with torch.device("meta"):
         model = sharded(Decoder(SHAPE, GQA))
@@ -71,51 +69,77 @@ def on_meta_device(_: int) -> None:
         QuacK(model, sgd(model))
 
 
-def test_a_sharded_model_on_the_meta_device_is_an_error(two: Crew) -> None:
-    two(on_meta_device)
-
-
-class Heads(nn.Module):
-    """Attention with sharded heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
-
-
-def one_data_rank(_: int) -> None:
+def tensor_parallel(_: int) -> None:
+    """Also with a single data-parallel rank under FSDP2."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    by_row: dict[str, Any] = {name: ColwiseParallel() for name in "qkv"}
-    model = parallelize_module(Heads(), mesh["tensor"], by_row | {"o": RowwiseParallel()})
+    model = parallelize_module(build(SHAPE, GQA, seed=0), mesh["tensor"], {"blocks.*.attention.q": ColwiseParallel()})
+    optimizer = sgd(model)
+    with pytest.raises(ValueError, match=r"attention.q.weight: its parameter is cut by .*, and QK clip needs them"):
+        QKClip(model, optimizer)
     fully_shard(model, mesh=mesh["data"])
-    with pytest.raises(ValueError, match="q.weight: its parameter is cut by tensor parallelism"):
+    with pytest.raises(ValueError, match="attention.q.weight: its parameter is cut by .*, and LogitMonitor needs them"):
         LogitMonitor(model, tokens())
 
 
-def test_tensor_parallelism_is_detected_with_a_single_data_parallel_rank(two: Crew) -> None:
-    two(one_data_rank)
+def unwrapped_replicas(_: int) -> None:
+    plain = build(SHAPE, GQA, seed=0)
+    with pytest.warns(UserWarning, match="neither DistributedDataParallel nor sharded, but there are several ranks"):
+        QKClip(plain, sgd(plain)).remove()
+    with pytest.warns(UserWarning, match="LogitMonitor was given a model that is neither DistributedDataParallel nor"):
+        LogitMonitor(plain, tokens()).measure()
 
 
-def logged_alone(rank: int) -> bool:
-    """Rank 0 reads the rates of the last step while the other continues."""
+def unseen_logits(_: int) -> None:
+    model = DistributedDataParallel(build(SHAPE, GQA, seed=0)).eval()
+    optimizer = sgd(model)
+    with QKClip(model, optimizer), pytest.raises(RuntimeError, match="QK clip saw no attention logits in training"):
+        train(model, optimizer)
+
+
+class Sometimes(nn.Module):
+    """Two decoders, of which the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = build(SHAPE, GQA, seed=0), build(SHAPE, GQA, seed=1)
+
+    def forward(self, tokens: Tensor, both: bool) -> Tensor:
+        logits: Tensor = self.first(tokens)
+        return logits + self.second(tokens) if both else logits
+
+
+def different_attentions(rank: int) -> None:
+    """Ranks that record different attention modules all raise an error, instead of waiting for each other for ever."""
+    monitor = LogitMonitor(DistributedDataParallel(Sometimes()), (tokens(), rank == 0))
+    with pytest.raises(ValueError, match="the ranks ran different attentions"):
+        monitor.measure()
+
+
+MISTAKES = (wrong_order, on_meta_device, tensor_parallel, unwrapped_replicas, unseen_logits, different_attentions)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_an_error_or_a_warning_in_every_rank(mistake: Callable[[int], None], two: Crew) -> None:
+    two(mistake)
+
+
+def attached_after_a_look(_: int) -> list[str]:
+    """After a forward pass without backward, FSDP2 keeps unsharded parameters, which no optimizer steps."""
     model = sharded(build(SHAPE, GQA, seed=0))
     optimizer = sgd(model)
+    with torch.no_grad():
+        model(tokens())
     with QuacK(model, optimizer) as quack:
-        train(model, optimizer, 2)
-        wanted = quack.rates()
-        train(model, optimizer)
-        found = quack.rates(last=True) if rank == 0 else wanted
-        quack.load_state_dict(quack.state_dict())
-        assert_equal(quack.rates(last=True), found)
-    return all(torch.equal(found[name], rate) for name, rate in wanted.items())
+        return list(quack.rates())
 
 
-def test_the_rates_of_the_last_step_can_be_logged_by_one_process(two: Crew) -> None:
-    assert two(logged_alone) == [True, True]
+def test_quack_attaches_to_shards_after_a_forward_that_left_them_unsharded(two: Crew) -> None:
+    for names in two(attached_after_a_look):
+        assert names == [f"blocks.{layer}.attention.{role}" for layer in (0, 1) for role in "qk"]
 
 
-def saved_by_torch(_: int, folder: Path, load: bool) -> dict[str, Tensor]:
-    """As docs/scaling.md has it; the rates after three steps and two more, the two maybe in other processes."""
+def saved_by_torch(_: int, folder: Path, load: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As docs/scaling.md has it: three steps and two more, maybe in other processes. The last rates and state."""
     model = build(SHAPE, GQA, seed=0)
     model = sharded(model) if torch.distributed.is_initialized() else model
     optimizer = sgd(model)
@@ -134,15 +158,19 @@ def saved_by_torch(_: int, folder: Path, load: bool) -> dict[str, Tensor]:
             train(model, optimizer, 3)
             dcp.save(state(), checkpoint_id=folder)
         train(model, optimizer, 2)
-        return quack.rates()
+        return quack.rates(), quack.state_dict()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_checkpoint_takes_the_state_along_to_any_number_of_processes(
     two: Crew, four: Crew, tmp_path: Path
 ) -> None:
-    wanted, *_ = four(saved_by_torch, tmp_path, False)
+    (wanted, state), *others = four(saved_by_torch, tmp_path, False)
     assert max(float((rate - 1).abs().max()) for rate in wanted.values()) > 0.05
-    for found in (*two(saved_by_torch, tmp_path, True), saved_by_torch(0, tmp_path, True)):
+    assert all(type(value) is Tensor for value in state["sensitivity"].values())
+    for _, other in others:
+        assert other.keys() == state.keys()
+        assert_equal([other["sensitivity"], other["rates"]], [state["sensitivity"], state["rates"]])
+    for found, _ in (*two(saved_by_torch, tmp_path, True), saved_by_torch(0, tmp_path, True)):
         for name, rate in wanted.items():
             torch.testing.assert_close(found[name], rate, rtol=1e-4, atol=1e-5)

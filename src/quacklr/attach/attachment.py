@@ -27,7 +27,7 @@ from quacklr.find.discover import LogitPaths, found_by_table, validate_controls
 from quacklr.find.finding import Finding
 from quacklr.find.first_batch import FirstBatch
 from quacklr.sharded.collectives import reshard
-from quacklr.sharded.engines.read import as_module, engine_of
+from quacklr.sharded.engines import as_module, engine_of
 from quacklr.util.caller import warn
 from quacklr.util.modules import named_parameters
 

@@ -31,8 +31,13 @@ from quacklr.core.stepped import is_idle
 from quacklr.core.validate import validate_not_attached_twice, validate_number
 from quacklr.core.weight import Weight, distinct
 from quacklr.find.discover import validate_known
-from quacklr.sharded.collectives import all_reduce_max, groups_of, is_distributed
-from quacklr.sharded.validate import validate_no_tensor_parallel, warn_if_alone
+from quacklr.sharded.collectives import (
+    all_reduce_max,
+    groups_of,
+    is_distributed,
+    validate_no_tensor_parallel,
+    warn_if_alone,
+)
 from quacklr.util.caller import warn
 from quacklr.util.modules import named_modules
 

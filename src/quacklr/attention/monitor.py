@@ -22,8 +22,15 @@ from quacklr.attention.logits import HeadAxes, Logits, head_axes
 from quacklr.find.discover import found_by_table
 from quacklr.find.tables.facts import int_attributes
 from quacklr.find.tables.naming import HEADS
-from quacklr.sharded.collectives import all_ranks_agree, all_reduce_max, all_reduce_sum, groups_of, resharded
-from quacklr.sharded.validate import validate_no_tensor_parallel, warn_if_alone
+from quacklr.sharded.collectives import (
+    all_ranks_agree,
+    all_reduce_max,
+    all_reduce_sum,
+    groups_of,
+    resharded,
+    validate_no_tensor_parallel,
+    warn_if_alone,
+)
 from quacklr.util.module_stack import module_stack
 from quacklr.util.modules import named_modules, run, run_uncompiled, undisturbed, unwrapped
 from quacklr.util.torch_functions import tensors_in

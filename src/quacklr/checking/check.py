@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from quacklr.attention.monitor import LogitMonitor
 from quacklr.checking.report import CheckReport, LayerReport
+from quacklr.core.local import is_sharded
 from quacklr.core.path import LogitPath, attentions_of, module_of
 from quacklr.core.rule import Rule
 from quacklr.core.step_scaler import first_after_step
@@ -24,7 +25,6 @@ from quacklr.find.discover import logit_paths
 from quacklr.find.finding import is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.quack import QuacK, chosen_rule
-from quacklr.sharded.validate import validate_not_sharded
 from quacklr.util.modules import named_modules, run, run_uncompiled, untouched, unwrapped
 from quacklr.util.torch_functions import tensors_in
 
@@ -32,6 +32,10 @@ Loss = Callable[[nn.Module, Any], Tensor]
 NOT_SCALED = (
     "{}: QuacK's rates are not applied to its step; does the optimizer, or a hook of it, write into the weights after "
     "the step?"
+)
+SHARDED = (
+    "{}: its parameter is sharded, and check needs the whole model; check it in one process, before it is sharded: the "
+    "rows are the same"
 )
 
 
@@ -65,7 +69,8 @@ def check(
         raise ValueError(f"steps={steps}: at least one step must be taken")
     validate_number("growth", growth, "the factor of the weights")
     model, rule = unwrapped(model), copy.deepcopy(chosen_rule(tau, rule))
-    validate_not_sharded(model, "check", "check it in one process, before it is sharded: the rows are the same")
+    if sharded := [name for name, param in model.named_parameters() if is_sharded(param)]:
+        raise ValueError(SHARDED.format(sharded[0]))
     with untouched(model), run_uncompiled():
         model, optimizers, given = _copied(model, optimizers, None if paths is None else list(paths))
         given = logit_paths(model, batch) if given is None else given

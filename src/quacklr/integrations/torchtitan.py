@@ -51,14 +51,11 @@ class QuacKBuildFn:
             self._before(optimizers, model_parts, parallel_dims)
         if len(model_parts) > 1:
             raise ValueError(SEVERAL_PARTS.format(len(model_parts)))
-        self._optimizers, self._model = list(optimizers), model_parts[0]
-        self._attach()
+        self._attach = lambda: QuacK(model_parts[0], list(optimizers), **self._settings)
+        self.quack = self._attach()
         self._first_step = optimizers.register_step_pre_hook(self._before_first_step)
         self._state_dict, self._load_state_dict = optimizers.state_dict, optimizers.load_state_dict
         optimizers.state_dict, optimizers.load_state_dict = self._with_state, self._load_with_state
-
-    def _attach(self) -> None:
-        self.quack = QuacK(self._model, self._optimizers, **self._settings)
 
     def remove(self) -> None:
         """Remove QuacK: later steps are not scaled."""
@@ -70,13 +67,12 @@ class QuacKBuildFn:
         self._first_step.remove()
         if not self._loaded:
             self.quack.remove()
-            self._attach()
+            self.quack = self._attach()
 
     def _with_state(self) -> dict[str, Any]:
         return {**self._state_dict(), KEY: self.quack.state_dict()}
 
     def _load_with_state(self, state_dict: dict[str, Any]) -> None:
-        state_dict = dict(state_dict)
-        self.quack.load_state_dict(state_dict.pop(KEY))
-        self._load_state_dict(state_dict)
+        self.quack.load_state_dict(state_dict[KEY])
+        self._load_state_dict({name: value for name, value in state_dict.items() if name != KEY})
         self._loaded = True

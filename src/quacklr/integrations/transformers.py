@@ -1,13 +1,9 @@
 """A callback for transformers' Trainer: `Trainer(..., callbacks=[QuacKCallback()])`.
 
-QuacK's state in a checkpoint is in one of two files:
-
-    optimizer.pt          as an entry of the first param group, because every checkpoint to resume from has the
-                          optimizer's state. A callback cannot write a file of its own in time: it does not get the
-                          folder of the checkpoint, is called only after the push to the hub, and is not called at all
-                          on SIGTERM.
-    trainer_state.json    if parameters are sharded (FSDP2). Loading a sharded optimizer's state drops entries that the
-                          new optimizer does not have, or loads them on rank 0 only; every rank reads this file.
+QuacK's state in a checkpoint is an entry of `trainer_state.json`, which every process reads. Trainer writes it after
+the optimizer's state. A callback cannot write a file of its own in time: it does not get the folder of the checkpoint,
+is called only after the push to the hub, and is not called at all on SIGTERM. Nor can the state be in `optimizer.pt`:
+loading the state of a sharded optimizer drops entries that the new optimizer does not have.
 """
 
 from __future__ import annotations
@@ -18,11 +14,9 @@ from io import BytesIO
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from quacklr.core.local import is_sharded
 from quacklr.integrations.callback import CallbackBase
 
 KEY = "quack"
@@ -50,34 +44,23 @@ class QuacKCallback(CallbackBase, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach. Weights and optimizer are loaded and on their device, and no step was taken yet."""
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
-        self._state, self._sharded = state, any(is_sharded(param) for param in model.parameters())
-        quack = self._attach(model, optimizer, self._saved_state(optimizer), state.global_step > 0)
+        self._state: Any = state
+        quack = self._attach(kwargs["model"], kwargs["optimizer"], self._saved_state(), state.global_step > 0)
         self._saving = quack.optimizers[0].register_state_dict_post_hook(self._add_state)
 
-    def _saved_state(self, optimizer: Optimizer) -> Mapping[str, Any] | None:
+    def _saved_state(self) -> Mapping[str, Any] | None:
         """QuacK's state in the loaded checkpoint, if it was saved at the step that training resumes from."""
-        in_optimizer = optimizer.param_groups[0].pop(KEY, None)
-        in_trainer = self._callback_states().pop(KEY, None)
-        saved = in_trainer if self._sharded else in_optimizer
-        step = self._state.global_step
+        step, saved = self._state.global_step, self._state.stateful_callbacks.pop(KEY, None)
         if saved is None or step == 0 or saved["step"] != step:  # an older step: training continued without QuacK
             return None
-        return from_text(saved["state"]) if self._sharded else saved["state"]
+        return torch.load(BytesIO(b64decode(saved["state"])), map_location="cpu", weights_only=True)
 
-    def _add_state(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
+    def _add_state(self, *_: Any) -> None:
         """Add QuacK's state to a checkpoint. Trainer saves the optimizer's state before its own."""
         assert self.quack is not None
-        step, state = self._state.global_step, self.quack.state_dict()
-        if self._sharded:
-            self._callback_states()[KEY] = {"step": step, "state": as_text(state)}
-        else:
-            state_dict["param_groups"][0][KEY] = {"step": step, "state": state}
-
-    def _callback_states(self) -> dict[str, Any]:
-        """The entries of `trainer_state.json` that belong to callbacks."""
-        states: Any = self._state.stateful_callbacks
-        return states
+        torch.save(self.quack.state_dict(), buffer := BytesIO())  # as text for JSON: values are exact
+        text = b64encode(buffer.getvalue()).decode("ascii")
+        self._state.stateful_callbacks[KEY] = {"step": self._state.global_step, "state": text}
 
     @override
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -102,15 +85,3 @@ class QuacKCallback(CallbackBase, TrainerCallback):
         super()._detach()
         if self.quack is not None:
             self._saving.remove()
-
-
-def as_text(state: Mapping[str, Any]) -> str:
-    """A state with tensors as a string for JSON. Values are exact, and empty dicts are kept."""
-    buffer = BytesIO()
-    torch.save(state, buffer)
-    return b64encode(buffer.getvalue()).decode("ascii")
-
-
-def from_text(text: str) -> Mapping[str, Any]:
-    """The state of `as_text`, on the CPU."""
-    return torch.load(BytesIO(b64decode(text)), map_location="cpu", weights_only=True)

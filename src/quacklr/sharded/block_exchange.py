@@ -13,6 +13,7 @@ Shapes: B blocks, R rows, C columns.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -68,28 +69,27 @@ class BlockExchange:
     ) -> None:
         self._process_group, self._device, self._total = process_group, device, len(shapes)
         whole = [bool(each) and each[0].shape == shapes[each[0].block] for each in parts]
-        self._cut = [bool(each) and not is_whole for each, is_whole in zip(parts, whole, strict=True)]
         self._whole = [
             torch.tensor([part.block for part in each], device=device) if is_whole else None
             for each, is_whole in zip(parts, whole, strict=True)
         ]
-        self._sizes = [sum(part.size for part in each) for each in parts]
-        sent = [part for each, is_cut in zip(parts, self._cut, strict=True) if is_cut for part in each]
+        cut = [() if is_whole else each for each, is_whole in zip(parts, whole, strict=True)]
+        self._sizes = [sum(part.size for part in each) for each in cut]
+        sent = [part for each in cut for part in each]
         of_rank: list[list[BlockPart]] = [[] for _ in range(dist.get_world_size(process_group))]
         dist.all_gather_object(of_rank, sent, group=process_group)
-        owner = owners(of_rank)
-        received = [[part for part in each if owner[part.block] == dist.get_rank(process_group)] for each in of_rank]
         self._anything_cut = any(of_rank)
-        self._send_sizes = [0] * len(of_rank)
-        for part in sent:
-            self._send_sizes[owner[part.block]] += part.size
+        owner, rank = owners(of_rank), dist.get_rank(process_group)
+        to = _vector(owner[part.block] for part in sent).repeat_interleave(_vector(part.size for part in sent))
+        self._send_order = to.argsort(stable=True).to(device, torch.int32)
+        self._send_sizes = torch.bincount(to, minlength=len(of_rank)).tolist()
+        received = [[part for part in each if owner[part.block] == rank] for each in of_rank]
         self._receive_sizes = [sum(part.size for part in each) for each in received]
-        self._send_order = _by_owner(sent, owner).to(device, torch.int32)
         owned = sorted({part.block for each in received for part in each}, key=lambda block: (shapes[block], block))
         starts = accumulate((math.prod(shapes[block]) for block in owned), initial=0)
         start = dict(zip(owned, starts, strict=False))
         places = [part.entries(shapes[part.block][1]) + start[part.block] for each in received for part in each]
-        self._receive_order = _concatenated(places).argsort().to(device, torch.int32)
+        self._receive_order = torch.cat([_vector(()), *places]).argsort().to(device, torch.int32)
         self._owned = [
             (torch.tensor(list(blocks), device=device), shape)
             for shape, blocks in groupby(owned, key=lambda block: shapes[block])
@@ -116,8 +116,8 @@ class BlockExchange:
         none = torch.zeros(0, device=self._device, dtype=torch.float32)
         local = [
             none.new_zeros(size) if each is None else each.flatten().to(none)
-            for each, size, is_cut in zip(rows, self._sizes, self._cut, strict=True)
-            if is_cut
+            for each, size in zip(rows, self._sizes, strict=True)
+            if size
         ]
         sent = torch.cat([none, *local]).index_select(0, self._send_order)
         received = sent.new_empty(sum(self._receive_sizes))
@@ -132,11 +132,10 @@ class BlockExchange:
 
 def owners(of_rank: Sequence[Sequence[BlockPart]]) -> dict[int, int]:
     """The owner of each cut block: the rank that holds most of it. If several hold equally much, the index decides."""
-    held: dict[int, dict[int, int]] = {}
+    held: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for rank, parts in enumerate(of_rank):
         for part in parts:
-            ranks = held.setdefault(part.block, {})
-            ranks[rank] = ranks.get(rank, 0) + part.size
+            held[part.block][rank] += part.size
     most = {block: [rank for rank in ranks if ranks[rank] == max(ranks.values())] for block, ranks in held.items()}
     return {block: ranks[block % len(ranks)] for block, ranks in most.items()}
 
@@ -152,12 +151,5 @@ def _length(ranges: Ranges) -> int:
     return sum(end - start for start, end in ranges)
 
 
-def _by_owner(parts: Sequence[BlockPart], owner: dict[int, int]) -> Tensor:
-    """The order of entries in which those for rank 0 come first, then those for rank 1, and so on."""
-    starts = list(accumulate((part.size for part in parts), initial=0))
-    order = sorted(range(len(parts)), key=lambda i: owner[parts[i].block])
-    return _concatenated([torch.arange(starts[i], starts[i + 1], device="cpu") for i in order])
-
-
-def _concatenated(vectors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0, dtype=torch.long, device="cpu"), *vectors])
+def _vector(numbers: Iterable[int]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.long, device="cpu")

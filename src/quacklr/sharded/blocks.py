@@ -11,23 +11,28 @@ Shapes: B blocks, R rows, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quacklr.core.blocks import BlockGroup, Blocks, Copies, LocalBlocks, by_size
-from quacklr.core.flat_tensor import FlatTensor
+from quacklr.core.blocks import Blocks, Copies, LocalBlocks, by_size
 from quacklr.core.local import Box, is_partial, is_sharded, local_boxes, shard_specs
 from quacklr.core.norms import Norm, frobenius, gram, largest_singular_values
 from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
 from quacklr.sharded.block_exchange import BlockExchange, BlockPart, ranges
-from quacklr.sharded.collectives import Groups, merged_group, union
+from quacklr.sharded.collectives import Groups, merged_group
+
+PARTIAL = (
+    "{}: its parameter is a sum that has not been added up over its processes (a Partial DTensor); redistribute it "
+    "first"
+)
 
 
 def blocks_of(weights: Sequence[Weight]) -> Blocks:
@@ -44,21 +49,12 @@ def sensitivity(paths: Iterable[LogitPath], norm: Norm = frobenius) -> dict[Weig
     return {weight: flat[compiled.blocks.flat_index[first]] for weight, first in compiled.canonical.items()}
 
 
-class Placement(NamedTuple):
-    """The indices of local rows and columns in their blocks. Sums over ranks count only one of several replicas."""
+class Shard(NamedTuple):
+    """A box of a weight or its bias; or one of each, if this process has the same rows of both."""
 
-    rows_BR: Tensor
-    columns_C: Tensor
-    counted: bool
-
-
-class GroupShard(NamedTuple):
-    """A box of a parameter of a block group; or of its weight and its bias, if they are sharded in the same way."""
-
-    group: int  # index of the block group
     parts: list[tuple[Weight, Box]]
-    process_groups: Groups
     columns: Tensor  # indices of the local columns of [W b]
+    process_groups: Groups  # over which the parameters are sharded
 
 
 class ShardedBlocks(Blocks):
@@ -66,28 +62,36 @@ class ShardedBlocks(Blocks):
 
     def __init__(self, weights: Iterable[Weight]) -> None:
         weights = list(weights)
-        _validate_not_partial(weights)
-        self._process_groups = union(process_groups_of(part) for weight in weights for part in weight.parts)
+        parts = [part for weight in weights for part in weight.parts]
+        for part in parts:
+            if is_partial(part.param):
+                raise ValueError(PARTIAL.format(part.name))
+        self._process_groups = list(dict.fromkeys(group for part in parts for group in process_groups_of(part)))
         self._all_ranks = merged_group(self._process_groups)
         super().__init__(weights)
         self._flat_indices = indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
-        counted = [at.counted for at in self._placements for _ in at.rows_BR]
+        counted = [
+            counted for each, (_, counted) in zip(self.local, self._placements, strict=True) for _ in each.blocks
+        ]
         self._flat_of_local = torch.cat([torch.empty(0, dtype=torch.long, device="cpu"), *indices]).to(self.device)
         self._not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
 
     def _local_blocks(self) -> list[LocalBlocks]:
-        """LocalBlocks for each shard of a block group and number of local rows. Also sets their placements."""
-        shards = [shard for number, group in enumerate(self.groups) for shard in shards_of(number, group)]
-        self._placements: list[Placement] = []
+        """LocalBlocks for each shard of a block group and number of local rows.
+
+        Also sets `_placements`: for each of them the local columns, and whether sums over ranks count it. They count
+        only one of several replicas.
+        """
+        self._placements: list[tuple[Tensor, bool]] = []
         local = []
-        for group, parts, own_groups, columns in shards:
-            weight, blocks = self.groups[group]
-            block_of_row = parts[0][0].blocks_in(parts[0][1])
-            sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
-            counted = all(dist.get_rank(other) == 0 for other in self._process_groups if other not in own_groups)
-            for same_size in by_size(blocks, sizes) if len(columns) else ():
-                local.append(LocalBlocks(weight, same_size, parts))
-                self._placements.append(Placement(rows_in_blocks(local[-1]), columns, counted))
+        for weight, blocks in self.groups:
+            for parts, columns, own_groups in shards_of(weight):
+                block_of_row = parts[0][0].blocks_in(parts[0][1])
+                sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
+                counted = all(dist.get_rank(other) == 0 for other in self._process_groups if other not in own_groups)
+                for same_size in by_size(blocks, sizes) if len(columns) else ():
+                    local.append(LocalBlocks(weight, same_size, parts))
+                    self._placements.append((columns, counted))
         return local
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
@@ -119,12 +123,11 @@ class ShardedBlocks(Blocks):
     @cached_property
     def _exchange(self) -> BlockExchange:
         """The exchange among all ranks. Making it is a collective call."""
-        parts = [
-            [BlockPart(int(b), ranges(rows), ranges(at.columns_C)) for b, rows in zip(flat, at.rows_BR, strict=True)]
-            if at.counted
-            else []
-            for at, flat in zip(self._placements, self._flat_indices, strict=True)
-        ]
+        parts: list[list[BlockPart]] = []
+        for each, flat, (columns, counted) in zip(self.local, self._flat_indices, self._placements, strict=True):
+            held = ranges(columns)
+            rows_of = zip(flat.tolist(), rows_in_blocks(each), strict=True) if counted else ()
+            parts.append([BlockPart(block, ranges(rows), held) for block, rows in rows_of])
         shapes = [shape for weight, blocks in self.groups for shape in [_shape(weight, blocks)] * len(blocks)]
         return BlockExchange(parts, shapes, self._all_ranks, self.device)
 
@@ -140,36 +143,29 @@ class ShardedBlocks(Blocks):
         return zeros.index_add(0, self._flat_of_local, norms.square_().masked_fill_(self._not_counted, 0))
 
 
-def shards_of(number: int, group: BlockGroup) -> Iterator[GroupShard]:
-    """One shard for the weight and its bias if both are sharded in the same way, otherwise one for each box of both."""
-    parts = group.weight.parts
-    starts = [sum(part.columns for part in parts[:i]) for i in range(len(parts))]
-    process_groups = [process_groups_of(part) for part in parts]
-    boxes = [local_boxes(part.param) for part in parts]
-    if are_sharded_alike(parts):
-        pairs = [(part, box) for part, (box,) in zip(parts, boxes, strict=True)]
-        columns = [start + part.columns_in(box) for start, (part, box) in zip(starts, pairs, strict=True)]
-        yield GroupShard(number, pairs, process_groups[0], torch.cat(columns))
-        return
-    for part, start, part_groups, part_boxes in zip(parts, starts, process_groups, boxes, strict=True):
-        for box in part_boxes:
-            yield GroupShard(number, [(part, box)], part_groups, start + part.columns_in(box))
+def shards_of(weight: Weight) -> list[Shard]:
+    """One shard for the weight and its bias if this process has the same rows of both, else one for each box."""
+    boxes = [(part, box) for part in weight.parts for box in local_boxes(part.param)]
+    starts = dict(zip(weight.parts, accumulate((part.columns for part in weight.parts), initial=0), strict=False))
+    columns = [starts[part] + part.columns_in(box) for part, box in boxes]
+    process_groups = [process_groups_of(part) for part, _ in boxes]
+    if [part for part, _ in boxes] == list(weight.parts) and are_alike(boxes, process_groups):
+        return [Shard(boxes, torch.cat(columns), process_groups[0])]
+    return [Shard([box], held, groups) for box, held, groups in zip(boxes, columns, process_groups, strict=True)]
+
+
+def are_alike(boxes: Sequence[tuple[Weight, Box]], process_groups: Sequence[Groups]) -> bool:
+    """Whether all boxes have the same rows, with the same blocks."""
+    (first, first_box), *others = boxes
+    return all(groups == process_groups[0] for groups in process_groups) and all(
+        torch.equal(part.rows_in(box), first.rows_in(first_box)) and torch.equal(part.block_of_row, first.block_of_row)
+        for part, box in others
+    )
 
 
 def process_groups_of(part: Weight) -> Groups:
     """The process groups over which a parameter is sharded."""
     return [spec.group for spec in shard_specs(part.param)]
-
-
-def are_sharded_alike(parts: Sequence[Weight]) -> bool:
-    """Whether every process has the same rows of all parts. All processes get the same result, from the placements."""
-    if not any(shard_specs(part.param) for part in parts):
-        return True
-    if len(parts) == 1:
-        return not isinstance(parts[0].param, FlatTensor)
-    first, *others = ([(s.group, part.dims == (s.dim,), s.factor) for s in shard_specs(part.param)] for part in parts)
-    same_rows = all(torch.equal(part.block_of_row, parts[0].block_of_row) for part in parts[1:])
-    return same_rows and all(each == first for each in others) and all(by_row for _, by_row, _ in first)
 
 
 def _shape(weight: Weight, blocks: Tensor) -> tuple[int, int]:
@@ -181,16 +177,6 @@ def rows_in_blocks(local: LocalBlocks) -> Tensor:
     """(B, R): each local row's index within its block."""
     part, box = local.parts[0].weight, local.parts[0].box
     row_in_block = torch.empty(len(part.block_of_row), dtype=torch.long, device="cpu")
-    for block in range(part.blocks):
-        rows = (part.block_of_row == block).nonzero().squeeze(1)
-        row_in_block[rows] = torch.arange(len(rows), device="cpu")
+    for block, rows in enumerate(part.rows_of_block.tolist()):
+        row_in_block[part.block_of_row == block] = torch.arange(rows, device="cpu")
     return row_in_block[part.rows_in(box)][local.parts[0].index.cpu()]
-
-
-def _validate_not_partial(weights: Iterable[Weight]) -> None:
-    for part in (part for weight in weights for part in weight.parts):
-        if is_partial(part.param):
-            raise ValueError(
-                f"{part.name}: its parameter is a sum that has not been added up over its processes (a Partial "
-                "DTensor); redistribute it first"
-            )

@@ -1,9 +1,9 @@
-"""Collectives over the processes that train one model together, each on its own data."""
+"""Collectives over the processes that train one model together, and the parameters that FSDP2 shards and gathers."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from quacklr.core.local import is_sharded
+from quacklr.core.local import is_sharded, shard_counts
+from quacklr.util.caller import warn
 from quacklr.util.modules import wrappers
 
 Groups = Sequence[Any]
+ALONE = (
+    "{} was given a model that is neither DistributedDataParallel nor sharded, but there are several ranks: each rank "
+    "uses the logits of its own data and of its own heads only, so a clip would make replicas different; wrap the "
+    "model first, then pass it"
+)
 
 
 def is_distributed() -> bool:
@@ -36,23 +42,36 @@ def groups_of(model: nn.Module) -> Groups:
 
 def all_reduce_max(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     """The elementwise maximum over all ranks."""
-    return _all_reduce(tensors, groups, dist.ReduceOp.MAX)
+    return _all_reduce(tensors, groups, "MAX")
 
 
 def all_reduce_sum(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     """The elementwise sum over all ranks."""
-    return _all_reduce(tensors, groups, dist.ReduceOp.SUM)
+    return _all_reduce(tensors, groups, "SUM")
 
 
-def union(groups: Iterable[Groups]) -> Groups:
-    """All groups, each once, in the order of their first occurrence, which is the same in every process."""
-    return list(dict.fromkeys(group for each in groups for group in each))
+def _all_reduce(tensors: Sequence[Tensor], groups: Groups, operation: str) -> list[Tensor]:
+    """Reduce all tensors as one flat vector: a single collective for each group."""
+    if not groups:
+        return list(tensors)
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    for group in groups:
+        dist.all_reduce(flat, getattr(dist.ReduceOp, operation), group=group)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def all_ranks_agree(values: Sequence[object], groups: Groups, device: torch.device) -> bool:
+    """Whether all ranks have the same values. Call it before a reduction of tensors that may differ in size."""
+    checksum = zlib.crc32(repr(values).encode())
+    most, least = all_reduce_max([torch.tensor([checksum, -checksum], device=device)], groups)[0].tolist()
+    return bool(most == checksum == -least)
 
 
 _merged: dict[Any, Any] = {}  # by the default group, which a program may replace, and the ranks
 
 
-def merged_group(groups: Sequence[Any]) -> Any:
+def merged_group(groups: Groups) -> Any:
     """One process group of all ranks that are connected by these groups. A collective call if there are several."""
     if len(groups) == 1:
         return groups[0]
@@ -65,24 +84,6 @@ def merged_group(groups: Sequence[Any]) -> Any:
     if key not in _merged:
         _merged[key] = dist.new_group(sorted(ranks), use_local_synchronization=True)
     return _merged[key]
-
-
-def all_ranks_agree(values: Sequence[object], groups: Groups, device: torch.device) -> bool:
-    """Whether all ranks have the same values. Call it before a reduction of tensors that may differ in size."""
-    checksum = zlib.crc32(repr(values).encode())
-    most, least = all_reduce_max([torch.tensor([checksum, -checksum], device=device)], groups)[0].tolist()
-    return bool(most == checksum == -least)
-
-
-def _all_reduce(tensors: Sequence[Tensor], groups: Groups, operation: Any) -> list[Tensor]:
-    """Reduce all tensors as one flat vector: a single collective for each group."""
-    if not groups:
-        return list(tensors)
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    for group in groups:
-        dist.all_reduce(flat, operation, group=group)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def fully_sharded(model: nn.Module) -> list[Any]:
@@ -109,10 +110,19 @@ def resharded(model: nn.Module) -> Iterator[None]:
         reshard(model)
 
 
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """All parameters that FSDP2 shards are unsharded in every process, for reading."""
-    with resharded(model):
-        for module in fully_sharded(model):
-            module.unshard()
-        yield
+def validate_no_tensor_parallel(model: nn.Module, who: str, by_engine: bool = False) -> None:
+    """Under tensor parallelism each process computes only some heads; under FSDP2 every process computes all heads."""
+    by_data = {id(param) for module in fully_sharded(model) for param in module.parameters()}
+    for name, param in model.named_parameters():
+        sizes = shard_counts(param)[id(param) in by_data :]  # the first count may be FSDP2's
+        if by_engine or any(size > 1 for size in sizes):
+            raise ValueError(
+                f"{name}: its parameter is cut by tensor parallelism, so no process has all heads, and {who} needs "
+                "them; use DistributedDataParallel or FSDP2"
+            )
+
+
+def warn_if_alone(groups: Groups, who: str) -> None:
+    """Warn if there are several processes, but none with which this one combines its logits."""
+    if not groups and is_distributed():
+        warn(ALONE.format(who))

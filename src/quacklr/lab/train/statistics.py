@@ -12,7 +12,7 @@ from quacklr import LogitMonitor, LogitStats
 from quacklr.lab.methods import Attached, rates
 from quacklr.lab.model import Decoder
 from quacklr.lab.train.rows import Table
-from quacklr.sharded.collectives import gathered
+from quacklr.sharded.collectives import fully_sharded, resharded
 from quacklr.util.modules import undisturbed
 
 STATISTICS = [field.name for field in fields(LogitStats) if field.name != "mean_change"]
@@ -37,7 +37,9 @@ def weight_row(model: Decoder, attached: Attached | None) -> dict[str, dict[str,
     norms: dict[str, list[Tensor]] = {}
     rated: dict[str, list[Tensor]] = {}
     by_name = rates(attached)
-    with undisturbed(model), gathered(model):  # in eval mode: in training mode, reading updates Sigma-Reparam's state
+    with undisturbed(model), resharded(model):  # in eval mode: in training mode, reading updates Sigma-Reparam's state
+        for module in fully_sharded(model):
+            module.unshard()
         for name, attention in model.attentions().items():
             matrices = attention.matrices()
             for role in attention.logit_roles:

@@ -10,20 +10,52 @@ param group or sub-group. Its post-step hooks run before the ranges are copied t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from quacklr.core.flat_tensor import FlatTensor
-from quacklr.sharded.engines.engine import CompleteGroups, Engine, class_names, shaped, unwrapped_optimizer
+from quacklr.core.stepped import Group, Stepped
+from quacklr.sharded.engines.engine import (
+    NOT_READ,
+    Engine,
+    class_names,
+    flat_range,
+    unwrapped_optimizer,
+    validate_settings,
+)
 
 ENGINES = {"deepspeed.DeepSpeedEngine", "deepspeed.PipelineEngine"}
-NOT_READ = "DeepSpeed's {} keeps its weights in a way that QuacK cannot read, so their steps would not be scaled; {}"
-PLAIN_STAGE_3 = "use ZeRO stage 3 without it, or stage 1 or 2"
+NO_OPTIMIZER = "the DeepSpeed engine has no optimizer; pass one to deepspeed.initialize"
+REPLACED = (
+    "DeepSpeed has put other tensors into the param groups since QuacK was attached, so QuacK would not scale their "
+    "steps; attach a new one"
+)
+REFUSED = {
+    "swap_optimizer": ("offload of the optimizer to NVMe", "offload it to the CPU"),
+    "backup_optimizer": ("partial offload (a ratio below 1)", "offload all or nothing"),
+    "zenflow": ("ZenFlow", "use the same ZeRO stage without it"),
+}
+STAGE_3, UNFUSED = "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer"
+FLATTENED = {
+    "DeepSpeedZeroOptimizer": (
+        *("round_robin_bit16_groups", "single_partition_of_fp32_groups", "real_dp_process_group"),
+        "round_robin_bit16_offsets",
+    ),
+    "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition", "real_dp_process_group"),
+    "FP16_Optimizer": ("fp16_groups", "fp32_groups_flat"),
+}
+"""The attributes with the arguments of `_flattened` for each param group. BF16_Optimizer is stage 1 with gradients
+accumulated in fp32; FP16_Optimizer is stage 0, where every process has flat copies of all parameters."""
+
+Flat = tuple[Tensor, list[FlatTensor]]
+"""A tensor that is in a param group, with the ranges, also empty ones, of the parameters in it."""
 
 
 def deepspeed_optimizer(given: Any) -> Any:
@@ -31,7 +63,7 @@ def deepspeed_optimizer(given: Any) -> Any:
     found = unwrapped_optimizer(given)
     if class_names(found) & ENGINES:
         if found.optimizer is None:
-            raise ValueError("the DeepSpeed engine has no optimizer; pass one to deepspeed.initialize")
+            raise ValueError(NO_OPTIMIZER)
         return unwrapped_optimizer(found.optimizer) if _is_deepspeed(found.optimizer) else found
     return found if _is_deepspeed(found) and not hasattr(found, "register_step_pre_hook") else None
 
@@ -42,163 +74,85 @@ def _is_deepspeed(given: object) -> bool:
 
 def read_deepspeed(zero: Any) -> Engine:
     """The ranges that DeepSpeed steps. `zero` is its optimizer, or for stage 0 its engine."""
-    name = type(zero).__name__
+    from deepspeed.utils import groups  # type: ignore[import-untyped]
+
+    engine = Engine(optimizers=[zero.optimizer], data_groups=[groups._get_sequence_data_parallel_group()])
     if class_names(zero) & ENGINES:
-        return Engine(optimizers=[zero.optimizer], data_groups=[zero.data_parallel_group])
-    if name not in READERS:
-        raise ValueError(NOT_READ.format(name, "use ZeRO stage 0, 1, 2 or 3"))
-    return READERS[name](zero)
-
-
-def _stage_1_and_2(zero: Any) -> Engine:
-    if zero.zenflow:
-        raise ValueError(NOT_READ.format("ZenFlow", "use ZeRO stage 1 or 2 without it"))
-    offsets, flats = zero.round_robin_bit16_offsets, zero.single_partition_of_fp32_groups
-    return _flattened(zero, zero.round_robin_bit16_groups, offsets, flats, zero.real_dp_process_group)
-
-
-def _bf16(zero: Any) -> Engine:
-    """BF16_Optimizer, of stage 1 with gradients accumulated in fp32."""
-    groups, flats = zero.bf16_groups, zero.fp32_groups_flat_partition
-    return _flattened(zero, groups, map(_offsets, groups), flats, zero.real_dp_process_group)
-
-
-def _fp16_fused(zero: Any) -> Engine:
-    """FP16_Optimizer, of stage 0: every process has a flat fp32 copy of all parameters."""
-    groups, flats = zero.fp16_groups, zero.fp32_groups_flat
-    return _flattened(zero, groups, map(_offsets, groups), flats, [None] * len(flats))
-
-
-def _flattened(
-    zero: Any, groups: Sequence[Any], offsets: Iterable[Sequence[int]], flats: Sequence[Tensor], ranks: Sequence[Any]
-) -> Engine:
-    """Param groups that are flattened, each divided among the ranks of a process group; None: not divided."""
-    shards = [
-        list(_partition(params, at, partial(flats.__getitem__, i), ranks[i]))
-        for i, (params, at) in enumerate(zip(groups, offsets, strict=True))
-    ]
-    return _engine(zero, shards, flats)
-
-
-def _fp16_unfused(zero: Any) -> Engine:
-    """FP16_UnfusedOptimizer, of stage 0: every process has an fp32 copy of each parameter."""
-    pairs = list(zip(zero.fp16_groups, zero.fp32_groups, strict=True))
-    shards = [
-        [shard]
-        for params, copies in pairs
-        for param, copy in zip(params, copies, strict=True)
-        for shard in _partition([param], [0], partial(lambda each: each, copy), None)
-    ]
-    return _engine(zero, shards, [copy for _, copies in pairs for copy in copies])
-
-
-def _stage_3(zero: Any) -> Engine:
-    _validate_stage_3(zero)
-    flats, groups = zero.fp32_partitioned_groups_flat, zero.sub_group_process_groups
-    shards: list[list[FlatTensor]] = []
-    for i, params in enumerate(zero.fp16_groups):
-        flat, offsets = partial(flats.__getitem__, i), [zero.grad_position[zero.get_param_id(p)][1] for p in params]
-        shards.append([_part_of_3(p, flat, at, groups[i]) for p, at in zip(params, offsets, strict=True)])
-    trained = {id(shard.param) for each in shards for shard in each}
-    others = [p for p in zero.parameter_offload.module.parameters() if id(p) not in trained and hasattr(p, "ds_tensor")]
-    frozen = [_part_of_3(p, partial(getattr, p, "ds_tensor"), 0, p.ds_process_group) for p in others]
-    shapes = [(shard.param, shard.shape) for each in (frozen, *shards) for shard in each]
-    whole_shapes, filled_groups = partial(shaped, shapes), partial(_filled, zero)
-    return _engine(zero, shards, flats, frozen, gathers=True, whole_shapes=whole_shapes, filled_groups=filled_groups)
-
-
-def _validate_stage_3(zero: Any) -> None:
-    if zero.swap_optimizer:
-        raise ValueError(NOT_READ.format("offload of the optimizer to NVMe", "offload it to the CPU"))
-    if hasattr(zero, "backup_optimizer"):
-        raise ValueError(NOT_READ.format("partial offload (a ratio below 1)", "offload all or nothing"))
-    if zero.zero_hpz_partition_size > 1:
-        raise ValueError(NOT_READ.format("ZeRO++ (zero_hpz_partition_size)", PLAIN_STAGE_3))
-    if zero.zenflow:
-        raise ValueError(NOT_READ.format("ZenFlow", PLAIN_STAGE_3))
-
-
-def _part_of_3(param: Any, flat: Callable[[], Tensor], at: int, group: Any) -> FlatTensor:
-    """The part of a parameter that ZeRO-3 gives to this process. The last parts may end in padding."""
-    length = param.partition_numel()
-    start = min(group.rank() * length, param.ds_numel)
-    size = min(length, param.ds_numel - start)
-    return _flat_tensor(param, param.ds_shape, flat, at, start, size, group)
-
-
-def _offsets(params: Sequence[Tensor]) -> list[int]:
-    return list(accumulate((param.numel() for param in params), initial=0))[:-1]
-
-
-def _partition(
-    params: Iterable[Tensor], offsets: Iterable[int], flat: Callable[[], Tensor], group: Any
-) -> Iterator[FlatTensor]:
-    """The ranges of parameters that are flattened at these offsets, in the part of this process."""
-    length = flat().numel()
-    first = length * (0 if group is None else group.rank())
-    for param, offset in zip(params, offsets, strict=True):
-        low, high = max(offset, first), min(offset + param.numel(), first + length)
-        size, inside = max(high - low, 0), high > low
-        yield _flat_tensor(
-            param, param.shape, flat, low - first if inside else 0, low - offset if inside else 0, size, group
-        )
-
-
-def _flat_tensor(
-    param: Tensor, shape: Sequence[int], flat: Callable[[], Tensor], at: int, start: int, size: int, group: Any
-) -> FlatTensor:
-    """The entries from `start` of a parameter, which are at `at` in a flat tensor."""
-    return FlatTensor(param, shape, lambda: flat().detach().view(-1)[at : at + size], start, group, lambda: flat().grad)
-
-
-def _engine(
-    zero: Any,
-    shards: Sequence[Sequence[FlatTensor]],
-    flats: Sequence[Tensor],
-    frozen: Sequence[FlatTensor] = (),
-    **more: Any,
-) -> Engine:
-    """The engine of flat tensors, each with the ranges, also empty ones, of the parameters in it."""
-    every = [*frozen, *(shard for each in shards for shard in each)]
-    in_flat = {id(flat): [id(shard) for shard in each] for flat, each in zip(flats, shards, strict=True)}
-    return Engine(
-        optimizers=[zero.optimizer],
-        shards={id(shard.param): shard for shard in every},
-        stepped=CompleteGroups(in_flat, "DeepSpeed"),
-        data_groups=_data_groups(zero),
-        **more,
+        return engine
+    flats, is_stage_3 = _flats(zero), type(zero).__name__ == STAGE_3
+    return replace(
+        engine,
+        shards={id(shard.param): shard for _, shards in flats for shard in shards},
+        stepped=OnlyFlat({id(flat): [id(shard) for shard in shards] for flat, shards in flats}),
+        gathers=is_stage_3,
+        filled_groups=partial(_filled, zero) if is_stage_3 else nullcontext,
     )
 
 
-def _data_groups(zero: Any) -> list[Any] | None:
-    """The process group whose ranks see different data."""
-    if (group := getattr(zero, "dp_process_group", None)) is not None:
-        return [group]
-    if groups := getattr(zero, "real_dp_process_group", None):
-        return [groups[0]]
-    group = getattr(getattr(zero, "deepspeed", None), "data_parallel_group", None)
-    return None if group is None else [group]
+def _flats(zero: Any) -> list[Flat]:
+    name = type(zero).__name__
+    validate_settings("DeepSpeed", [zero], REFUSED)
+    if getattr(zero, "zero_hpz_partition_size", 1) > 1:
+        raise ValueError(
+            NOT_READ.format("DeepSpeed", "ZeRO++ (zero_hpz_partition_size)", "use ZeRO stage 3 without it")
+        )
+    if name == STAGE_3:
+        return _stage_3(zero)
+    if name in FLATTENED:
+        return [_flattened(*each) for each in zip(*(getattr(zero, key) for key in FLATTENED[name]), strict=True)]
+    if name != UNFUSED:
+        raise ValueError(NOT_READ.format("DeepSpeed", name, "use ZeRO stage 0, 1, 2 or 3"))
+    pairs = zip(zero.fp16_groups, zero.fp32_groups, strict=True)
+    return [_flattened([param], copy) for each in pairs for param, copy in zip(*each, strict=True)]
+
+
+def _flattened(params: Sequence[Tensor], flat: Tensor, group: Any = None, offsets: Sequence[int] | None = None) -> Flat:
+    """The ranges of parameters that are flattened at these offsets, in the part of this process.
+
+    The default is one after another. Without a process group the flat tensor is whole in every process.
+    """
+    first = 0 if group is None else flat.numel() * group.rank()
+    offsets = offsets or list(accumulate((param.numel() for param in params), initial=0))
+    shards = []
+    for param, offset in zip(params, offsets, strict=False):
+        low, high = max(offset, first), min(offset + param.numel(), first + flat.numel())
+        shards.append(flat_range(param, param.shape, low - offset, group, flat, low - first, high - low))
+    return flat, shards
+
+
+def _stage_3(zero: Any) -> list[Flat]:
+    found: list[Flat] = []
+    groups = zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, zero.sub_group_process_groups, strict=True)
+    for params, flat, group in groups:
+        offsets = [zero.grad_position[zero.get_param_id(param)][1] for param in params]
+        found.append((flat, [_part_of_3(*each, flat, group) for each in zip(params, offsets, strict=True)]))
+    trained = {id(shard.param) for _, shards in found for shard in shards}
+    frozen = [p for p in zero.parameter_offload.module.parameters() if id(p) not in trained and hasattr(p, "ds_tensor")]
+    return [*found, *((p.ds_tensor, [_part_of_3(p, 0, p.ds_tensor, p.ds_process_group)]) for p in frozen)]
+
+
+def _part_of_3(param: Any, at: int, flat: Tensor, group: Any) -> FlatTensor:
+    """The part of a parameter that ZeRO-3 gives to this process. The last parts may end in padding."""
+    length = param.partition_numel()
+    start = group.rank() * length
+    return flat_range(param, param.ds_shape, start, group, flat, at, min(length, param.ds_numel - start))
 
 
 @contextmanager
 def _filled(zero: Any) -> Iterator[None]:
     """While entered, the param groups have their flat tensors, which ZeRO-3 only puts there during a step."""
-    groups = zero.optimizer.param_groups
-    kept = [group["params"] for group in groups]
+    zero._set_fp32_optimizer_param_groups()
     try:
-        for i, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            at = zero.sub_group_to_group_id[i]
-            groups[at]["params"] = [*groups[at]["params"], flat]
         yield
     finally:
-        for group, params in zip(groups, kept, strict=True):
-            group["params"] = params
+        zero._clear_fp32_optimizer_param_groups()
 
 
-READERS: dict[str, Callable[[Any], Engine]] = {
-    "DeepSpeedZeroOptimizer": _stage_1_and_2,
-    "DeepSpeedZeroOptimizer_Stage3": _stage_3,
-    "BF16_Optimizer": _bf16,
-    "FP16_Optimizer": _fp16_fused,
-    "FP16_UnfusedOptimizer": _fp16_unfused,
-}
+class OnlyFlat(Stepped):
+    """Param groups that have only flat tensors in them. RuntimeError if they were replaced."""
+
+    def groups(self, optimizer: Optimizer) -> list[tuple[Group, set[int]]]:
+        """The param groups that the optimizer has now, each with the ids of its parameters."""
+        if any(id(tensor) not in self._of_tensor for group in optimizer.param_groups for tensor in group["params"]):
+            raise RuntimeError(REPLACED)
+        return super().groups(optimizer)

@@ -7,24 +7,20 @@ for each parameter, without knowing the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from quacklr.core.flat_tensor import FlatTensor
 from quacklr.core.path import LogitPath
-from quacklr.core.stepped import PLAIN, Group, Stepped
+from quacklr.core.stepped import PLAIN, Stepped
 from quacklr.core.weight import Weight
 from quacklr.sharded.collectives import Groups
 
-REPLACED = (
-    "{} has put other tensors into the param groups since QuacK was attached, so QuacK would not scale their steps; "
-    "attach a new one"
-)
+NOT_READ = "{}'s {} keeps its weights in a way that QuacK cannot read, so their steps would not be scaled; {}"
 PASS_ON = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")  # their wrappers only call `step`
 
 
@@ -39,7 +35,6 @@ class Engine:
         data_groups: the process groups whose ranks see different data; None if the model shows it.
         gathers: whether the model has whole parameters only while it runs.
         tensor_parallel: whether the heads are divided among ranks.
-        whole_shapes: a context in which all parameters of the model have their whole shapes, but no values.
         validate_weight: raises ValueError for a weight that the engine divides in a way that is not supported.
         filled_groups: a context in which the param groups have all tensors that the optimizers step.
     """
@@ -50,7 +45,6 @@ class Engine:
     data_groups: Groups | None = None
     gathers: bool = False
     tensor_parallel: bool = False
-    whole_shapes: Callable[[], AbstractContextManager[None]] = nullcontext
     validate_weight: Callable[[Weight], None] = lambda _: None
     filled_groups: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -68,33 +62,40 @@ class Engine:
         bias = self._located(weight.bias) if isinstance(weight.bias, Weight) else None
         return replace(weight, param=self.shards.get(id(weight.param), weight.param), bias=bias)
 
+    @contextmanager
+    def whole_shapes(self) -> Iterator[None]:
+        """While entered, all parameters have their whole shapes.
 
-class CompleteGroups(Stepped):
-    """Param groups of an engine that has only flat tensors in them. RuntimeError if they were replaced."""
+        Those that are gathered have no values: all their entries are in one place of memory.
+        """
+        shards = list(self.shards.values()) if self.gathers else []
+        kept = [shard.param.data for shard in shards]
+        try:
+            for shard in shards:
+                shard.param.data = shard.param.data.new_zeros(1).expand(shard.shape)
+            yield
+        finally:
+            for shard, data in zip(shards, kept, strict=True):
+                shard.param.data = data
 
-    def __init__(self, of_tensor: Mapping[int, Iterable[int]], engine: str) -> None:
-        super().__init__({key: tuple(ids) for key, ids in of_tensor.items()})
-        self._engine = engine
 
-    def groups(self, optimizer: Optimizer) -> list[tuple[Group, set[int]]]:
-        """The param groups that the optimizer has now, each with the ids of its parameters."""
-        if any(id(tensor) not in self._of_tensor for group in optimizer.param_groups for tensor in group["params"]):
-            raise RuntimeError(REPLACED.format(self._engine))
-        return super().groups(optimizer)
+def flat_range(
+    param: Tensor, shape: Sequence[int], start: int, group: Any, flat: Tensor, at: int = 0, size: int | None = None
+) -> FlatTensor:
+    """The entries from `start` of a parameter, which are `size` entries from `at` of what the optimizer steps.
+
+    Without `size` all to the end; none if it is negative.
+    """
+    end = flat.numel() if size is None else at + max(size, 0)
+    return FlatTensor(param, shape, lambda: flat.detach().view(-1)[at:end], start, group, lambda: flat.grad)
 
 
-@contextmanager
-def shaped(shapes: Iterable[tuple[Tensor, Iterable[int]]]) -> Iterator[None]:
-    """While entered, parameters have these shapes and no values: all their entries are in one place of memory."""
-    shapes = list(shapes)
-    kept = [param.data for param, _ in shapes]
-    try:
-        for param, shape in shapes:
-            param.data = param.data.new_zeros(1).expand(tuple(shape))
-        yield
-    finally:
-        for (param, _), data in zip(shapes, kept, strict=True):
-            param.data = data
+def validate_settings(engine: str, objects: Iterable[Any], refused: Mapping[str, tuple[str, str]]) -> None:
+    """ValueError if an object has one of these settings; `refused` has its name in English, and what to do instead."""
+    for each in objects:
+        for setting, (name, instead) in refused.items():
+            if getattr(each, setting, None):
+                raise ValueError(NOT_READ.format(engine, name, instead))
 
 
 def class_names(given: object) -> set[str]:

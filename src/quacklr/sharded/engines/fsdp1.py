@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quacklr.core.flat_tensor import FlatTensor
 from quacklr.core.stepped import Stepped
-from quacklr.sharded.engines.engine import Engine, class_names, shaped
+from quacklr.sharded.engines.engine import Engine, class_names
 
 CLASS = "torch.FullyShardedDataParallel"
 FLATTENED = (
@@ -28,26 +28,23 @@ GATHERED = (
 )
 
 
-def is_fsdp1(model: nn.Module) -> bool:
-    """Whether a module of the model is wrapped in FullyShardedDataParallel."""
-    return any(CLASS in class_names(module) for module in model.modules())
-
-
-def read_fsdp1(model: nn.Module) -> Engine:
-    """The ranges that FSDP1 steps. ValueError if they are not of single parameters."""
+def read_fsdp1(model: nn.Module) -> Engine | None:
+    """The ranges that FSDP1 steps; None without FSDP1. ValueError if they are not of single parameters."""
     wrappers: list[Any] = [module for module in model.modules() if CLASS in class_names(module)]
+    if not wrappers:
+        return None
     handles = [module._handle for module in wrappers if module._handle is not None]
     if not all(handle._use_orig_params for handle in handles):
         raise ValueError(FLATTENED)
     sharded = [handle for handle in handles if handle.uses_sharded_strategy]
     shards = {id(shard.param): shard for handle in sharded for shard in _shards(handle)}
-    shapes = [(shard.param, shard.shape) for shard in shards.values()]
+    root = wrappers[0]
+    replicas = getattr(root, "_inter_node_pg", None)  # with HYBRID_SHARD
     return Engine(
         shards=shards,
         stepped=Stepped({key: (id(shard),) for key, shard in shards.items()}),
-        data_groups=_data_groups(wrappers[0]),
+        data_groups=[group for group in (root.process_group, replicas) if group is not None],
         gathers=bool(shards),
-        whole_shapes=partial(shaped, shapes),
     )
 
 
@@ -65,8 +62,3 @@ def _entries(param: Tensor, size: int) -> Tensor:
     if param.numel() != size:
         raise RuntimeError(GATHERED.format(param.numel(), size))
     return param.detach().view(-1)
-
-
-def _data_groups(root: Any) -> list[Any]:
-    """The group that parameters are sharded over; with HYBRID_SHARD also the one of the replicas."""
-    return [group for group in (root.process_group, getattr(root, "_inter_node_pg", None)) if group is not None]
