@@ -11,10 +11,12 @@ from typing import NamedTuple
 from torch import nn
 
 from quacklr.core.weight import Segment
-from quacklr.find.finding import LATENT_NORM, Finding
+from quacklr.find.finding import Finding
 from quacklr.find.tables.facts import UnreadableError, active_child, int_setting, norm_calls, validate_parts
 from quacklr.find.tables.naming import HEADS, NOPE_SIZE, Q_NORM, ROPE_SIZE, VALUE_SIZE
-from quacklr.find.tables.projections import Chain, ProjectionWeight, chains, finding_from, projection_weights
+from quacklr.find.tables.projections import Chain, chains, joined, projection_weights
+
+LATENT_NORM = "cut off by the norm on the latent: the logit does not depend on its scale"
 
 
 class PartNames(NamedTuple):
@@ -58,6 +60,7 @@ def latent(module: nn.Module) -> Finding | None:
 
 
 def _read(module: nn.Module, names: PartNames, parts: list[nn.Module | None]) -> Finding:
+    """The path without rotary embedding, and the one with it."""
     validate_parts(module, (*names[:5], *names.q_norms, *names.kv_norms, "q_a_layernorm", *Q_NORM), names.kv_down)
     q, kv_down, kv_up = map(projection_weights, parts)
     down = active_child(module, names.q_down) if active_child(module, names.q_up) is not None else None
@@ -68,40 +71,34 @@ def _read(module: nn.Module, names: PartNames, parts: list[nn.Module | None]) ->
         raise UnreadableError(f"its code calls {' and '.join(calls)}")
     if set(names.q_norms).isdisjoint(Q_NORM) and active_child(module, *Q_NORM) is not None:
         raise UnreadableError("it norms queries after their last projection")
-    normed = {"dq": names.q_norms, "dkv": names.kv_norms}
-    fused = {"dq": "LayerNorm" in type(parts[0]).__name__, "dkv": "LayerNorm" in type(parts[2]).__name__}  # TE's
-    cut = {role: LATENT_NORM for role, norms in normed.items() if fused[role] or active_child(module, *norms)}
-    return _paths(module, names.gated, (q, q_down, kv_down, kv_up), cut)
+    is_normed = {  # a projection of Transformer Engine may have the norm on its input inside
+        "dq": "LayerNorm" in type(parts[0]).__name__ or active_child(module, *names.q_norms) is not None,
+        "dkv": "LayerNorm" in type(parts[2]).__name__ or active_child(module, *names.kv_norms) is not None,
+    }
+    heads, nope, rope, value, gate = _sizes(module, names.gated, q[0].rows, kv_down[0].rows, kv_up[0].rows)
+    of_head: list[Segment] = [("uq", 1, nope), ("qr", 1, rope), *([(None, 1, gate)] if gate else [])]
+    found = chains(q, *of_head, repeat=heads) | chains(kv_up, ("uk", 1, nope), (None, 1, value), repeat=heads)
+    found |= chains(kv_down, ("dkv", 1, kv_down[0].rows - rope), ("kr", 1, rope))
+    found |= chains(q_down, ("dq", 1, q_down[0].rows)) if q_down else {"dq": []}
+    cut = {role: LATENT_NORM for role, normed in is_normed.items() if normed and found[role]}
+    before_q: list[Chain] = [()] if not q_down or "dq" in cut or names.gated else []
+    before_q += found["dq"] if "dq" not in cut else []
+    before_k: list[Chain] = [()] if "dkv" in cut else found["dkv"]
+    nope_paths = joined(_extended(found["uq"], before_q), _extended(found["uk"], before_k))
+    return Finding([*nope_paths, *joined(_extended(found["qr"], before_q), found["kr"])], cut=cut)
 
 
-def _paths(module: nn.Module, gated: bool, terms: tuple[list[ProjectionWeight], ...], cut: dict[str, str]) -> Finding:
-    """The path without rotary embedding, and the one with it."""
-    q, q_down, kv_down, kv_up = terms
-    heads, nope, rope, value, rest = _sizes(module, q[0].rows, kv_down[0].rows, kv_up[0].rows, gated)
-    of_head: list[Segment] = [("uq", 1, nope), ("qr", 1, rope), *([(None, 1, rest)] if gated else [])]
-    uq_qr = chains(q, *of_head, repeat=heads)
-    uk = chains(kv_up, ("uk", 1, nope), (None, 1, value), repeat=heads)["uk"]
-    dkv_kr = chains(kv_down, ("dkv", 1, kv_down[0].rows - rope), ("kr", 1, rope))
-    dq = chains(q_down, ("dq", 1, q_down[0].rows))["dq"] if q_down else []
-    cut = {role: why for role, why in cut.items() if role != "dq" or dq}
-    before_q: list[Chain] = [()] if not dq or "dq" in cut or gated else []
-    before_q += dq if "dq" not in cut else []
-    nope_paths = finding_from(_extended(uq_qr["uq"], before_q), _extended(uk, [()] if "dkv" in cut else dkv_kr["dkv"]))
-    rope_paths = finding_from(_extended(uq_qr["qr"], before_q), dkv_kr["kr"])
-    return Finding([*nope_paths.paths, *rope_paths.paths], cut=cut)
-
-
-def _sizes(module: nn.Module, q_rows: int, kv_down: int, kv_up: int, gated: bool) -> tuple[int, int, int, int, int]:
-    """The number of heads, and of a head's rows: nope, rope, value, and others in the query projection (a gate)."""
+def _sizes(module: nn.Module, gated: bool, q_rows: int, kv_down: int, kv_up: int) -> tuple[int, int, int, int, int]:
+    """The number of heads, and of a head's rows: nope, rope, value, and those of a gate in the query projection."""
     nope, rope, value, heads = (int_setting(module, names) for names in (NOPE_SIZE, ROPE_SIZE, VALUE_SIZE, HEADS))
     if not nope or not rope or not value or not heads:
         raise UnreadableError("it does not say how large the parts of its heads are")
-    rest = q_rows // heads - nope - rope
-    if kv_up != heads * (nope + value) or q_rows != heads * (nope + rope + rest) or (rest > 0) != gated or rest < 0:
-        raise UnreadableError(f"{heads} heads of {nope} + {rope} and {value} do not make {q_rows} and {kv_up} rows")
-    if kv_down <= rope:
-        raise UnreadableError(f"{kv_down} rows are too few for a latent and {rope} of rope")
-    return heads, nope, rope, value, rest
+    gate = q_rows // heads - nope - rope
+    divides = kv_up == heads * (nope + value) and q_rows == heads * (nope + rope + gate) and kv_down > rope
+    if not divides or (gate > 0) != gated or gate < 0:
+        rows = f"{q_rows}, {kv_up} and {kv_down} rows"
+        raise UnreadableError(f"{heads} heads of {nope} + {rope} and {value} do not make {rows}")
+    return heads, nope, rope, value, gate
 
 
 def _extended(ends: list[Chain], before: list[Chain]) -> list[Chain]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from quacklr.core.path import LogitPath
 from quacklr.core.weight import Segment, Weight, packed
-from quacklr.find.finding import Finding
 from quacklr.find.tables.facts import is_trusted
 
 PACKAGES = {"transformers", "megatron", "transformer_engine"}
@@ -49,10 +48,10 @@ def chains(terms: Sequence[ProjectionWeight], *segments: Segment, repeat: int = 
     return found
 
 
-def finding_from(q: Sequence[Chain], k: Sequence[Chain]) -> Finding:
-    """The finding with one path for each pair of a query chain and a key chain."""
-    joined = [(*one[::-1], *other) for one, other in product(q, k)]
-    return Finding([LogitPath(chain, max(weight.blocks for weight in chain)) for chain in joined])
+def joined(q: Sequence[Chain], k: Sequence[Chain]) -> list[LogitPath]:
+    """One path for each pair of a query chain and a key chain."""
+    pairs = [(*one[::-1], *other) for one, other in product(q, k)]
+    return [LogitPath(chain, max(weight.blocks for weight in chain)) for chain in pairs]
 
 
 def projection_weights(projection: nn.Module | Tensor | None) -> list[ProjectionWeight]:
