@@ -69,9 +69,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
     declared or measured.
     """
     if not rules and sample is None:
-        raise ValueError(
-            "rules=False takes what is measured, so it needs a batch: logit_paths(model, batch, rules=False)"
-        )
+        raise ValueError("rules=False takes what is measured, so it needs a batch: logit_paths(model, batch)")
     found = found_by_table(model)
     if not rules:
         found = {name: finding for name, finding in found.items() if finding.declared or finding.pending}
@@ -153,10 +151,8 @@ def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:
         raise ValueError(not_known(not_measured, found))
     if any(finding.paths for finding in found.values()):
         return
-    first_with: dict[str, str] = {}
-    for name, finding in found.items():
-        first_with.setdefault(finding.reason, name)
-    kind, reasons = type(model).__name__, "".join(f" ({n or 'the model'}: {why})" for why, n in first_with.items())
+    first_with = {finding.reason: name or "the model" for name, finding in reversed(list(found.items()))}
+    kind, reasons = type(model).__name__, "".join(f" ({name}: {why})" for why, name in first_with.items())
     if found and not any(finding.unknown or finding.declared for finding in found.values()):
         nothing = f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}"
         raise ValueError(f"{nothing}; train it without QuacK")

@@ -128,11 +128,9 @@ def _in_one(module: nn.Module, child: str, layout: Layout, terms: list[Projectio
         return Finding(reason=QK_NORM)
     rows, heads = terms[0].rows, int_setting(module, HEADS)
     groups = int_setting(module, GROUPS) or heads
-    if not heads or rows % (heads + 2 * groups):
-        raise UnreadableError(f"{heads} heads and {groups} groups do not divide {rows} rows")
-    d = rows // (heads + 2 * groups)
-    if (sizes := int_attributes(module, HEAD_SIZE)) and d not in sizes:
-        raise UnreadableError(f"{rows} rows make heads of {d}, but it says {sizes[0]}")
+    d, rest = divmod(rows, heads + 2 * groups) if heads else (0, rows)
+    if rest or d not in (sizes := int_attributes(module, HEAD_SIZE) or [d]):
+        raise UnreadableError(f"{rows} rows do not make {heads} heads and {groups} groups of {sizes[0]}")
     segments, repeat = layout(heads, groups, d)
     found = chains(terms, *segments, repeat=repeat)
     if isinstance(bias := getattr(module, Q_BIAS, None), nn.Parameter):

@@ -13,14 +13,18 @@ from torch import nn
 from quacklr.core.weight import Segment
 from quacklr.find.finding import Finding
 from quacklr.find.tables.facts import UnreadableError, active_child, int_setting, norm_calls, validate_parts
-from quacklr.find.tables.naming import HEADS, NOPE_SIZE, Q_NORM, ROPE_SIZE, VALUE_SIZE
+from quacklr.find.tables.naming import HEADS, Q_NORM
 from quacklr.find.tables.projections import Chain, chains, joined, projection_weights
 
 LATENT_NORM = "cut off by the norm on the latent: the logit does not depend on its scale"
+KV_NORMS = ("kv_a_layernorm", "kv_a_norm", "kv_norm", "kv_layernorm")  # norms on the latent of keys and values
+NOPE_SIZE = ("qk_nope_head_dim", "nope_head_dim", "qk_head_dim")  # the last is Megatron's name
+ROPE_SIZE = ("qk_rope_head_dim", "rope_head_dim", "qk_pos_emb_head_dim")
+VALUE_SIZE = ("v_head_dim", "value_head_dim")
 
 
 class PartNames(NamedTuple):
-    """A library's names of the parts: q, or q down and q up; the keys' down and up; the norms on the latents.
+    """A library's names of the parts: q, or q down and q up; the keys' down and up; the norms on the query's latent.
 
     `gated`: rows of a head in q up are [query, gate], and q up reads the latent with its norm and without.
     """
@@ -31,20 +35,16 @@ class PartNames(NamedTuple):
     kv_down: str
     kv_up: str
     q_norms: tuple[str, ...]
-    kv_norms: tuple[str, ...]
     gated: bool = False
 
 
-KV_NORMS = ("kv_a_layernorm", "kv_a_norm")  # the second is litgpt's
 NAMES = (
-    PartNames(
-        *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"), ("q_a_layernorm", "q_a_norm"), KV_NORMS
-    ),
-    PartNames("", "q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", (), KV_NORMS, gated=True),  # AXK2
-    PartNames("wq", "wq_a", "wq_b", "wkv_a", "wkv_b", ("q_norm",), ("kv_norm",)),
+    PartNames("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", ("q_a_layernorm", "q_a_norm")),
+    PartNames("", "q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", (), gated=True),  # AXK2
+    PartNames("wq", "wq_a", "wq_b", "wkv_a", "wkv_b", ("q_norm",)),
     PartNames(
         *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
-        *(("q_layernorm",), ("kv_layernorm",)),
+        ("q_layernorm",),
     ),
 )
 
@@ -61,7 +61,7 @@ def latent(module: nn.Module) -> Finding | None:
 
 def _read(module: nn.Module, names: PartNames, parts: list[nn.Module | None]) -> Finding:
     """The path without rotary embedding, and the one with it."""
-    validate_parts(module, (*names[:5], *names.q_norms, *names.kv_norms, "q_a_layernorm", *Q_NORM), names.kv_down)
+    validate_parts(module, (*names[:5], *names.q_norms, *KV_NORMS, "q_a_layernorm", *Q_NORM), names.kv_down)
     q, kv_down, kv_up = map(projection_weights, parts)
     down = active_child(module, names.q_down) if active_child(module, names.q_up) is not None else None
     q_down = projection_weights(down)
@@ -73,7 +73,7 @@ def _read(module: nn.Module, names: PartNames, parts: list[nn.Module | None]) ->
         raise UnreadableError("it norms queries after their last projection")
     is_normed = {  # a projection of Transformer Engine may have the norm on its input inside
         "dq": "LayerNorm" in type(parts[0]).__name__ or active_child(module, *names.q_norms) is not None,
-        "dkv": "LayerNorm" in type(parts[2]).__name__ or active_child(module, *names.kv_norms) is not None,
+        "dkv": "LayerNorm" in type(parts[2]).__name__ or active_child(module, *KV_NORMS) is not None,
     }
     heads, nope, rope, value, gate = _sizes(module, names.gated, q[0].rows, kv_down[0].rows, kv_up[0].rows)
     of_head: list[Segment] = [("uq", 1, nope), ("qr", 1, rope), *([(None, 1, gate)] if gate else [])]
@@ -84,8 +84,8 @@ def _read(module: nn.Module, names: PartNames, parts: list[nn.Module | None]) ->
     before_q: list[Chain] = [()] if not q_down or "dq" in cut or names.gated else []
     before_q += found["dq"] if "dq" not in cut else []
     before_k: list[Chain] = [()] if "dkv" in cut else found["dkv"]
-    nope_paths = joined(_extended(found["uq"], before_q), _extended(found["uk"], before_k))
-    return Finding([*nope_paths, *joined(_extended(found["qr"], before_q), found["kr"])], cut=cut)
+    nope_paths = joined(found["uq"], found["uk"], before_q, before_k)
+    return Finding([*nope_paths, *joined(found["qr"], found["kr"], before_q)], cut=cut)
 
 
 def _sizes(module: nn.Module, gated: bool, q_rows: int, kv_down: int, kv_up: int) -> tuple[int, int, int, int, int]:
@@ -99,7 +99,3 @@ def _sizes(module: nn.Module, gated: bool, q_rows: int, kv_down: int, kv_up: int
         rows = f"{q_rows}, {kv_up} and {kv_down} rows"
         raise UnreadableError(f"{heads} heads of {nope} + {rope} and {value} do not make {rows}")
     return heads, nope, rope, value, gate
-
-
-def _extended(ends: list[Chain], before: list[Chain]) -> list[Chain]:
-    return [(*chain, *earlier) for chain in ends for earlier in before]

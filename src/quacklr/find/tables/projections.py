@@ -48,10 +48,13 @@ def chains(terms: Sequence[ProjectionWeight], *segments: Segment, repeat: int = 
     return found
 
 
-def joined(q: Sequence[Chain], k: Sequence[Chain]) -> list[LogitPath]:
-    """One path for each pair of a query chain and a key chain."""
-    pairs = [(*one[::-1], *other) for one, other in product(q, k)]
-    return [LogitPath(chain, max(weight.blocks for weight in chain)) for chain in pairs]
+def joined(
+    q: Sequence[Chain], k: Sequence[Chain], before_q: Sequence[Chain] = ((),), before_k: Sequence[Chain] = ((),)
+) -> list[LogitPath]:
+    """One path for each pair of a query chain and a key chain, each extended by every chain before it."""
+    ends = product(q, before_q, k, before_k)
+    joined = [(*earlier[::-1], *of_q[::-1], *of_k, *before) for of_q, earlier, of_k, before in ends]
+    return [LogitPath(chain, max(weight.blocks for weight in chain)) for chain in joined]
 
 
 def projection_weights(projection: nn.Module | Tensor | None) -> list[ProjectionWeight]:
