@@ -62,10 +62,9 @@ def verified(
     """The finding of a table, verified by a measurement. ValueError if the measurement contradicts it."""
     if measured.undecided:
         return replace(by_table, note=f"not verified: {measured.reason}")
-    if measured.unknown:
-        said = "that it is on a path" if by_table.paths else by_table.reason
-        wrong = f"it says {said}, but the measurement says: {measured.reason}"
-    else:
+    said = "that it is on a path" if by_table.paths else by_table.reason
+    wrong = f"it says {said}, but the measurement says: {measured.reason}"
+    if not measured.unknown:
         wrong = differences(by_table.paths, measured.paths, parameters)
     if wrong:
         raise contradiction("the table", name, module, wrong)

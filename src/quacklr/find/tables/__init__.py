@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from quacklr.find.finding import PENDING, Finding
-from quacklr.find.tables.facts import ATTENTION_CALL, UnreadableError, calls, is_trusted
+from quacklr.find.tables.facts import ATTENTION_CALL, UnreadableError, is_trusted, names_used
 from quacklr.find.tables.heads import fused, multihead, separate
 from quacklr.find.tables.latent import latent
 
@@ -61,4 +61,5 @@ def _looks_like_attention(module: nn.Module) -> bool:
     matrices = [name for name, parameter in module.named_parameters() if parameter.ndim > 1]
     own = {name.split(".")[0] for name in matrices if name.count(".") <= 2}  # a projection may have one level of parts
     named = any(QUERY_OR_KEY.fullmatch(name) for name in own)
-    return (named or len(own) > 1) and calls(module, ATTENTION_CALL if named else KERNEL)
+    pattern = ATTENTION_CALL if named else KERNEL
+    return (named or len(own) > 1) and any(map(pattern.search, names_used(module)))

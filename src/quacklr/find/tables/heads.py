@@ -18,9 +18,9 @@ from torch import nn
 from quacklr.core.weight import Segment, packed
 from quacklr.find.finding import NO_SOFTMAX, QK_NORM, Finding
 from quacklr.find.tables.facts import (
+    ATTENTION_CALL,
     UnreadableError,
     active_child,
-    calls,
     head_sizes,
     int_attributes,
     int_setting,
@@ -153,8 +153,8 @@ def separate(module: nn.Module) -> Finding | None:
 
 
 def _in_two(module: nn.Module, names: tuple[str, str], *projections: Any) -> Finding:
-    kind = type(module).__name__
-    if not calls(module):
+    kind, used = type(module).__name__, names_used(module)
+    if not any(map(ATTENTION_CALL.search, used)):
         if LINEAR_ATTENTION.search(kind):
             return Finding(reason=NO_SOFTMAX)
         raise UnreadableError("its forward calls no softmax")
@@ -166,7 +166,7 @@ def _in_two(module: nn.Module, names: tuple[str, str], *projections: Any) -> Fin
         raise UnreadableError(f"{names[0] if not q else names[1]} is not a projection that we can read")
     gated = any(GATED.fullmatch(cls.__name__) for cls in type(module).__mro__)
     heads, groups, d = head_sizes(module, q[0].rows // 2 if gated else q[0].rows, k[0].rows)
-    tiled = "repeat" in names_used(module) and "repeat_kv" not in names_used(module)  # the latter is transformers'
+    tiled = "repeat" in used and "repeat_kv" not in used  # the latter is transformers'
     if 1 < groups < heads and (hasattr(module, "to_q") or tiled):
         raise UnreadableError("it may repeat each key for consecutive heads, or all keys one after another")
     q_rows: list[Segment] = [("q", 1, d), (None, 1, d)] if gated else [("q", heads, d)]
