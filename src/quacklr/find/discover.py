@@ -124,10 +124,9 @@ def without_pending(
 
     A pending module is dropped if it contains an attention that was measured, or has weights of one.
     """
-    modules = dict(named_modules(model))
+    modules, left = dict(named_modules(model)), dict[str, Finding]()
     weights = [w for finding in measured.values() for path in finding.paths for w in path.weights]
     on_paths = {id(part.param) for weight in weights for part in weight.parts}
-    left: dict[str, Finding] = {}
     for name, finding in found.items():
         attends = any(is_inside(other, name) for other in measured)
         if not finding.pending or not ran(name):

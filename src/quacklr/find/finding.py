@@ -18,8 +18,8 @@ NOT_LINEAR = "comes before a norm or another nonlinear function, or is a gate"
 NO_WEIGHTS = "its queries and keys are not made of weights of its own"
 
 # how an attention was found
-DECLARED, BY_TABLE, VERIFIED, MEASURED, GIVEN = "declared", "by table", "verified", "measured", "given"
-PENDING = "pending"
+DECLARED, BY_TABLE, VERIFIED = "declared", "by table", "verified"
+MEASURED, GIVEN, PENDING = "measured", "given", "pending"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ def verified(
     """The finding of a table, verified by a measurement. ValueError if the measurement contradicts it."""
     if measured.undecided:
         return replace(by_table, note=f"not verified: {measured.reason}")
-    said = "that it is on a path" if by_table.paths else by_table.reason
-    wrong = f"it says {said}, but the measurement says: {measured.reason}"
-    if not measured.unknown:
-        wrong = differences(by_table.paths, measured.paths, parameters)
+    wrong = differences(by_table.paths, measured.paths, parameters)
+    if measured.unknown:
+        said = "that it is on a path" if by_table.paths else by_table.reason
+        wrong = f"it says {said}, but the measurement says: {measured.reason}"
     if wrong:
         raise contradiction("the table", name, module, wrong)
     return replace(by_table, origin=VERIFIED, note="")
@@ -80,12 +80,12 @@ def contradiction(source: str, name: str, module: nn.Module, wrong: str) -> Valu
     )
 
 
-def differences(one: Iterable[LogitPath], measured: Iterable[LogitPath], parameters: Mapping[int, str]) -> str:
+def differences(said: Iterable[LogitPath], measured: Iterable[LogitPath], parameters: Mapping[int, str]) -> str:
     """Text with given and with measured paths, if they differ; otherwise empty. `parameters` are names by id."""
-    given, seen = chains(one, parameters), chains(measured, parameters)
-    if given == seen:
+    one, other = chains(said, parameters), chains(measured, parameters)
+    if one == other:
         return ""
-    return f"it says {_described(given - seen or given)}, but the measurement says {_described(seen - given or seen)}"
+    return f"it says {_described(one - other or one)}, but the measurement says {_described(other - one or other)}"
 
 
 def chains(paths: Iterable[LogitPath], parameters: Mapping[int, str]) -> set[frozenset[NamedRows]]:

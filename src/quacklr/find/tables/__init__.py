@@ -26,7 +26,7 @@ def by_table(module: nn.Module) -> Finding | None:
 
     None if it does not look like one.
     """
-    tables = (multihead,) if is_trusted(module, {"torch"}) else (fused, latent, separate) if is_trusted(module) else ()
+    tables = [multihead] if is_trusted(module, {"torch"}) else [fused, latent, separate] if is_trusted(module) else []
     try:
         for table in tables:
             if (found := table(module)) is not None:

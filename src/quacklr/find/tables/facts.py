@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable
 from functools import partial
 from inspect import unwrap
-from types import CodeType, FunctionType, NoneType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -137,12 +137,11 @@ def norm_calls(module: nn.Module) -> list[str]:
     """
     if is_trusted(module, {"megatron"}):  # its code has norms that it does not call
         return []
-    settings = (nn.Module, int, float, NoneType)
     return sorted(
         name
         for name in names_used(module) - {*Q_NORM, *K_NORM}
         if NORM_CALL.fullmatch(name)
-        and not isinstance(getattr(module, name, ""), settings)
+        and not isinstance(getattr(module, name, ""), nn.Module | int | float | None)
         and not hasattr(getattr(module, "config", None), name)
     )
 

@@ -77,9 +77,7 @@ OTHER_PARTS = (
     *("attn_out", "ff_out", "ff_proj", "attn_norm", "ff_norm"),  # OLMo's block has the MLP too
     *(*Q_NORM, *K_NORM),  # these are checked elsewhere
 )
-LINEAR_ATTENTION = re.compile(
-    r"Delta|Lightning|LSTM|Rwkv|RWKV|Mamba|Linear|Retention|Hyena|SSM|Recurrent|Gated\w*Net", re.IGNORECASE
-)
+LINEAR_ATTENTION = re.compile(r"Delta|Lightning|LSTM|Rwkv|Mamba|Linear|Retention|Hyena|SSM|Recurrent|Gated\w*Net", re.I)
 # transformers' classes with norms before their projections
 INPUT_NORMS = {"BltCrossAttention": ("q_norm", "k_norm"), "PerceiverSelfAttention": ("layernorm1", "layernorm2")}
 QK_NORM_CLASSES = {"DeepseekV4Attention", "ZayaAttention"}  # their projections have other names

@@ -51,9 +51,9 @@ def joined(
     q: Sequence[Chain], k: Sequence[Chain], before_q: Sequence[Chain] = ((),), before_k: Sequence[Chain] = ((),)
 ) -> list[LogitPath]:
     """One path for each pair of a query chain and a key chain, each extended by every chain before it."""
-    ends = product(q, before_q, k, before_k)
-    joined = [(*earlier[::-1], *of_q[::-1], *of_k, *before) for of_q, earlier, of_k, before in ends]
-    return [LogitPath(chain, max(weight.blocks for weight in chain)) for chain in joined]
+    parts = product(q, before_q, k, before_k)
+    chained = [(*earlier[::-1], *of_q[::-1], *of_k, *before) for of_q, earlier, of_k, before in parts]
+    return [LogitPath(chain, max(weight.blocks for weight in chain)) for chain in chained]
 
 
 def projection_weights(projection: nn.Module | Tensor | None) -> list[ProjectionWeight]:
