@@ -153,8 +153,10 @@ def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:
     first_with = {finding.reason: name or "the model" for name, finding in reversed(list(found.items()))}
     kind, reasons = type(model).__name__, "".join(f" ({name}: {why})" for why, name in first_with.items())
     if found and not any(finding.unknown or finding.declared for finding in found.values()):
-        nothing = f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}"
-        raise ValueError(f"{nothing}; train it without QuacK")
+        raise ValueError(
+            f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}; "
+            "train it without QuacK"
+        )
     why = f"{reasons}: " if reasons else f": no module looks like softmax attention{IF_IT_HAS}"
     raise ValueError(f"{kind} has no attention that QuacK can control{why}{WAYS_OUT}")
 
