@@ -56,13 +56,11 @@ def is_inside(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def verified(
-    by_table: Finding, measured: Finding, name: str, module: nn.Module, parameters: Mapping[int, str]
-) -> Finding:
-    """The finding of a table, verified by a measurement. ValueError if the measurement contradicts it."""
+def verified(by_table: Finding, measured: Finding, name: str, module: nn.Module, names: Mapping[int, str]) -> Finding:
+    """The finding of a table, verified by a measurement. ValueError if it contradicts. `names` are by id."""
     if measured.undecided:
         return replace(by_table, note=f"not verified: {measured.reason}")
-    wrong = differences(by_table.paths, measured.paths, parameters)
+    wrong = differences(by_table.paths, measured.paths, names)
     if measured.unknown:
         said = "that it is on a path" if by_table.paths else by_table.reason
         wrong = f"it says {said}, but the measurement says: {measured.reason}"

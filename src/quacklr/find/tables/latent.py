@@ -78,7 +78,6 @@ def _sizes(module: nn.Module, gated: bool, q_rows: int, kv_down: int, kv_up: int
     gate = q_rows // heads - nope - rope
     divides = kv_up == heads * (nope + value) and q_rows == heads * (nope + rope + gate) and kv_down > rope
     if not divides or (gate > 0) != gated or gate < 0:
-        raise UnreadableError(
-            f"{heads} heads of {nope} + {rope}, {value} do not make {q_rows}, {kv_up}, {kv_down} rows"
-        )
+        rows = f"{q_rows}, {kv_up} and {kv_down} rows"
+        raise UnreadableError(f"{heads} heads of {nope} + {rope} and {value} do not make {rows}")
     return heads, nope, rope, value, gate
