@@ -1,11 +1,14 @@
-"""Modules of a model by name, and forward passes of it without side effects."""
+"""Modules of a model by name, those that are running, and forward passes without side effects."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -78,15 +81,18 @@ def _plain_name(name: str) -> str:
 
 
 @contextmanager
-def _attribute_set(objects: Sequence[Any], name: str, value: bool) -> Iterator[None]:
-    """Set a boolean attribute of the objects that have the other value; afterwards, restore it."""
+def _attributes_set(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """While entered, an attribute of the objects has this value; afterwards its earlier one."""
+    kept = [(each, getattr(each, name)) for each in objects]
     try:
-        for each in objects:
-            setattr(each, name, value)
+        for each, old in kept:
+            if old is not value:
+                setattr(each, name, value)
         yield
     finally:
-        for each in objects:
-            setattr(each, name, not value)
+        for each, old in kept:
+            if getattr(each, name) is not old:
+                setattr(each, name, old)
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:
@@ -94,13 +100,12 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 
     `eval()` is not called: some modules merge weights, or have other side effects, in it.
     """
-    return _attribute_set([module for module in model.modules() if module.training], "training", False)
+    return _attributes_set(model.modules(), "training", False)
 
 
 def trainable(model: nn.Module) -> AbstractContextManager[None]:
     """While entered, every floating point parameter requires gradients; afterwards the frozen ones are frozen again."""
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    return _attribute_set(frozen, "requires_grad", True)
+    return _attributes_set([p for p in model.parameters() if p.is_floating_point()], "requires_grad", True)
 
 
 @contextmanager
@@ -112,15 +117,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     model has copies of its tensors, and no gradients; so a graph that was made before can still be differentiated.
     Parameters are not copied: a forward that writes into a parameter changes it.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with _random_state_restored(model), state_kept(model):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+    with _random_state_restored(model), state_kept(model), _attributes_set(model.parameters(), "grad", None):
+        yield
 
 
 @contextmanager
@@ -150,6 +148,38 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def run_uncompiled() -> AbstractContextManager[Any]:
     """While entered, compiled code runs uncompiled."""
     return torch.compiler.set_stance("force_eager")
+
+
+@dataclass(slots=True)
+class ModuleStack:
+    """The modules that are running: their names and the numbers of their calls, outermost first.
+
+    The first ones, "" and 0, are those of the code around the model.
+    """
+
+    modules: tuple[str, ...] = ("",)
+    calls: tuple[int, ...] = (0,)
+
+
+@contextmanager
+def module_stack(model: nn.Module) -> Iterator[ModuleStack]:
+    """While entered, keeps a stack of the running modules of a model, without softmax modules."""
+    stack = ModuleStack()
+    numbers = count(1)
+
+    def begin(name: str, *_: Any) -> None:
+        stack.modules += (name,)
+        stack.calls += (next(numbers),)
+
+    def end(*_: Any) -> None:
+        stack.modules, stack.calls = stack.modules[:-1], stack.calls[:-1]
+
+    with ExitStack() as hooks:
+        for name, module in named_modules(model):
+            if not isinstance(module, nn.Softmax):
+                hooks.enter_context(module.register_forward_pre_hook(partial(begin, name)))
+                hooks.enter_context(module.register_forward_hook(end, always_call=True))
+        yield stack
 
 
 class Arguments(NamedTuple):

@@ -20,8 +20,7 @@ from quacklr.find.measure.records import Attention
 from quacklr.find.measure.tape import Options, Tape
 from quacklr.find.measure.terms import MeasuredAttention, TermFinder
 from quacklr.util.autograd import leaves_of
-from quacklr.util.module_stack import module_stack
-from quacklr.util.modules import run, run_uncompiled, undisturbed, unwrapped
+from quacklr.util.modules import module_stack, run, run_uncompiled, undisturbed, unwrapped
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 R = TypeVar("R")

@@ -27,9 +27,8 @@ from torch.overrides import TorchFunctionMode
 
 from quacklr.find.measure.records import Attention, Factor, Product, Projection, products_behind, recorded_in
 from quacklr.util import torch_functions as ops
-from quacklr.util.module_stack import ModuleStack
-from quacklr.util.products import ProductLabels, explicit_labels, first_pair, matmul_labels, product_of
-from quacklr.util.torch_functions import bound, multihead_opened, tensors_in
+from quacklr.util.modules import ModuleStack
+from quacklr.util.torch_functions import ProductLabels, bound, tensors_in
 
 CLAMP: set[Any] = {torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip, Tensor.clip_}
 BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias")
@@ -73,7 +72,7 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is ops.MULTIHEAD:
             with self:
-                return multihead_opened(*args, **kwargs)
+                return ops.multihead_opened(*args, **kwargs)
         tensors = tensors_in([*args, *kwargs.values()])
         if not tensors:
             return func(*args, **kwargs)
@@ -117,7 +116,7 @@ class Tape(TorchFunctionMode):
             output = func(*args, **kwargs)
             rows = ((output.ndim - weight.ndim + 1, 0),)
             return self._project(output, x, weight, bias, rows) if self._is_weight(weight) else output
-        product = product_of(func, args, kwargs)
+        product = ops.product_of(func, args, kwargs)
         if product is not None and len(product.factors) > 2 and isinstance(args[0], str):
             return self._in_pairs(args[0], product.factors)
         if product is None or product.labels is None:
@@ -133,9 +132,9 @@ class Tape(TorchFunctionMode):
 
     def _in_pairs(self, equation: str, factors: Sequence[Tensor]) -> Any:
         """An einsum of more than two factors, computed in pairs, so that q . k is a product."""
-        labels, out = explicit_labels(equation, [factor.ndim for factor in factors])
+        labels, out = ops.explicit_labels(equation, [factor.ndim for factor in factors])
         weights = [i for i, factor in enumerate(factors) if self._is_weight(factor)]
-        if (first := first_pair(labels, out, weights)) is None:
+        if (first := ops.first_pair(labels, out, weights)) is None:
             return torch.einsum(equation, *factors)
         i, j, kept = first
         pair = f"{labels[i]},{labels[j]}->{kept}", factors[i], factors[j]
@@ -220,7 +219,7 @@ class Tape(TorchFunctionMode):
         k = key.repeat_interleave(groups, dim=-3) if groups > 1 else key
         if query.requires_grad and k.requires_grad:
             keys = k.mT
-            leaf = self._product(query @ keys, query, keys, matmul_labels(query.ndim, keys.ndim))
+            leaf = self._product(query @ keys, query, keys, ops.matmul_labels(query.ndim, keys.ndim))
             biased = attn_mask if attn_mask is not None and attn_mask.requires_grad else None
             logits = leaf.clone() if biased is None else leaf + biased
             self._attend(logits, -1, self.products[id(leaf)], fused=biased is None)
