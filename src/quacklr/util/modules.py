@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from quacklr.util.kept_state import state_kept
 from quacklr.util.torch_functions import tensors_in
 
 IN_PLACE = ("_orig_mod", "_fsdp_wrapped_module")  # of torch.compile and FSDP1, which also wrap modules inside a model
-ENGINES = {
+WRAPPERS = {  # the package and the name of classes with the model as `module`
+    *(("torch", "DistributedDataParallel"), ("torch", "DataParallel")),
     *(("deepspeed", "DeepSpeedEngine"), ("deepspeed", "PipelineEngine")),
     *(("megatron", "DistributedDataParallel"), ("megatron", "Float16Module")),
 }
@@ -29,19 +29,10 @@ ENGINES = {
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """The model, and the modules in its wrappers (DistributedDataParallel, compiled, DeepSpeed's); outermost first."""
     yield model
-    while (name := _wrapped_name(model)) is not None:
-        model = model.get_submodule(name)
-        yield model
-
-
-def _wrapped_name(model: nn.Module) -> str | None:
-    """The name of the module in a wrapper; None if the model is no wrapper."""
-    if name := next((name for name in IN_PLACE if name in model._modules), None):
-        return name
-    if isinstance(model, DistributedDataParallel | DataParallel):
-        return "module"
-    names = {(cls.__module__.split(".")[0], cls.__name__) for cls in type(model).__mro__}
-    return "module" if names & ENGINES else None
+    kinds = {(cls.__module__.split(".")[0], cls.__name__) for cls in type(model).__mro__}
+    names = (*IN_PLACE, "module") if kinds & WRAPPERS else IN_PLACE
+    if inside := [name for name in names if name in model._modules]:
+        yield from wrappers(model.get_submodule(inside[0]))
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -52,11 +52,14 @@ class TermFinder:
     def __init__(self, attention: Attention, projections: dict[int, Projection], at_scale: Sizes | None) -> None:
         self.attention, self.projections = attention, projections
         self.logits, self.products = attention.logits, attention.products
-        self.factors = [factor for product in self.products for factor in (product.q, product.k)]
         self.generator = torch.Generator(self.logits.device).manual_seed(0)
-        self.cotangents = {f: c for product in self.products for f, c in self._cotangents(product.q, product.k)}
+        self.cotangents: dict[Factor, Tensor] = {}  # random, at the entries of the summed axis where the other is not 0
+        for product in self.products:  # not the gradients themselves, which are 0 where the other is, as after a ReLU
+            for factor, other in ((product.q, product.k), (product.k, product.q)):
+                met = (other.tensor.detach() != 0).movedim(other.axis, 0).flatten(1).any(1)
+                self.cotangents[factor] = self._noise(factor.tensor) * _along(factor.axis, met[None], factor)
         self.homogeneity = Homogeneity(attention, self.cotangents, projections, at_scale)
-        self.entries = {factor: self._entries_of(factor) for factor in self.factors}
+        self.entries = {factor: self._entries_of(factor) for factor in self.cotangents}
         self.normed = [] if attention.fused else self._normed()
         curved = self.products if not attention.fused and self._is_curved() else []
         self.grows = any(self.homogeneity.growth((product.number, "logits", -1)) != "less" for product in curved)
@@ -70,7 +73,6 @@ class TermFinder:
         return MeasuredAttention(self.attention.module, problem, terms, cut, self.homogeneity.bounded)
 
     def _problem(self, is_mixed: bool) -> str:
-        """The reason why paths cannot describe this attention; empty if they can."""
         found = self.homogeneity
         if not found.is_finite:
             return NOT_FINITE
@@ -79,8 +81,9 @@ class TermFinder:
         if is_mixed:
             return MIXED
         direct = recorded_in(self.logits, self.projections)
-        made = [p for factor in self.factors for p in found.contributing[factor] if p.output is not None]
-        if self.attention.nested or any(p in direct for p in made):
+        if self.attention.nested or any(
+            p in direct for f in self.cotangents for p in found.contributing[f] if p.output is not None
+        ):
             return OTHER_WAYS
         return NOT_LINEAR if found.is_disproportionate or self.grows else ""
 
@@ -161,15 +164,6 @@ class TermFinder:
         shape = (PASSES, *like.shape)
         return torch.randn(shape, generator=self.generator, device=like.device, dtype=like.dtype)
 
-    def _cotangents(self, q: Factor, k: Factor) -> Iterator[tuple[Factor, Tensor]]:
-        """Random cotangents for the query and the key, at the entries of the summed axis where the other is not zero.
-
-        They are not the gradients themselves, which are zero where the other factor is zero, as after a ReLU.
-        """
-        for factor, other in ((q, k), (k, q)):
-            met = (other.tensor.detach() != 0).movedim(other.axis, 0).flatten(1).any(1)
-            yield factor, self._noise(factor.tensor) * _along(factor.axis, met[None], factor)
-
     def _at(self, factor: Factor, axes: Sequence[int], indices: Tensor) -> Tensor:
         """For each index of a product, a random cotangent for what its factor has at this index of some axes."""
         at = self.cotangents[factor][0].expand(len(indices), *factor.tensor.shape)
@@ -192,7 +186,7 @@ class TermFinder:
         found, size = contributing[factor], factor.tensor.shape[factor.axis]
         if not found:
             return {None: torch.ones(size, dtype=torch.bool)}  # normed, or made of no weight
-        if all(len(contributing[other]) <= 1 for other in self.factors):
+        if all(len(contributing[other]) <= 1 for other in self.cotangents):
             return {found[0]: torch.ones(size, dtype=torch.bool)}
         entries: dict[Projection | None, Tensor] = {p: torch.zeros(size, dtype=torch.bool) for p in found}
         each = torch.eye(size, dtype=torch.bool, device=factor.tensor.device)
@@ -212,9 +206,9 @@ class TermFinder:
         terms: list[list[tuple[Chain, Chain]]] = [[] for _ in indices]
         for (one, q_entries), (other, k_entries) in pairs(self.entries[q].items(), self.entries[k].items()):
             both = q_entries & k_entries
-            if both.any() and not (one is None and other is None):
-                chains = zip(self._chains(q, at_q, one, both), self._chains(k, at_k, other, both), strict=True)
-                for of_head, (of_q, of_k) in zip(terms, chains, strict=True):
+            if both.any() and (one is not None or other is not None):
+                chains = self._chains(q, at_q, one, both), self._chains(k, at_k, other, both)
+                for of_head, of_q, of_k in zip(terms, *chains, strict=True):
                     of_head += pairs(of_q, of_k)
         return terms
 
@@ -229,9 +223,9 @@ class TermFinder:
         return self._continued(first, at) if at is not None else [[] for _ in cotangents]
 
     def _continued(self, projection: Projection, at: Tensor) -> list[list[Chain]]:
-        """For each head, the chains from a projection to earlier ones.
+        """For each head, the chains from a projection to earlier ones; none for a head without a gradient.
 
-        Also the projection alone, if it has another input as well. No chain for a head without a gradient.
+        Also the projection alone, if it has another input as well.
         """
         earlier = self.homogeneity.contributing.get(projection, [])
         before = gradients(projection.output, [p.leaf for p in earlier], at) if projection.output is not None else ()
