@@ -35,11 +35,6 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
         yield from wrappers(model.get_submodule(inside[0]))
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was returned by `torch.compile`: it has the original one as a submodule."""
-    return "_orig_mod" in module._modules
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of its wrappers."""
     *_, inside = wrappers(model)
@@ -55,9 +50,9 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def compiled_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that `torch.compile` returned, around the model and in it, by the name of the compiled module."""
-    yield from (("", wrapper) for wrapper in wrappers(model) if is_compiled(wrapper))
-    for name, module in unwrapped(model).named_modules():
-        if is_compiled(module):
+    around = [("", wrapper) for wrapper in wrappers(model)]
+    for name, module in (*around, *unwrapped(model).named_modules()):
+        if "_orig_mod" in module._modules:
             yield _plain_name(name), module
 
 

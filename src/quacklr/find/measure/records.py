@@ -45,11 +45,9 @@ class Projection:
         """For each of several gradients, the rows whose output has one; None if no row has."""
         largest = self.per_row(gradients, Tensor.amax)
         nonzero = largest > THRESHOLD * largest.flatten(1).amax(1).view(-1, *[1] * (largest.ndim - 1))
-        in_output = sorted(self.rows)
-        order = sorted(range(len(in_output)), key=lambda i: in_output[i][1])
-        axes = {axis for _, axis in self.rows}
-        shape = [size if axis in axes else 1 for axis, size in enumerate(self.weight.shape)]
-        masks = nonzero.permute(0, *(i + 1 for i in order)).reshape(-1, *shape).cpu()
+        in_output = [axis for _, axis in sorted(self.rows)]
+        shape = [size if axis in in_output else 1 for axis, size in enumerate(self.weight.shape)]
+        masks = nonzero.permute(0, *(in_output.index(axis) + 1 for axis in sorted(in_output))).reshape(-1, *shape).cpu()
         return [Rows((id(self.weight), mask_key(mask)), self, mask) if mask.any() else None for mask in masks]
 
     def is_sparse(self, gradients: Tensor) -> bool:
@@ -148,22 +146,20 @@ def products_behind(
 
     def search(tensor: Tensor, depth: int) -> bool:
         """Whether the tensor is computed from products. All its leaves are visited."""
-        found = [visit(id(leaf), depth) for leaf in leaves_of(tensor)]
-        return any(found)
-
-    def visit(leaf: int, depth: int) -> bool:
-        """Whether a leaf is that of a product, or of a record that is computed from products."""
-        record = records.get(leaf)
-        if record is None or record.output is None or (depth and call not in record.calls):
-            return False
-        if leaf not in visited:
-            visited[leaf] = False
-            computed_from = depth < DEPTH and search(record.output, depth + 1)
-            if computed_from:
-                between.add(record.number)
-            elif isinstance(record, Product):
-                products.append(record)
-            visited[leaf] = computed_from or isinstance(record, Product)
-        return visited[leaf]
+        found = False
+        for leaf in map(id, leaves_of(tensor)):
+            record = records.get(leaf)
+            if record is None or record.output is None or (depth and call not in record.calls):
+                continue
+            if leaf not in visited:
+                visited[leaf] = False
+                if depth < DEPTH and search(record.output, depth + 1):
+                    between.add(record.number)
+                    visited[leaf] = True
+                elif isinstance(record, Product):
+                    products.append(record)
+                    visited[leaf] = True
+            found |= visited[leaf]
+        return found
 
     return (products, between) if search(logits, 0) else ([], set())

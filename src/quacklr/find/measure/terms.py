@@ -67,10 +67,10 @@ class TermFinder:
     def measured(self) -> MeasuredAttention:
         """The terms of all heads, and the problem that paths have with this attention."""
         terms, is_mixed = self._terms()
-        problem = self._problem(is_mixed)
-        normed = [p for x in self.normed for f in (x.q, x.k) for p in recorded_in(f.tensor, self.projections)]
-        cut = [*self.homogeneity.cut, *normed]
-        return MeasuredAttention(self.attention.module, problem, terms, cut, self.homogeneity.bounded)
+        cut = list(self.homogeneity.cut)
+        for product in self.normed:
+            cut += [p for f in (product.q, product.k) for p in recorded_in(f.tensor, self.projections)]
+        return MeasuredAttention(self.attention.module, self._problem(is_mixed), terms, cut, self.homogeneity.bounded)
 
     def _problem(self, is_mixed: bool) -> str:
         found = self.homogeneity
@@ -80,10 +80,8 @@ class TermFinder:
             return SPARSE
         if is_mixed:
             return MIXED
-        direct = recorded_in(self.logits, self.projections)
-        if self.attention.nested or any(
-            p in direct for f in self.cotangents for p in found.contributing[f] if p.output is not None
-        ):
+        direct = [p for p in recorded_in(self.logits, self.projections) if p.output is not None]
+        if self.attention.nested or any(p in direct for f in self.cotangents for p in found.contributing[f]):
             return OTHER_WAYS
         return NOT_LINEAR if found.is_disproportionate or self.grows else ""
 
