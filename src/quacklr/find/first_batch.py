@@ -33,13 +33,8 @@ class FirstBatch:
 
     Costs some forward and backward passes of 2 x 8 tokens, once. The measurement does not change the model, its
     gradients or the random state. `found` has the findings, completed by `measure`. A model that cannot be measured is
-    left with the findings of tables; then RuntimeError, if an attention is pending.
-
-    Args:
-        model: the model.
-        found: the findings by table (`found_by_table`).
-        gathers: whether the model has whole parameters only while it runs.
-        verify: if False, nothing is measured.
+    left with the findings of tables; then RuntimeError, if an attention is pending. `gathers`: the model has whole
+    parameters only while it runs. Without `verify` nothing is measured.
     """
 
     def __init__(
@@ -220,19 +215,13 @@ def _may_attend(module: nn.Module) -> bool:
 
 
 class Hook:
-    """The forward pre-hook. In a copied or loaded model it does nothing.
-
-    It has a weak reference, so that the FirstBatch is not a part of the model's state, which a measurement restores.
-    """
+    """The forward pre-hook. Its reference is weak, because a measurement restores all that the model holds."""
 
     def __init__(self, batch: FirstBatch | None, name: str) -> None:
         self.batch, self.name = None if batch is None else ref(batch), name
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the call, but not while compiling, nor in inference mode, whose tensors have no gradients.
-
-        The hook of a module that `torch.compile` returned runs outside the compiled code.
-        """
+        """Keep the call, but not while compiling, nor in inference mode, whose tensors have no gradients."""
         batch = None if self.batch is None else self.batch()
         if batch is not None and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
             batch.keep(self.name, Arguments(args, kwargs))

@@ -33,10 +33,7 @@ NO_STATE = (nn.Module, Optimizer, Dataset, DataLoader, *LOCKS)
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """While entered, the model holds copies of its tensors; on exit, everything holds what it held.
-
-    The containers and objects themselves stay the same.
-    """
+    """While entered, the model holds copies of its tensors; on exit, all containers and objects hold what they held."""
     reached = _reached(model)
     kept = [(place, _items(place)) for each in reached for place in _places(each)]
     generators = [(each, each.get_state()) for each in reached if isinstance(each, torch.Generator)]

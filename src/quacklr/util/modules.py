@@ -82,10 +82,7 @@ def _attributes_set(objects: Iterable[Any], name: str, value: Any) -> Iterator[N
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:
-    """While entered, the model is in eval mode; afterwards every module is in its earlier mode.
-
-    `eval()` is not called: some modules merge weights, or have other side effects, in it.
-    """
+    """While entered, the model is in eval mode. Not by `eval()`, in which some modules merge weights."""
     return _attributes_set(model.modules(), "training", False)
 
 
@@ -112,8 +109,8 @@ def _random_state_restored(model: nn.Module) -> Iterator[None]:
     """On exit, restore the random state of Python, of NumPy if it is imported, and of torch on the model's devices."""
     numpy, of_python = sys.modules.get("numpy"), random.getstate()
     of_numpy = numpy.random.get_state() if numpy else None
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("cpu")}
-    devices = {device for device in devices if device.type != "meta"}
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices = {device for device in devices if device.type not in ("cpu", "meta")}
     kind = next((device.type for device in devices), "cuda")
     try:
         with torch.random.fork_rng(devices, device_type=kind):
@@ -138,10 +135,7 @@ def run_uncompiled() -> AbstractContextManager[Any]:
 
 @dataclass(slots=True)
 class ModuleStack:
-    """The modules that are running: their names and the numbers of their calls, outermost first.
-
-    The first ones, "" and 0, are those of the code around the model.
-    """
+    """Names and call numbers of the running modules, outermost first. "" and 0 are of the code around the model."""
 
     modules: tuple[str, ...] = ("",)
     calls: tuple[int, ...] = (0,)

@@ -191,10 +191,7 @@ def _in_blocks(param: Tensor, masks: Sequence[Tensor], name: str) -> tuple[Weigh
 
 
 def _along_one_dim(block: Tensor, param: Tensor, name: str) -> tuple[Tensor, int | tuple[int, ...]]:
-    """The block of each row, and the dimension of the rows: one along which blocks change, or the first several.
-
-    `block` has the parameter's shape, or size 1 along dimensions where it does not change.
-    """
+    """The block of each row, and the dimension of the rows: one along which blocks change, or the first several."""
     for dims in [(dim,) for dim in range(block.ndim)] + [tuple(range(several)) for several in range(2, block.ndim)]:
         rows = math.prod(block.shape[dim] for dim in dims)
         by_row = block.movedim(dims, tuple(range(len(dims)))).reshape(rows, -1)

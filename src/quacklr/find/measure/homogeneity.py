@@ -18,13 +18,14 @@ The logit as a function of the product must be Lipschitz too: its slope at the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
-from quacklr.find.measure.records import THRESHOLD, Attention, Factor, Projection, recorded_in
-from quacklr.util.autograd import gradients, sums
+from quacklr.find.measure.records import THRESHOLD, Factor, Projection, recorded_in
+from quacklr.util.autograd import depends, gradients, sums
 
 SCALE = 2.0**12
 UNCHANGED = SCALE**0.5  # a size that changes by a smaller factor counts as unchanged
@@ -46,13 +47,9 @@ class Homogeneity:
     """
 
     def __init__(
-        self,
-        attention: Attention,
-        cotangents: Mapping[Factor, Tensor],
-        projections: Mapping[int, Projection],
-        at_scale: Sizes | None,
+        self, call: int, cotangents: dict[Factor, Tensor], projections: dict[int, Projection], at_scale: Sizes | None
     ) -> None:
-        self.projections, self.call, self.at_scale = projections, attention.call, at_scale
+        self.projections, self.call, self.at_scale = projections, call, at_scale
         dtypes = [factor.tensor.dtype for factor in cotangents if factor.tensor.is_floating_point()]
         self.rounding = ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes)
         self.is_finite = True
@@ -65,9 +62,8 @@ class Homogeneity:
         self.partial: set[Factor | Projection] = set()  # what has other terms besides the contributing projections
         self.leaf_gradients: dict[Projection, list[Tensor]] = {}
         self.sizes: Sizes = {}
-        for product in attention.products:
-            for part, factor in (("q", product.q), ("k", product.k)):
-                self._add_factor((product.number, part), factor, cotangents[factor])
+        for factor, directions in cotangents.items():
+            self._add_factor(factor, directions)
         waiting = self.on_paths
         while waiting:
             projection = waiting.pop()
@@ -103,12 +99,11 @@ class Homogeneity:
         is_more = growth.max() > SCALE * UNCHANGED or (not linear and bool(stays.any()))
         return "more" if is_more else "in proportion"
 
-    def _add_factor(self, function: tuple[int, str], factor: Factor, cotangents: Tensor) -> None:
+    def _add_factor(self, factor: Factor, cotangents: Tensor) -> None:
         """Find the projections with a share in a query or key."""
         found = recorded_in(factor.tensor, self.projections)
         at = gradients(factor.tensor, [p.leaf for p in found], cotangents)
-        totals = sums(factor.tensor.detach() * cotangents)
-        self._add(factor, function, factor.tensor, totals, found, at)
+        self._add(factor, sums(factor.tensor.detach() * cotangents), found, at)
         made = [at for p in found if p.output is not None for at in self.leaf_gradients.get(p, [])]
         self.is_unreached |= bool(made) and not any(bool(at.any()) for at in made)
 
@@ -122,16 +117,10 @@ class Homogeneity:
             return
         at_input, *at = gradients(output, [x, *(p.leaf for p in earlier)], torch.cat(self.leaf_gradients[projection]))
         if at_input is not None:
-            self._add(projection, (projection.number, "output"), output, sums(x.detach() * at_input), earlier, at)
+            self._add(projection, sums(x.detach() * at_input), earlier, at)
 
     def _add(
-        self,
-        of: Factor | Projection,
-        function: tuple[int, str],
-        output: Tensor,
-        totals: Tensor,
-        found: list[Projection],
-        at: Sequence[Tensor | None],
+        self, of: Factor | Projection, totals: Tensor, found: list[Projection], at: Sequence[Tensor | None]
     ) -> None:
         """Find the projections with a share in a function, from the totals and the gradients in random directions.
 
@@ -144,7 +133,7 @@ class Homogeneity:
                 self.leaf_gradients.setdefault(p, []).append(at_leaf)
                 share = p.leaf.detach().float() * at_leaf
                 shares_PF[:, i] = sums(share)
-                self.sizes[(*function, p.number)] = p.per_row(share, Tensor.mean).sum(0)
+                self.sizes[(*of.key, p.number)] = p.per_row(share, Tensor.mean).sum(0)
         totals, shares_PF = totals.cpu(), shares_PF.cpu()
         self.is_finite &= bool((totals + shares_PF.sum(1)).isfinite().all())
         no_share = max(NO_SHARE, self.rounding) * totals.norm()
@@ -160,29 +149,22 @@ class Homogeneity:
 
         if not are_complete():
             self.partial.add(of)
-            contributing = self._in_proportion(function, output, contributing)
+            contributing = self._in_proportion(of, contributing)
         inside = [p for p in contributing if self.call and self.call in p.calls]
         self.contributing[of] = contributing if are_complete() else inside
 
-    def _in_proportion(self, function: tuple[int, str], output: Tensor, found: list[Projection]) -> list[Projection]:
-        """The projections that a function grows in proportion to, without gates and others that do not matter.
-
-        Learned tensors, such as a temperature, count as gates here.
-        """
-        found = [p for p in found if p.output is not None]
-        depends_on = {p: _second_derivatives(output, p, found) for p in found}
+    def _in_proportion(self, of: Factor | Projection, found: list[Projection]) -> list[Projection]:
+        """The projections that a function grows in proportion to, without gates and others that do not matter."""
+        found = [p for p in found if p.output is not None]  # a learned tensor, such as a temperature, is a gate
+        output = of.tensor if isinstance(of, Factor) else of.output
+        assert output is not None
+        depends_on: dict[Projection, set[Projection]] = {}
+        for p in found:
+            (at,) = torch.autograd.grad(output, [p.leaf], torch.randn_like(output), create_graph=True)
+            depends_on[p] = set(compress(found, depends(at, [other.leaf for other in found])))
         linear = [p for p in found if p not in depends_on[p]]
         gates = {gate for p in linear for gate in depends_on[p]}
-        growth = {p: self.growth((*function, p.number), p in linear, p in gates) for p in found}
+        growth = {p: self.growth((*of.key, p.number), p in linear, p in gates) for p in found}
         self.is_disproportionate |= "more" in growth.values()
         self.bounded += [p for p in found if growth[p] == "less"]
         return [p for p in found if growth[p] != "less"]
-
-
-def _second_derivatives(output: Tensor, projection: Projection, projections: list[Projection]) -> set[Projection]:
-    """The projections that the gradient of an output with respect to one projection depends on."""
-    (at,) = torch.autograd.grad(output, [projection.leaf], torch.randn_like(output), create_graph=True)
-    if not at.requires_grad:
-        return set()
-    again = gradients(at, [p.leaf for p in projections], torch.randn_like(at)[None])
-    return {p for p, second in zip(projections, again, strict=True) if second is not None and bool(second.any())}

@@ -81,11 +81,7 @@ def _sizes_at_scale(model: nn.Module, sample: Any, options: Options) -> Sizes:
 
 
 def _run(
-    model: nn.Module,
-    sample: Any,
-    options: Options,
-    result: Callable[[TermFinder], R],
-    at_scale: Sizes | None = None,
+    model: nn.Module, sample: Any, options: Options, result: Callable[[TermFinder], R], at_scale: Sizes | None = None
 ) -> tuple[Tape, list[R]]:
     """One forward pass: its tape, and a result for each attention."""
     found: list[R] = []
@@ -106,10 +102,7 @@ def _run(
 
 @contextmanager
 def no_zeros(model: nn.Module) -> Iterator[None]:
-    """The model with random numbers for the zeros of its parameters; afterwards they are zero again.
-
-    A weight that is initialised to zero, or to the identity, would hide the projections before it.
-    """
+    """While entered, random numbers for the zeros of parameters, which would hide the projections before them."""
     numbers = [p for p in model.parameters() if p.dtype in DTYPES and p.numel() and not p.is_meta]
     kept = [(p, p.data) for p in numbers if ((p.data if p.numel() <= SMALL else p.data[0]) == 0).any()]
     try:

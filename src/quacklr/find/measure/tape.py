@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from quacklr.find.measure.records import Attention, Factor, Product, Projection, products_behind, recorded_in
+from quacklr.find.measure.records import Attention, Axes, Factor, Product, Projection, products_behind, recorded_in
 from quacklr.util import torch_functions as ops
 from quacklr.util.modules import ModuleStack
 from quacklr.util.torch_functions import ProductLabels, bound, tensors_in
@@ -94,8 +94,10 @@ class Tape(TorchFunctionMode):
             return self._attend_fused(*args, **kwargs)
         if func in ops.SOFTMAX and self._attend(*bound(args, kwargs, "input", "dim")):
             return func(*args, **kwargs).detach()
-        if func is F.batch_norm:
-            return _batch_norm(*bound(args, kwargs, *BATCH_NORM))
+        if func is F.batch_norm:  # in training mode it removes the scale of its input
+            x, mean, var, weight, bias = bound(args, kwargs, *BATCH_NORM)
+            training = x.numel() > x.shape[1]  # not if a channel has one value
+            return func(x, None if training else mean, None if training else var, weight, bias, training)
         if func in ops.LOGSUMEXP:
             self._attend(*bound(args, kwargs, "input", "dim"))
         first, second = bound(args, kwargs, "input", "other")
@@ -163,19 +165,14 @@ class Tape(TorchFunctionMode):
         if self.count in self.options.not_replaced:
             return output
         ((q_axis, k_axis),) = labels.summed_axes()
-        q = Factor(left, q_axis, labels.kept_axes(of_right=False))
-        k = Factor(right, k_axis, labels.kept_axes(of_right=True))
+        q = Factor((self.count, "q"), left, q_axis, labels.kept_axes(of_right=False))
+        k = Factor((self.count, "k"), right, k_axis, labels.kept_axes(of_right=True))
         leaf = self._leaf(output, self.options.scale, signed=self.options.scale != 1)
         self.products[id(leaf)] = Product(leaf, output, q, k, self.running.calls, self.count)
         return leaf
 
     def _project(
-        self,
-        output: Tensor | None,
-        x: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: tuple[tuple[int, int], ...],
+        self, output: Tensor | None, x: Tensor | None, weight: Tensor, bias: Tensor | None, rows: Axes
     ) -> Tensor:
         """Record a projection, or a learned tensor, which has no output. The result is a copy of its leaf."""
         self.count += 1
@@ -227,11 +224,7 @@ class Tape(TorchFunctionMode):
         return ops.SDPA(query.detach(), key.detach(), value, mask, *args, **kwargs).detach()
 
     def _attend(self, logits: Tensor, dim: int | None, own: Product | None = None, fused: bool = False) -> bool:
-        """Whether a softmax is an attention: it is over the last dimension of a tensor computed from products.
-
-        Calls `on_attention`, unless an operation on the logits was replaced. `own` is the product of a fused attention,
-        which is never an operation on other logits.
-        """
+        """Whether a softmax is an attention: it is over the last dimension of a tensor computed from products."""
         if logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
             return False
         direct = recorded_in(logits, self.products)
@@ -262,19 +255,10 @@ class Tape(TorchFunctionMode):
         return id(tensor) in self.weights
 
     def _leaf(self, output: Tensor, scale: float, signed: bool = False) -> Tensor:
-        """Random numbers to replace an output. They are positive by default, so that a ReLU has gradients.
-
-        None of these is near 0, so that at a larger scale a bounded function is flat.
-        """
+        """Random numbers to replace an output. They are positive by default, so that a ReLU has gradients."""
         if not self.options.random and output.any():
             return (output.detach() * scale).requires_grad_()
         device = output.device
         generator = self.generators.setdefault(device, torch.Generator(device).manual_seed(0))
         leaf = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=device)
         return (scale * (leaf if signed else leaf.abs_() + 0.5)).requires_grad_()
-
-
-def _batch_norm(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, *_: Any) -> Tensor:
-    """Batch norm in training mode, where it removes the scale of its input; in eval mode if a channel has one value."""
-    training = x.numel() > x.shape[1]
-    return F.batch_norm(x, None if training else mean, None if training else var, weight, bias, training)

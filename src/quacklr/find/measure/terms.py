@@ -12,7 +12,7 @@ from torch import Tensor
 from quacklr.find.measure.homogeneity import PASSES, Homogeneity, Sizes
 from quacklr.find.measure.mixing import Heads, are_mixed
 from quacklr.find.measure.records import Attention, Factor, Product, Projection, Rows, recorded_in
-from quacklr.util.autograd import batches, gradients, sums
+from quacklr.util.autograd import batches, depends, gradients, sums
 
 Chain = tuple[Rows, ...]  # from the projection next to the logit to the one that reads the input
 MIXED = "it mixes the logits of its heads before the softmax"
@@ -30,24 +30,17 @@ SPARSE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredAttention:
-    """The terms of one attention's logits, head by head, and the projections that are on no path.
-
-    A term is the chain of the query and that of the key, each from the logit to the input.
-    """
+    """The terms of one attention's logits, head by head, and the projections that are on no path."""
 
     module: str
     problem: str  # why paths cannot describe it; empty if they can
-    terms: list[tuple[Chain, Chain]]
+    terms: list[tuple[Chain, Chain]]  # the chain of the query and that of the key
     cut: list[Projection]  # projections that a norm follows
     bounded: list[Projection]  # gates, and projections that a bounded function follows, such as tanh
 
 
 class TermFinder:
-    """The terms of one attention's logits, each a query chain and a key chain.
-
-    `projections` are those recorded before the attention. `at_scale` has the sizes at a larger scale; None if they are
-    not measured yet. Derivatives of all heads are taken together.
-    """
+    """The terms of one attention's logits. Derivatives of all heads are taken together."""
 
     def __init__(self, attention: Attention, projections: dict[int, Projection], at_scale: Sizes | None) -> None:
         self.attention, self.projections = attention, projections
@@ -58,7 +51,7 @@ class TermFinder:
             for factor, other in ((product.q, product.k), (product.k, product.q)):
                 met = (other.tensor.detach() != 0).movedim(other.axis, 0).flatten(1).any(1)
                 self.cotangents[factor] = self._noise(factor.tensor) * _along(factor.axis, met[None], factor)
-        self.homogeneity = Homogeneity(attention, self.cotangents, projections, at_scale)
+        self.homogeneity = Homogeneity(attention.call, self.cotangents, projections, at_scale)
         self.entries = {factor: self._entries_of(factor) for factor in self.cotangents}
         self.normed = [] if attention.fused else self._normed()
         curved = self.products if not attention.fused and self._is_curved() else []
@@ -106,22 +99,17 @@ class TermFinder:
         """Whether the logits are not linear in the products: capped, or multiplied by a projection."""
         leaves = [product.leaf for product in self.products]
         at = torch.autograd.grad(self.logits, leaves, self._noise(self.logits)[0], create_graph=True)
-        nonlinear = [each for each in at if each.requires_grad]
         leaves += [p.leaf for p in recorded_in(self.logits, self.projections) if p.output is not None]
-        again = [second for each in nonlinear for second in gradients(each, leaves, torch.randn_like(each)[None])]
-        return any(second is not None and bool(second.any()) for second in again)
+        return any(any(depends(each, leaves)) for each in at)
 
     def _terms(self) -> tuple[list[tuple[Chain, Chain]], bool]:
-        """The distinct pairs of chains that make the query and the key, of all heads; and whether heads are mixed.
-
-        A head is the entries of a product that are made of the same rows.
-        """
+        """The distinct pairs of chains that make the query and the key, of all heads; and whether heads are mixed."""
         found: dict[tuple[Chain, Chain], None] = {}
         heads: dict[Product, Heads] = {}
         for product in self.products:
             axes = self._head_axes(product)
             sizes = [size if axis in axes else 1 for axis, size in enumerate(product.output.shape)]
-            numbers: dict[tuple[frozenset[Rows], ...], int] = {}
+            numbers: dict[tuple[frozenset[Rows], ...], int] = {}  # of heads: the entries that are made of the same rows
             head_of_entry = []
             for some in batches(torch.ones(sizes, device=self.logits.device).nonzero(), product.leaf):
                 for terms in self._terms_at(product, axes, some):
@@ -138,10 +126,7 @@ class TermFinder:
         return list(found), is_mixed
 
     def _head_axes(self, product: Product) -> list[int]:
-        """The axes of a product along which the first and the last entry are made of different rows of a projection.
-
-        Learned tensors do not count, because different keys may read different rows of them.
-        """
+        """The axes of a product along which the first and the last entry are made of different rows of a projection."""
         sizes = product.output.shape
         axes = [axis for axis, size in enumerate(sizes) if size > 1]
         if not axes:
@@ -151,7 +136,7 @@ class TermFinder:
         for factor in (product.q, product.k):
             cotangents = torch.cat([self._at(factor, [axis], ends) for axis in axes])
             for projection, at in self._at_projections(factor, cotangents):
-                if projection.output is not None:
+                if projection.output is not None:  # different keys may read different rows of learned tensors
                     rows = projection.rows_with(at)
                     of_ends = zip(axes, rows[::2], rows[1::2], strict=True)
                     found |= {axis for axis, first, last in of_ends if first and last and first != last}
@@ -195,10 +180,7 @@ class TermFinder:
         return entries
 
     def _terms_at(self, product: Product, axes: Sequence[int], indices: Tensor) -> list[list[tuple[Chain, Chain]]]:
-        """For each head, the chains of each projection of the query, paired with those of each one of the key.
-
-        A projection of the query is paired with those of the key that share entries with it.
-        """
+        """For each head, the pairs of chains that begin with projections that share entries of the summed axis."""
         q, k = product.q, product.k
         at_q, at_k = self._at(q, axes, indices), self._at(k, axes, indices)
         terms: list[list[tuple[Chain, Chain]]] = [[] for _ in indices]
@@ -210,21 +192,16 @@ class TermFinder:
                     of_head += pairs(of_q, of_k)
         return terms
 
-    def _chains(
-        self, factor: Factor, cotangents: Tensor, first: Projection | None, entries: Tensor
-    ) -> list[list[Chain]]:
+    def _chains(self, factor: Factor, at: Tensor, first: Projection | None, entries: Tensor) -> list[list[Chain]]:
         """For each head, the chains that begin with a projection, through these entries of the query or key only."""
         if first is None:
-            return [[()] for _ in cotangents]
-        only = _along(factor.axis, entries[None].to(cotangents.device), factor)
-        (at,) = gradients(factor.tensor, [first.leaf], cotangents * only)
-        return self._continued(first, at) if at is not None else [[] for _ in cotangents]
+            return [[()] for _ in at]
+        only = _along(factor.axis, entries[None].to(at.device), factor)
+        (at_first,) = gradients(factor.tensor, [first.leaf], at * only)
+        return self._continued(first, at_first) if at_first is not None else [[] for _ in at]
 
     def _continued(self, projection: Projection, at: Tensor) -> list[list[Chain]]:
-        """For each head, the chains from a projection to earlier ones; none for a head without a gradient.
-
-        Also the projection alone, if it has another input as well.
-        """
+        """For each head, the chains from a projection to earlier ones; also it alone, if it has other inputs."""
         earlier = self.homogeneity.contributing.get(projection, [])
         before = gradients(projection.output, [p.leaf for p in earlier], at) if projection.output is not None else ()
         longer = [self._continued(p, each) for p, each in zip(earlier, before, strict=True) if each is not None]
