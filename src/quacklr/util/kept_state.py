@@ -87,14 +87,11 @@ def _reached(model: nn.Module) -> list[Any]:
     waiting: list[Any] = [model]
     while waiting:
         each = waiting.pop()
-        if id(each) in seen:
-            continue
+        is_container = isinstance(each, (nn.Module, tuple, frozenset, *CONTAINERS))
+        if id(each) not in seen:
+            found |= {id(each): each} if is_container else _all_in(each)
+            waiting += _parts(each) if is_container else []
         seen.add(id(each))
-        if isinstance(each, (nn.Module, tuple, frozenset, *CONTAINERS)):
-            found[id(each)] = each
-            waiting += _parts(each)
-        else:
-            found |= _all_in(each)
     return list(found.values())
 
 

@@ -95,10 +95,9 @@ def trainable(model: nn.Module) -> AbstractContextManager[None]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """On exit, the model is what it was: a forward or a backward inside leaves nothing behind.
 
-    Restored are: attributes, submodules, hooks, modes, buffers, gradients, every list, dict, set and object that an
-    attribute holds (a list of auxiliary losses, a cache of keys and values), and the random state. While entered, the
-    model has copies of its tensors, and no gradients; so a graph that was made before can still be differentiated.
-    Parameters are not copied: a forward that writes into a parameter changes it.
+    Restored are its state (util/kept_state.py), its gradients and the random state. While entered, it has copies of its
+    tensors, and no gradients; so a graph that was made before can still be differentiated. Parameters are not copied: a
+    forward that writes into a parameter changes it.
     """
     with _random_state_restored(model), state_kept(model), _attributes_set(model.parameters(), "grad", None):
         yield

@@ -81,7 +81,6 @@ class Homogeneity:
     def growth(self, key: tuple[int, str, int], linear: bool = False, gate: bool = False) -> str:
         """How a size changes at the larger scale: "in proportion", "more", or "less", which is not at all.
 
-        A size that stays in some rows only (they are normed, and others are not) has no path, as one with "more".
         `linear`: the function is linear in y, times something that may vanish. `gate`: y is a factor of another
         projection; a few of its rows may not be flat, by chance.
         """
@@ -96,6 +95,7 @@ class Homogeneity:
         stays = growth < UNCHANGED
         if not linear and stays.float().mean() >= (MOST_ROWS if gate else 1):
             return "less"
+        # sizes that stay in some rows only (they are normed, and others are not) have no path either
         is_more = growth.max() > SCALE * UNCHANGED or (not linear and bool(stays.any()))
         return "more" if is_more else "in proportion"
 

@@ -76,16 +76,15 @@ class Tape(TorchFunctionMode):
         tensors = tensors_in([*args, *kwargs.values()])
         if not tensors:
             return func(*args, **kwargs)
-        if all(id(t) in self.weights or id(t) in self.constants for t in tensors) and func is not F.linear:
-            return self._constant(func(*args, **kwargs), learned=any(map(self._is_weight, tensors)))
+        sources = tensors[:1] if func in LIKE else tensors
+        if all(id(t) in self.weights or id(t) in self.constants for t in sources) and func is not F.linear:
+            output = func(*args, **kwargs)
+            alike = self.weights if any(map(self._is_weight, sources)) else self.constants
+            alike.update({id(tensor): tensor for tensor in tensors_in([output])})
+            return output
         # gradients are enabled even where the model disables them; detached saved tensors keep no graph alive
         with torch.enable_grad(), saved_tensors_hooks(torch.detach, lambda tensor: tensor):
             return self._run(func, args, kwargs)
-
-    def _constant(self, output: Any, learned: bool) -> Any:
-        """Register an output that is computed from weights and constants alone, as a weight or a constant."""
-        (self.weights if learned else self.constants).update({id(tensor): tensor for tensor in tensors_in([output])})
-        return output
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(out := kwargs.get("out"), Tensor):  # torch does not differentiate functions that write into `out`
@@ -105,8 +104,6 @@ class Tape(TorchFunctionMode):
             return first
         if func in ops.ADD and (biased := self._add_bias(first, second)) is not None:
             return biased
-        if func in LIKE and self._is_weight(first):
-            return self._constant(func(*args, **kwargs), learned=True)
         if func in ops.ADD or func in ops.CONCATENATE:
             args = [self._replace_learned(arg) for arg in args]
         return self._record(func, args, kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product as pairs
 
@@ -156,21 +156,18 @@ class TermFinder:
                 at = at * _along(own, indices[:, axis, None] == torch.arange(size, device=at.device), factor)
         return at
 
-    def _at_projections(self, factor: Factor, cotangents: Tensor) -> Iterator[tuple[Projection, Tensor]]:
+    def _at_projections(self, factor: Factor, cotangents: Tensor) -> list[tuple[Projection, Tensor]]:
         """The gradients at each contributing projection."""
         found = self.homogeneity.contributing[factor]
-        for projection, at in zip(found, gradients(factor.tensor, [p.leaf for p in found], cotangents), strict=True):
-            if at is not None:
-                yield projection, at
+        each = gradients(factor.tensor, [p.leaf for p in found], cotangents)
+        return [(projection, at) for projection, at in zip(found, each, strict=True) if at is not None]
 
     def _entries_of(self, factor: Factor) -> dict[Projection | None, Tensor]:
         """The entries along the summed axis that each projection makes; all of them if there is one projection."""
         contributing = self.homogeneity.contributing
         found, size = contributing[factor], factor.tensor.shape[factor.axis]
-        if not found:
-            return {None: torch.ones(size, dtype=torch.bool)}  # normed, or made of no weight
-        if all(len(contributing[other]) <= 1 for other in self.cotangents):
-            return {found[0]: torch.ones(size, dtype=torch.bool)}
+        if not found or all(len(contributing[other]) <= 1 for other in self.cotangents):
+            return {(found[0] if found else None): torch.ones(size, dtype=torch.bool)}  # None: normed, or of no weight
         entries: dict[Projection | None, Tensor] = {p: torch.zeros(size, dtype=torch.bool) for p in found}
         each = torch.eye(size, dtype=torch.bool, device=factor.tensor.device)
         for some in batches(each, factor.tensor):
