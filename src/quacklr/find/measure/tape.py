@@ -57,8 +57,8 @@ class Tape(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.running, self.on_attention, self.options = running, on_attention, options
-        self.weights = {id(each): each for each in model.parameters()}  # and tensors computed from them
-        self.constants = {id(each): each for each in model.buffers()}  # and tensors computed from them alone
+        self.weights: dict[int, Tensor] = {id(each): each for each in model.parameters()}  # and what is computed of them
+        self.constants = {id(each): each for each in model.buffers()}  # and what is computed of them alone
         self.projections: dict[int, Projection] = {}
         self.products: dict[int, Product] = {}
         self.outputs: dict[int, tuple[Tensor, Projection]] = {}  # the tensors returned to the model in place of outputs
