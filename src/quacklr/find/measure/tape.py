@@ -57,7 +57,9 @@ class Tape(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.running, self.on_attention, self.options = running, on_attention, options
-        self.weights: dict[int, Tensor] = {id(each): each for each in model.parameters()}  # and what is computed of them
+        self.weights: dict[int, Tensor] = {
+            id(each): each for each in model.parameters()
+        }  # and what is computed of them
         self.constants = {id(each): each for each in model.buffers()}  # and what is computed of them alone
         self.projections: dict[int, Projection] = {}
         self.products: dict[int, Product] = {}
