@@ -15,8 +15,7 @@ from transformers.models.dia.modeling_dia import DiaSelfAttention
 from models import Latent, Separate, train
 from quacklr import LogitPath, QuacK, logit_paths
 from quacklr.find.discover import found_by_table
-from quacklr.util.module_stack import ModuleStack, module_stack
-from quacklr.util.modules import run
+from quacklr.util.modules import ModuleStack, module_stack, run
 from quacklr.util.torch_functions import ADDED_MATMUL, MATMUL, SDPA, SOFTMAX
 from tiny_models import OTHERS, build
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quacklr.util.module_stack import module_stack
+from quacklr.util.modules import module_stack
 from quacklr.util.torch_functions import MULTIHEAD, SDPA, SOFTMAX, multihead_opened
 from sample import BATCH
 

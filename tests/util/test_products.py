@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from quacklr.util.products import product_of
+from quacklr.util.torch_functions import product_of
 
 ADDED, LEFT, RIGHT = torch.zeros(2, 3, 5), torch.ones(2, 3, 4), torch.ones(2, 4, 5)
 

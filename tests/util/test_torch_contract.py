@@ -71,7 +71,7 @@ def test_a_function_mode_sees_each_softmax_and_transposition_as_a_function_of_th
 
 
 def test_compiled_modules_have_the_original_one_as_orig_mod() -> None:
-    """quacklr.util.modules.is_compiled"""
+    """quacklr.util.modules.compiled_modules"""
     module = nn.Linear(2, 2)
     compiled: Any = torch.compile(module, backend="eager")
     assert list(compiled._modules) == ["_orig_mod"], changed("torch.compile keeps the module under another name")

@@ -19,8 +19,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from quacklr.attention.flex import flex_logits, is_flex, run_flex
 from quacklr.attention.logits import EagerLogits, HeadAxes, Logits, QKLogits, last_axis
 from quacklr.attention.provenance import ProvenanceTracker
-from quacklr.util.products import AttentionCall
-from quacklr.util.torch_functions import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened, tensors_in
+from quacklr.util.torch_functions import (
+    LOGSUMEXP,
+    MULTIHEAD,
+    SDPA,
+    SOFTMAX,
+    AttentionCall,
+    bound,
+    multihead_opened,
+    tensors_in,
+)
 
 SUPPORTED = (
     "these are seen: scaled_dot_product_attention, flex attention, torch.nn.MultiheadAttention, and a softmax over the "

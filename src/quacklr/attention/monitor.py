@@ -31,8 +31,7 @@ from quacklr.sharded.collectives import (
     validate_no_tensor_parallel,
     warn_if_alone,
 )
-from quacklr.util.module_stack import module_stack
-from quacklr.util.modules import named_modules, run, run_uncompiled, undisturbed, unwrapped
+from quacklr.util.modules import module_stack, named_modules, run, run_uncompiled, undisturbed, unwrapped
 from quacklr.util.torch_functions import tensors_in
 
 NO_PROBE = (

@@ -19,8 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from quacklr.attention.logits import MASKING
 from quacklr.util import torch_functions as ops
-from quacklr.util.products import Product, product_of
-from quacklr.util.torch_functions import bound, tensors_in
+from quacklr.util.torch_functions import Product, bound, product_of, tensors_in
 
 END: set[Any] = {ops.SDPA, F.linear, F.layer_norm, F.rms_norm, *ops.SOFTMAX, *ops.CONVOLUTION}  # outputs are not logits
 NO_MASK, NO_SHIFT = torch.tensor(False, device="cpu"), torch.tensor(0.0, device="cpu")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -23,26 +23,9 @@ from quacklr.find.finding import BY_TABLE, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.util.modules import Arguments, compiled_modules, named_modules, wrappers
 
-WAITS = "not verified yet: the first batch will be measured before the first step"
-NO_BATCH = "no batch was seen before the first step (the model ran none, or was compiled after attaching)"
-NOT_RUN = "it did not attend in the first batch"
-NOT_RUN_HERE = "it steps, and no batch ran it in this process"
-IN_COMPILED = "it did not run in the first batch, and whether it runs later cannot be seen in compiled code"
-SWITCHED_OFF = "verify=False"
-COMPILED = "the model was compiled in place, by model.compile()"
-SHARDED = "the model is sharded"
-TOO_LONG = "its inputs are too long to be measured"
-NOTHING = "no attention was found by table or declaration"
 EXAMPLES, TOKENS = 2, 8
 LONGEST = 512  # tokens of the longest example that is run whole, if the model fails on its first tokens
-
-
-class Call(NamedTuple):
-    """The first examples of a call of a module."""
-
-    name: str
-    module: ref[nn.Module]
-    arguments: Arguments
+Call = tuple[str, Arguments]  # the name of an outermost module, and the first examples that it was called with
 
 
 class FirstBatch:
@@ -50,13 +33,8 @@ class FirstBatch:
 
     Costs some forward and backward passes of 2 x 8 tokens, once. The measurement does not change the model, its
     gradients or the random state. `found` has the findings, completed by `measure`. A model that cannot be measured is
-    left with the findings of tables; then RuntimeError, if an attention is pending.
-
-    Args:
-        model: the model.
-        found: the findings by table (`found_by_table`).
-        gathers: whether the model has whole parameters only while it runs.
-        verify: if False, nothing is measured.
+    left with the findings of tables; then RuntimeError, if an attention is pending. `gathers`: the model has whole
+    parameters only while it runs. Without `verify` nothing is measured.
     """
 
     def __init__(
@@ -70,10 +48,10 @@ class FirstBatch:
         self._did_run: set[str] = set()
         self._measuring = False
         declared = [name for name, finding in self.found.items() if finding.declared]
-        if why := SWITCHED_OFF if not verify else _not_measurable(model, gathers):
+        if why := _not_measurable(model, gathers) if verify else "verify=False":
             self._leave_unverified(why)
         elif not found or len(declared) < len(found):
-            self._note(WAITS)
+            self._note("not verified yet: the first batch will be measured before the first step")
             for name, module in [*compiled_modules(model), *named_modules(model)]:
                 if _may_attend(module) and not any(is_inside(name, outer) for outer in declared):
                     hook = module.register_forward_pre_hook(Hook(self, name), with_kwargs=True)
@@ -89,7 +67,7 @@ class FirstBatch:
         """Whether a batch was kept that was not measured yet. In a step with a closure the model runs in the step."""
         return bool(self._calls)
 
-    def keep(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def keep(self, name: str, arguments: Arguments) -> None:
         """Keep the first examples of a call of an outermost module, if a module in it runs for the first time."""
         is_new = name not in self._did_run
         self._did_run.add(name)
@@ -97,7 +75,7 @@ class FirstBatch:
             return
         outer = next((each for each in self._latest if is_inside(name, each)), name)
         if outer == name:
-            self._latest[name] = Call(name, ref(module), first_examples(Arguments(args, dict(kwargs))))
+            self._latest[name] = name, first_examples(arguments)
         else:
             self._unhook(name)
         if is_new:
@@ -112,16 +90,26 @@ class FirstBatch:
         model = self._model()
         if model is None or self.is_done:
             return None
+        if not self._calls and self._latest:
+            _validate_steps(self.found, model)
+            return None
         if not self._calls:
-            if self._latest:
-                _validate_steps(self.found, model)
-                return None
-            self._leave_unverified(NO_BATCH)
+            self._leave_unverified(
+                "no batch was seen before the first step (the model ran none, or was compiled after attaching)"
+            )
             self.remove()
             return self.found
         found, measured = dict(self.found), dict[str, Finding]()
-        for call in self._calls.values():
-            found = self._completed(found, measured, call, model)
+        for outer, arguments in self._calls.values():
+            seen, why = self._measured(outer, arguments, found)
+            inside = {name: finding for name, finding in found.items() if is_inside(name, outer)}
+            _raise_if_pending(inside if why else {}, why)
+            measured |= seen
+            found = completed(found, seen, model)
+            for name in inside.keys() - seen.keys():
+                if found[name].origin == BY_TABLE:
+                    note = f"not verified: {why or 'it did not attend in the first batch'}"
+                    found[name] = replace(found[name], note=note)
         found = without_pending(found, measured, model, self._ran)
         _validate(found, model)
         warn_unknown({name: finding for name, finding in found.items() if finding != self.found.get(name)})
@@ -129,7 +117,7 @@ class FirstBatch:
         self._calls.clear()
         for name in [name for name in self._hooks if name not in self._latest and self._ran(name)]:
             self._unhook(name)
-        if all(name in self._latest for name in self._hooks):
+        if self._hooks.keys() <= self._latest.keys():
             self.remove()
         return dict(found)
 
@@ -148,26 +136,15 @@ class FirstBatch:
         """Whether a module ran, or a part of it: a trainer may call only the parts."""
         return any(is_inside(part, name) for part in self._did_run)
 
-    def _completed(
-        self, found: dict[str, Finding], measured: dict[str, Finding], call: Call, model: nn.Module
-    ) -> dict[str, Finding]:
-        """The findings, completed by a measurement on a call, which is added to `measured`."""
-        seen, why = self._measured(call, found)
-        inside = {name: finding for name, finding in found.items() if is_inside(name, call.name)}
-        if why:
-            _raise_if_pending(inside, why)
-        measured |= seen
-        found = completed(found, seen, model)
-        for name in inside.keys() - seen.keys():
-            if found[name].origin == BY_TABLE:
-                found[name] = replace(found[name], note=f"not verified: {why or NOT_RUN}")
-        return found
-
-    def _measured(self, call: Call, found: Mapping[str, Finding]) -> tuple[dict[str, Finding], str]:
+    def _measured(
+        self, outer: str, arguments: Arguments, found: Mapping[str, Finding]
+    ) -> tuple[dict[str, Finding], str]:
         """The findings by measurement, and the reason if there is none. A slice that shows too little is enlarged."""
-        module, measured, why = call.module(), dict[str, Finding](), TOO_LONG
-        assert module is not None
-        for part in slices(call.arguments):
+        model = self._model()
+        assert model is not None
+        module = dict((*compiled_modules(model), *named_modules(model)))[outer]
+        measured, why = dict[str, Finding](), "its inputs are too long to be measured"
+        for part in slices(arguments):
             try:
                 self._measuring = True
                 seen = measured_paths(module, part)
@@ -176,19 +153,18 @@ class FirstBatch:
                 continue
             finally:
                 self._measuring = False
-            measured = {".".join(filter(None, (call.name, name))): finding for name, finding in seen.items()}
+            measured = {".".join(filter(None, (outer, name))): finding for name, finding in seen.items()}
             why = ""
-            missed = [name for name, finding in found.items() if finding.pending and self._ran(name)]
-            if measured.keys() >= set(missed) and not any(finding.undecided for finding in measured.values()):
+            missed = {name for name, finding in found.items() if finding.pending and self._ran(name)}
+            if measured.keys() >= missed and not any(finding.undecided for finding in measured.values()):
                 break
         return measured, why
 
     def _leave_unverified(self, why: str) -> None:
         """Note why the findings of tables are not verified. RuntimeError if some attention is not known."""
         if not self.found:
-            raise RuntimeError(
-                f"{type(self._model()).__name__}: {NOTHING}, and it cannot be measured: {why}; {WAYS_OUT}"
-            )
+            nothing = f"{type(self._model()).__name__}: no attention was found by table or declaration"
+            raise RuntimeError(f"{nothing}, and it cannot be measured: {why}; {WAYS_OUT}")
         _raise_if_pending(self.found, why)
         self._note(f"not verified: {why}")
 
@@ -201,10 +177,12 @@ def _validate(found: Mapping[str, Finding], model: nn.Module) -> None:
     for name, finding in found.items():
         if finding.undecided:
             raise RuntimeError(f"{name or 'the model'}: {finding.reason}; {WAYS_OUT}")
+    if next(compiled_modules(model), None) is not None:
+        _raise_if_pending(
+            found, "it did not run in the first batch, and whether it runs later cannot be seen in compiled code"
+        )
     if not any(finding.pending for finding in found.values()):
         validate_controls(found, model)
-    elif next(compiled_modules(model), None) is not None:
-        _raise_if_pending(found, IN_COMPILED)
     _validate_steps(found, model)
 
 
@@ -212,9 +190,8 @@ def _validate_steps(found: Mapping[str, Finding], model: nn.Module) -> None:
     """RuntimeError if a pending attention has gradients. Replicas of a model (DDP) may run different modules."""
     waiting = {name: finding for name, finding in found.items() if finding.pending}
     modules = dict(named_modules(model)) if waiting else {}
-    stepping = [name for name in waiting if any(p.grad is not None for p in modules[name].parameters())]
-    if stepping:
-        raise RuntimeError(not_known(stepping, found, NOT_RUN_HERE))
+    steps = {n: each for n, each in waiting.items() if any(p.grad is not None for p in modules[n].parameters())}
+    _raise_if_pending(steps, "it steps, and no batch ran it in this process")
 
 
 def _raise_if_pending(found: Mapping[str, Finding], why: str) -> None:
@@ -225,8 +202,8 @@ def _raise_if_pending(found: Mapping[str, Finding], why: str) -> None:
 def _not_measurable(model: nn.Module, gathers: bool) -> str:
     """The reason why a model cannot be measured while it trains; empty if it can."""
     if any(each._compiled_call_impl is not None for each in wrappers(model)):
-        return COMPILED
-    return SHARDED if gathers or any(is_sharded(param) for param in model.parameters()) else ""
+        return "the model was compiled in place, by model.compile()"
+    return "the model is sharded" if gathers or any(is_sharded(param) for param in model.parameters()) else ""
 
 
 def _may_attend(module: nn.Module) -> bool:
@@ -238,22 +215,16 @@ def _may_attend(module: nn.Module) -> bool:
 
 
 class Hook:
-    """The forward pre-hook. In a copied or loaded model it does nothing.
-
-    It has a weak reference, so that the FirstBatch is not a part of the model's state, which a measurement restores.
-    """
+    """The forward pre-hook. Its reference is weak, because a measurement restores all that the model holds."""
 
     def __init__(self, batch: FirstBatch | None, name: str) -> None:
         self.batch, self.name = None if batch is None else ref(batch), name
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the call, but not while compiling, nor in inference mode, whose tensors have no gradients.
-
-        The hook of a module that `torch.compile` returned runs outside the compiled code.
-        """
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the call, but not while compiling, nor in inference mode, whose tensors have no gradients."""
         batch = None if self.batch is None else self.batch()
         if batch is not None and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
-            batch.keep(self.name, module, args, kwargs)
+            batch.keep(self.name, Arguments(args, kwargs))
 
     def __reduce__(self) -> tuple[type[Hook], tuple[None, str]]:
         return Hook, (None, self.name)
@@ -262,8 +233,15 @@ class Hook:
 def slices(call: Arguments) -> Iterator[Arguments]:
     """The call with a few tokens of each example; then with all of them, if they are not too many."""
     batch, lengths = _sizes(call)
+
+    def first_tokens(tensor: Tensor) -> Tensor:
+        for dim, size in enumerate(tensor.shape):
+            if size in lengths and (dim or size != batch):
+                tensor = tensor.narrow(dim, 0, min(TOKENS, size))
+        return tensor
+
     if any(length > TOKENS for length in lengths):
-        yield call.map(lambda tensor: _first_tokens(tensor, batch, lengths))
+        yield call.map(first_tokens)
     if all(length <= LONGEST for length in lengths):
         yield call
 
@@ -271,8 +249,14 @@ def slices(call: Arguments) -> Iterator[Arguments]:
 def first_examples(call: Arguments) -> Arguments:
     """A copy of the first examples of a call."""
     batch, _ = _sizes(call)
+
+    def copied(tensor: Tensor) -> Tensor:
+        dim = next((dim for dim in range(min(2, tensor.ndim)) if tensor.shape[dim] == batch), None)
+        first = tensor if dim is None else tensor.narrow(dim, 0, min(EXAMPLES, batch))
+        return first.detach().clone()
+
     with torch.no_grad():
-        return call.map(lambda tensor: _narrowed(tensor, batch).detach().clone())
+        return call.map(copied)
 
 
 def _sizes(call: Arguments) -> tuple[int, set[int]]:
@@ -282,15 +266,3 @@ def _sizes(call: Arguments) -> tuple[int, set[int]]:
     vectors = [tensor for tensor in tensors if tensor.ndim == 3 and tensor.is_floating_point()]
     batch = next((len(tensor) for tensor in [*ids, *tensors] if tensor.ndim > 1), 0)
     return batch, {tensor.shape[1] for tensor in ids or vectors[:1]}
-
-
-def _narrowed(tensor: Tensor, batch: int) -> Tensor:
-    dim = next((dim for dim in range(min(2, tensor.ndim)) if tensor.shape[dim] == batch), None)
-    return tensor if dim is None else tensor.narrow(dim, 0, min(EXAMPLES, batch))
-
-
-def _first_tokens(tensor: Tensor, batch: int, lengths: set[int]) -> Tensor:
-    for dim, size in enumerate(tensor.shape):
-        if size in lengths and (dim or size != batch):
-            tensor = tensor.narrow(dim, 0, min(TOKENS, size))
-    return tensor

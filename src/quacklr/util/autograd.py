@@ -25,6 +25,14 @@ def gradients(of: Tensor, at: Sequence[Tensor], cotangents: Tensor) -> Sequence[
         return [None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True)]
 
 
+def depends(gradient: Tensor, on: Sequence[Tensor]) -> list[bool]:
+    """Whether a gradient, whose graph was kept, depends on each tensor."""
+    if not gradient.requires_grad:
+        return [False for _ in on]
+    again = gradients(gradient, on, torch.randn_like(gradient)[None])
+    return [each is not None and bool(each.any()) for each in again]
+
+
 def batches(of: Tensor, like: Tensor) -> Sequence[Tensor]:
     """The rows of a tensor in batches, so small that one cotangent like `like` for each row fits into memory."""
     return of.split(max(1, MOST // max(1, like.numel())))

@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -32,19 +33,14 @@ NO_STATE = (nn.Module, Optimizer, Dataset, DataLoader, *LOCKS)
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """While entered, the model holds copies of its tensors; on exit, everything holds what it held.
-
-    The containers and objects themselves stay the same.
-    """
+    """While entered, the model holds copies of its tensors; on exit, all containers and objects hold what they held."""
     reached = _reached(model)
     kept = [(place, _items(place)) for each in reached for place in _places(each)]
     generators = [(each, each.get_state()) for each in reached if isinstance(each, torch.Generator)]
     copies = _Copies(model)
     try:
         for place, items in kept:
-            if any(isinstance(item, Tensor | tuple) for item in _values(items)):
-                copied = [copies.of(item) for item in _values(items)]
-                _fill(place, dict(zip(items, copied, strict=True)) if isinstance(items, dict) else copied)
+            _fill(place, {key: copies.of(item) for key, item in items.items()})
         yield
     finally:
         for place, items in kept:
@@ -62,10 +58,11 @@ class _Copies:
 
     def of(self, value: Any) -> Any:
         """The copy of a tensor, or a tuple with copies; any other value as it is."""
-        if isinstance(value, tuple) and value:
+        if isinstance(value, tuple):
             items = [self.of(item) for item in value]
-            if any(new is not old for new, old in zip(items, value, strict=True)):
-                return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+            if all(map(is_, items, value)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or is_lazy(value):
             return value
         if _storage(value) in self.of_parameters:
@@ -90,14 +87,11 @@ def _reached(model: nn.Module) -> list[Any]:
     waiting: list[Any] = [model]
     while waiting:
         each = waiting.pop()
-        if id(each) in seen:
-            continue
+        is_container = isinstance(each, (nn.Module, tuple, frozenset, *CONTAINERS))
+        if id(each) not in seen:
+            found |= {id(each): each} if is_container else _all_in(each)
+            waiting += _parts(each) if is_container else []
         seen.add(id(each))
-        if isinstance(each, (nn.Module, tuple, frozenset, *CONTAINERS)):
-            found[id(each)] = each
-            waiting += _parts(each)
-        else:
-            found |= _all_in(each)
     return list(found.values())
 
 
@@ -117,10 +111,8 @@ def _all_in(value: Any) -> dict[int, Any]:
 
 def _parts(value: Any) -> list[Any]:
     """What a container or an object holds, without tensors, numbers and others that hold nothing."""
-    held = list(value) if isinstance(value, tuple | frozenset) else []
-    for place in _places(value):
-        held += _values(_items(place))
-    return [each for each in held if not isinstance(each, ATOMS)]
+    held = [value] if isinstance(value, tuple | frozenset) else [_items(place).values() for place in _places(value)]
+    return [each for values in held for each in values if not isinstance(each, ATOMS)]
 
 
 def _places(value: Any) -> list[Any]:
@@ -135,39 +127,28 @@ def _state(value: Any) -> Any:
     return None if isinstance(value, nn.Module | tuple) else object.__getstate__(value)  # these have no slots
 
 
-def _items(place: Any) -> Any:
-    """The contents of a place: a dict or a list."""
+def _items(place: Any) -> dict[Any, Any]:
+    """The contents of a place, by key, position or name of a slot."""
     if isinstance(place, dict):
         return dict(place)
-    return list(place) if isinstance(place, CONTAINERS) else _state(place)[1]
+    return dict(enumerate(place)) if isinstance(place, CONTAINERS) else _state(place)[1]
 
 
-def _values(items: Any) -> list[Any]:
-    return list(items.values()) if isinstance(items, dict) else items
-
-
-def _fill(place: Any, items: Any) -> None:
+def _fill(place: Any, items: dict[Any, Any]) -> None:
     """Give a place these contents. By the methods of the builtin type, because a subclass may refuse them."""
     now = _items(place)
-    if _ids(now) == _ids(items):
+    if now.keys() == items.keys() and all(map(is_, now.values(), items.values())):
         return
     if isinstance(place, dict):
         kind: Any = OrderedDict if isinstance(place, OrderedDict) else dict
         kind.clear(place)
         for key, item in items.items():
             kind.__setitem__(place, key, item)
-    elif isinstance(place, set):
+    elif isinstance(place, CONTAINERS):
         place.clear()
-        place.update(items)
-    elif isinstance(place, list | deque):
-        place.clear()
-        place.extend(items)
+        (place.update if isinstance(place, set) else place.extend)(items.values())
     else:
         for name in now.keys() - items.keys():
             object.__delattr__(place, name)
         for name, item in items.items():
             object.__setattr__(place, name, item)
-
-
-def _ids(items: Any) -> list[int]:
-    return list(map(id, [*items, *items.values()] if isinstance(items, dict) else items))

@@ -1,23 +1,26 @@
-"""Modules of a model by name, and forward passes of it without side effects."""
+"""Modules of a model by name, those that are running, and forward passes without side effects."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from quacklr.util.kept_state import state_kept
 from quacklr.util.torch_functions import tensors_in
 
 IN_PLACE = ("_orig_mod", "_fsdp_wrapped_module")  # of torch.compile and FSDP1, which also wrap modules inside a model
-ENGINES = {
+WRAPPERS = {  # the package and the name of classes with the model as `module`
+    *(("torch", "DistributedDataParallel"), ("torch", "DataParallel")),
     *(("deepspeed", "DeepSpeedEngine"), ("deepspeed", "PipelineEngine")),
     *(("megatron", "DistributedDataParallel"), ("megatron", "Float16Module")),
 }
@@ -26,24 +29,10 @@ ENGINES = {
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """The model, and the modules in its wrappers (DistributedDataParallel, compiled, DeepSpeed's); outermost first."""
     yield model
-    while (name := _wrapped_name(model)) is not None:
-        model = model.get_submodule(name)
-        yield model
-
-
-def _wrapped_name(model: nn.Module) -> str | None:
-    """The name of the module in a wrapper; None if the model is no wrapper."""
-    if name := next((name for name in IN_PLACE if name in model._modules), None):
-        return name
-    if isinstance(model, DistributedDataParallel | DataParallel):
-        return "module"
-    names = {(cls.__module__.split(".")[0], cls.__name__) for cls in type(model).__mro__}
-    return "module" if names & ENGINES else None
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was returned by `torch.compile`: it has the original one as a submodule."""
-    return "_orig_mod" in module._modules
+    kinds = {(cls.__module__.split(".")[0], cls.__name__) for cls in type(model).__mro__}
+    names = (*IN_PLACE, "module") if kinds & WRAPPERS else IN_PLACE
+    if inside := [name for name in names if name in model._modules]:
+        yield from wrappers(model.get_submodule(inside[0]))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -61,9 +50,9 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def compiled_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that `torch.compile` returned, around the model and in it, by the name of the compiled module."""
-    yield from (("", wrapper) for wrapper in wrappers(model) if is_compiled(wrapper))
-    for name, module in unwrapped(model).named_modules():
-        if is_compiled(module):
+    around = [("", wrapper) for wrapper in wrappers(model)]
+    for name, module in (*around, *unwrapped(model).named_modules()):
+        if "_orig_mod" in module._modules:
             yield _plain_name(name), module
 
 
@@ -78,49 +67,40 @@ def _plain_name(name: str) -> str:
 
 
 @contextmanager
-def _attribute_set(objects: Sequence[Any], name: str, value: bool) -> Iterator[None]:
-    """Set a boolean attribute of the objects that have the other value; afterwards, restore it."""
+def _attributes_set(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """While entered, an attribute of the objects has this value; afterwards its earlier one."""
+    kept = [(each, getattr(each, name)) for each in objects]
     try:
-        for each in objects:
-            setattr(each, name, value)
+        for each, old in kept:
+            if old is not value:
+                setattr(each, name, value)
         yield
     finally:
-        for each in objects:
-            setattr(each, name, not value)
+        for each, old in kept:
+            if getattr(each, name) is not old:
+                setattr(each, name, old)
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:
-    """While entered, the model is in eval mode; afterwards every module is in its earlier mode.
-
-    `eval()` is not called: some modules merge weights, or have other side effects, in it.
-    """
-    return _attribute_set([module for module in model.modules() if module.training], "training", False)
+    """While entered, the model is in eval mode. Not by `eval()`, in which some modules merge weights."""
+    return _attributes_set(model.modules(), "training", False)
 
 
 def trainable(model: nn.Module) -> AbstractContextManager[None]:
     """While entered, every floating point parameter requires gradients; afterwards the frozen ones are frozen again."""
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    return _attribute_set(frozen, "requires_grad", True)
+    return _attributes_set([p for p in model.parameters() if p.is_floating_point()], "requires_grad", True)
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """On exit, the model is what it was: a forward or a backward inside leaves nothing behind.
 
-    Restored are: attributes, submodules, hooks, modes, buffers, gradients, every list, dict, set and object that an
-    attribute holds (a list of auxiliary losses, a cache of keys and values), and the random state. While entered, the
-    model has copies of its tensors, and no gradients; so a graph that was made before can still be differentiated.
-    Parameters are not copied: a forward that writes into a parameter changes it.
+    Restored are its state (util/kept_state.py), its gradients and the random state. While entered, it has copies of its
+    tensors, and no gradients; so a graph that was made before can still be differentiated. Parameters are not copied: a
+    forward that writes into a parameter changes it.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with _random_state_restored(model), state_kept(model):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+    with _random_state_restored(model), state_kept(model), _attributes_set(model.parameters(), "grad", None):
+        yield
 
 
 @contextmanager
@@ -128,8 +108,8 @@ def _random_state_restored(model: nn.Module) -> Iterator[None]:
     """On exit, restore the random state of Python, of NumPy if it is imported, and of torch on the model's devices."""
     numpy, of_python = sys.modules.get("numpy"), random.getstate()
     of_numpy = numpy.random.get_state() if numpy else None
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("cpu")}
-    devices = {device for device in devices if device.type != "meta"}
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices = {device for device in devices if device.type not in ("cpu", "meta")}
     kind = next((device.type for device in devices), "cuda")
     try:
         with torch.random.fork_rng(devices, device_type=kind):
@@ -150,6 +130,35 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def run_uncompiled() -> AbstractContextManager[Any]:
     """While entered, compiled code runs uncompiled."""
     return torch.compiler.set_stance("force_eager")
+
+
+@dataclass(slots=True)
+class ModuleStack:
+    """Names and call numbers of the running modules, outermost first. "" and 0 are of the code around the model."""
+
+    modules: tuple[str, ...] = ("",)
+    calls: tuple[int, ...] = (0,)
+
+
+@contextmanager
+def module_stack(model: nn.Module) -> Iterator[ModuleStack]:
+    """While entered, keeps a stack of the running modules of a model, without softmax modules."""
+    stack = ModuleStack()
+    numbers = count(1)
+
+    def begin(name: str, *_: Any) -> None:
+        stack.modules += (name,)
+        stack.calls += (next(numbers),)
+
+    def end(*_: Any) -> None:
+        stack.modules, stack.calls = stack.modules[:-1], stack.calls[:-1]
+
+    with ExitStack() as hooks:
+        for name, module in named_modules(model):
+            if not isinstance(module, nn.Softmax):
+                hooks.enter_context(module.register_forward_pre_hook(partial(begin, name)))
+                hooks.enter_context(module.register_forward_hook(end, always_call=True))
+        yield stack
 
 
 class Arguments(NamedTuple):

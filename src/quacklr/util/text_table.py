@@ -50,10 +50,7 @@ def _shape(name: str) -> str:
 
 
 def _boxes(tuples: Iterable[Numbers]) -> list[tuple[Numbers, ...]]:
-    """The given tuples as a union of boxes. A box has a tuple of numbers for each position, and all combinations.
-
-    First numbers that are followed by the same tuples are in one box.
-    """
+    """The given tuples as a union of boxes: all combinations of some numbers for each position."""
     rest: dict[int, set[Numbers]] = {}
     for numbers in sorted(tuples):
         if not numbers:

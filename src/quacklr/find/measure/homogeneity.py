@@ -18,13 +18,14 @@ The logit as a function of the product must be Lipschitz too: its slope at the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
-from quacklr.find.measure.records import THRESHOLD, Attention, Factor, Projection, recorded_in
-from quacklr.util.autograd import gradients, sums
+from quacklr.find.measure.records import THRESHOLD, Factor, Projection, recorded_in
+from quacklr.util.autograd import depends, gradients, sums
 
 SCALE = 2.0**12
 UNCHANGED = SCALE**0.5  # a size that changes by a smaller factor counts as unchanged
@@ -33,13 +34,9 @@ PASSES = 4  # random directions
 NO_SHARE = 1e-3  # a smaller share counts as none: an epsilon in a norm leaves about 1e-5
 ROUNDING = 8  # times the dtype's epsilon, if that is more
 
-Shares = tuple[Tensor, Tensor]  # for each random direction: the total; the share of each projection
+# The mean |y * df/dy|, one for every row of y. The key has the numbers of the records, because another forward pass has
+# other tensors: that of the product or of the projection that f makes, which part of it f is, and that of y.
 Sizes = dict[tuple[int, str, int], Tensor]
-"""The mean |y * df/dy|, one for every row of y.
-
-The key has the numbers of the records, because another forward pass has other tensors: that of the product or of the
-projection that f makes, which part of it f is, and that of y.
-"""
 
 
 class Homogeneity:
@@ -47,40 +44,31 @@ class Homogeneity:
 
     `cotangents` are random directions for each query and key. `at_scale` has the sizes at the larger scale; None if
     they are not measured yet.
-
-    `contributing` maps a query, a key or a projection to the projections with a share in it. `cut` are projections with
-    a gradient, but no share. `bounded` are those that change a logit by no more than some bound. `partial` are those
-    whose input has other terms besides the contributing projections. `is_disproportionate` is True for q = g * h: no
-    path describes it. `needs_scale`: sizes at the larger scale are needed, and not measured yet.
     """
 
     def __init__(
-        self,
-        attention: Attention,
-        cotangents: Mapping[Factor, Tensor],
-        projections: Mapping[int, Projection],
-        at_scale: Sizes | None,
+        self, call: int, cotangents: dict[Factor, Tensor], projections: dict[int, Projection], at_scale: Sizes | None
     ) -> None:
-        self.projections, self.call, self.at_scale = projections, attention.call, at_scale
-        factors = [factor for product in attention.products for factor in (product.q, product.k)]
-        dtypes = [factor.tensor.dtype for factor in factors if factor.tensor.is_floating_point()]
+        self.projections, self.call, self.at_scale = projections, call, at_scale
+        dtypes = [factor.tensor.dtype for factor in cotangents if factor.tensor.is_floating_point()]
         self.rounding = ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes)
-        self.is_finite, self.is_disproportionate, self.needs_scale = True, False, False
+        self.is_finite = True
+        self.is_disproportionate = False  # as q = g * h, which no path describes
+        self.needs_scale = False  # whether sizes at the larger scale are needed, and not measured yet
         self.is_unreached = False  # whether a query or a key has no gradient at any projection that it is made of
-        self.contributing: dict[Factor | Projection, list[Projection]] = {}
-        self.cut: dict[Projection, None] = {}
-        self.bounded: list[Projection] = []
-        self.partial: set[Projection] = set()
+        self.contributing: dict[Factor | Projection, list[Projection]] = {}  # those with a share in it
+        self.cut: dict[Projection, None] = {}  # those with a gradient, but no share
+        self.bounded: list[Projection] = []  # those that change a logit by no more than some bound
+        self.partial: set[Factor | Projection] = set()  # what has other terms besides the contributing projections
         self.leaf_gradients: dict[Projection, list[Tensor]] = {}
         self.sizes: Sizes = {}
-        for product in attention.products:
-            for part, factor in (("q", product.q), ("k", product.k)):
-                self.contributing[factor] = self._of_factor((product.number, part), factor.tensor, cotangents[factor])
-        waiting = [p for factor in factors for p in self.contributing[factor]]
+        for factor, directions in cotangents.items():
+            self._add_factor(factor, directions)
+        waiting = self.on_paths
         while waiting:
             projection = waiting.pop()
             if projection not in self.contributing:
-                self.contributing[projection] = self._of_projection(projection)
+                self._add_projection(projection)
                 waiting += self.contributing[projection]
         on_paths = set(self.on_paths)
         self.cut = {p: None for p in self.cut if p not in on_paths}
@@ -93,7 +81,6 @@ class Homogeneity:
     def growth(self, key: tuple[int, str, int], linear: bool = False, gate: bool = False) -> str:
         """How a size changes at the larger scale: "in proportion", "more", or "less", which is not at all.
 
-        A size that stays in some rows only (they are normed, and others are not) has no path, as one with "more".
         `linear`: the function is linear in y, times something that may vanish. `gate`: y is a factor of another
         projection; a few of its rows may not be flat, by chance.
         """
@@ -108,99 +95,76 @@ class Homogeneity:
         stays = growth < UNCHANGED
         if not linear and stays.float().mean() >= (MOST_ROWS if gate else 1):
             return "less"
+        # sizes that stay in some rows only (they are normed, and others are not) have no path either
         is_more = growth.max() > SCALE * UNCHANGED or (not linear and bool(stays.any()))
         return "more" if is_more else "in proportion"
 
-    def _of_factor(self, function: tuple[int, str], tensor: Tensor, cotangents: Tensor) -> list[Projection]:
-        """The projections with a share in a query or key; those of other modules only if the shares are complete.
-
-        If shares add up to more than the total, there is a gate or a learned scale; if to less, a residual.
-        """
-        found = recorded_in(tensor, self.projections)
-        at = gradients(tensor, [p.leaf for p in found], cotangents)
-        shares = self._shares(function, sums(tensor.detach() * cotangents), found, at)
+    def _add_factor(self, factor: Factor, cotangents: Tensor) -> None:
+        """Find the projections with a share in a query or key."""
+        found = recorded_in(factor.tensor, self.projections)
+        at = gradients(factor.tensor, [p.leaf for p in found], cotangents)
+        self._add(factor, sums(factor.tensor.detach() * cotangents), found, at)
         made = [at for p in found if p.output is not None for at in self.leaf_gradients.get(p, [])]
         self.is_unreached |= bool(made) and not any(bool(at.any()) for at in made)
-        contributing = self._with_share(shares, found)
-        if not self._are_complete(shares, found, contributing):
-            contributing = self._in_proportion(function, tensor, contributing)
-        inside = [p for p in contributing if self.call and self.call in p.calls]
-        complete = inside == contributing or self._are_complete(shares, found, contributing)
-        return contributing if complete else inside
 
-    def _of_projection(self, projection: Projection) -> list[Projection]:
-        """The earlier projections in the same call of the attention module with a share in a projection."""
-        earlier = self._earlier(projection)
-        if not earlier or projection.output is None or projection.input is None:
-            return []
-        cotangents = torch.cat(self.leaf_gradients[projection])
-        at_input, *at = gradients(projection.output, [projection.input, *(p.leaf for p in earlier)], cotangents)
-        if at_input is None:
-            return []
-        function = projection.number, "output"
-        shares = self._shares(function, sums(projection.input.detach() * at_input), earlier, at)
-        contributing = self._with_share(shares, earlier)
-        if self._are_complete(shares, earlier, contributing):
-            return contributing
-        self.partial.add(projection)
-        return self._in_proportion(function, projection.output, contributing)
+    def _add_projection(self, projection: Projection) -> None:
+        """Find the projections with a share in a projection, that ran before it in the same call of the module."""
+        self.contributing[projection] = []
+        x, output = projection.input, projection.output
+        inside = [p for p in self.projections.values() if self.call and self.call in p.calls and p.output is not None]
+        earlier = [p for p in inside if p.number < projection.number]
+        if not earlier or x is None or output is None or not x.requires_grad:
+            return
+        at_input, *at = gradients(output, [x, *(p.leaf for p in earlier)], torch.cat(self.leaf_gradients[projection]))
+        if at_input is not None:
+            self._add(projection, sums(x.detach() * at_input), earlier, at)
 
-    def _earlier(self, projection: Projection) -> list[Projection]:
-        """The projections that ran before this one in the same call of the attention module."""
-        if projection.input is None or not projection.input.requires_grad or self.call == 0:
-            return []
-        inside = [p for p in self.projections.values() if self.call in p.calls and p.output is not None]
-        return [p for p in inside if p.number < projection.number]
+    def _add(
+        self, of: Factor | Projection, totals: Tensor, found: list[Projection], at: Sequence[Tensor | None]
+    ) -> None:
+        """Find the projections with a share in a function, from the totals and the gradients in random directions.
 
-    def _shares(
-        self, function: tuple[int, str], totals: Tensor, found: list[Projection], at: Sequence[Tensor | None]
-    ) -> Shares:
-        """The totals, and each projection's share in them, from the gradients at the projections."""
+        If shares add up to more than the total, there is a gate or a learned scale; if to less, a residual. Projections
+        of other modules count only if the shares are complete.
+        """
         shares_PF = totals.new_zeros(len(totals), len(found))
         for i, (p, at_leaf) in enumerate(zip(found, at, strict=True)):
             if at_leaf is not None:
                 self.leaf_gradients.setdefault(p, []).append(at_leaf)
                 share = p.leaf.detach().float() * at_leaf
                 shares_PF[:, i] = sums(share)
-                self.sizes[(*function, p.number)] = p.per_row(share, Tensor.mean).sum(0)
+                self.sizes[(*of.key, p.number)] = p.per_row(share, Tensor.mean).sum(0)
+        totals, shares_PF = totals.cpu(), shares_PF.cpu()
         self.is_finite &= bool((totals + shares_PF.sum(1)).isfinite().all())
-        return totals.cpu(), shares_PF.cpu()
-
-    def _with_share(self, shares: Shares, found: list[Projection]) -> list[Projection]:
-        """The projections with a share; none if all together have none. Others with a gradient become `cut`."""
-        totals, shares_PF = shares
         no_share = max(NO_SHARE, self.rounding) * totals.norm()
         some = bool(shares_PF.sum(1).norm() > no_share)
         contributing = [p for p, s in zip(found, shares_PF.norm(dim=0), strict=True) if some and s > no_share]
         reached = (shares_PF != 0).any(0).tolist()
         self.cut |= dict.fromkeys(p for p, r in zip(found, reached, strict=True) if r and p not in contributing)
-        return contributing
 
-    def _are_complete(self, shares: Shares, found: list[Projection], some: list[Projection]) -> bool:
-        """Whether the shares of some of the projections found add up to the total."""
-        totals, shares_PF = shares
-        added = shares_PF[:, [p in some for p in found]].sum(1)
-        return bool((added - totals).norm() <= max(0.01, self.rounding) * totals.norm())
+        def are_complete() -> bool:
+            """Whether the shares of the contributing projections add up to the total."""
+            added = shares_PF[:, [p in contributing for p in found]].sum(1)
+            return bool((added - totals).norm() <= max(0.01, self.rounding) * totals.norm())
 
-    def _in_proportion(self, function: tuple[int, str], output: Tensor, found: list[Projection]) -> list[Projection]:
-        """The projections that a function grows in proportion to, without gates and others that do not matter.
+        if not are_complete():
+            self.partial.add(of)
+            contributing = self._in_proportion(of, contributing)
+        inside = [p for p in contributing if self.call and self.call in p.calls]
+        self.contributing[of] = contributing if are_complete() else inside
 
-        Learned tensors, such as a temperature, count as gates here.
-        """
-        found = [p for p in found if p.output is not None]
-        depends_on = {p: _second_derivatives(output, p, found) for p in found}
+    def _in_proportion(self, of: Factor | Projection, found: list[Projection]) -> list[Projection]:
+        """The projections that a function grows in proportion to, without gates and others that do not matter."""
+        found = [p for p in found if p.output is not None]  # a learned tensor, such as a temperature, is a gate
+        output = of.tensor if isinstance(of, Factor) else of.output
+        assert output is not None
+        depends_on: dict[Projection, set[Projection]] = {}
+        for p in found:
+            (at,) = torch.autograd.grad(output, [p.leaf], torch.randn_like(output), create_graph=True)
+            depends_on[p] = set(compress(found, depends(at, [other.leaf for other in found])))
         linear = [p for p in found if p not in depends_on[p]]
         gates = {gate for p in linear for gate in depends_on[p]}
-        growth = {p: self.growth((*function, p.number), p in linear, p in gates) for p in found}
+        growth = {p: self.growth((*of.key, p.number), p in linear, p in gates) for p in found}
         self.is_disproportionate |= "more" in growth.values()
         self.bounded += [p for p in found if growth[p] == "less"]
         return [p for p in found if growth[p] != "less"]
-
-
-def _second_derivatives(output: Tensor, projection: Projection, projections: list[Projection]) -> set[Projection]:
-    """The projections that the gradient of an output with respect to one projection depends on."""
-    (at,) = torch.autograd.grad(output, [projection.leaf], torch.randn_like(output), create_graph=True)
-    if not at.requires_grad:
-        return set()
-    again = gradients(at, [p.leaf for p in projections], torch.randn_like(at)[None])
-    return {p for p, second in zip(projections, again, strict=True) if second is not None and bool(second.any())}

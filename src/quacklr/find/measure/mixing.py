@@ -45,11 +45,7 @@ def are_mixed(logits: Tensor, heads: Mapping[Product, Heads], generator: torch.G
 def _head_of_logit(
     logits: Tensor, product: Product, head_of_entry: Tensor, count: int, generator: torch.Generator
 ) -> Tensor | None:
-    """The head whose entries of the product each logit depends on; -1 if on none. None if a logit depends on several.
-
-    `head_of_entry` broadcasts to the product. For each head, the derivative of the logits is taken along a random
-    direction of the head's entries.
-    """
+    """The head that each logit depends on through the product; -1 if on none. None if a logit depends on several."""
     cotangent = torch.zeros_like(logits, requires_grad=True)
     (backward,) = torch.autograd.grad(logits, [product.leaf], cotangent, create_graph=True)
     direction = torch.randn(backward.shape, generator=generator, device=backward.device, dtype=backward.dtype)

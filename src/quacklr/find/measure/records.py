@@ -15,24 +15,27 @@ from torch import Tensor
 from quacklr.util.autograd import leaves_of
 
 DEPTH = 4  # records between logits and the products that they are computed from
+Axes = tuple[tuple[int, int], ...]
 THRESHOLD = 1e-6  # relative to the largest gradient of a row: smaller ones are rounding
 
 
 @dataclass(slots=True, eq=False)
 class Projection:
-    """The product of an activation and a weight, or a learned tensor that is used like an activation.
+    """The product of an activation and a weight; or a learned tensor that is used like an activation."""
 
-    `output` is the computed tensor, and `leaf` the one that replaces it. A learned tensor has no output and no input.
-    """
-
-    leaf: Tensor
-    output: Tensor | None
+    leaf: Tensor  # replaces the output
+    output: Tensor | None  # as computed. A learned tensor has no output and no input
     input: Tensor | None
     weight: Tensor
     bias: Tensor | None
-    rows: tuple[tuple[int, int], ...]  # (axis of the output, axis of the weight) for all axes that both have
+    rows: Axes  # (axis of the output, axis of the weight) for all axes that both have
     calls: tuple[int, ...]  # numbers of the module calls that were running, outermost first
     number: int  # position among projections and products and learned tensors in the order they ran
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The number of the projection, and "output"."""
+        return self.number, "output"
 
     def per_row(self, gradients: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
         """The sizes of several gradients, along the first axis, reduced over all axes but those of the rows."""
@@ -45,21 +48,16 @@ class Projection:
         """For each of several gradients, the rows whose output has one; None if no row has."""
         largest = self.per_row(gradients, Tensor.amax)
         nonzero = largest > THRESHOLD * largest.flatten(1).amax(1).view(-1, *[1] * (largest.ndim - 1))
-        in_output = sorted(self.rows)
-        order = sorted(range(len(in_output)), key=lambda i: in_output[i][1])
-        axes = {axis for _, axis in self.rows}
-        shape = [size if axis in axes else 1 for axis, size in enumerate(self.weight.shape)]
-        masks = nonzero.permute(0, *(i + 1 for i in order)).reshape(-1, *shape).cpu()
+        in_output = [axis for _, axis in sorted(self.rows)]
+        shape = [size if axis in in_output else 1 for axis, size in enumerate(self.weight.shape)]
+        masks = nonzero.permute(0, *(in_output.index(axis) + 1 for axis in sorted(in_output))).reshape(-1, *shape).cpu()
         return [Rows((id(self.weight), mask_key(mask)), self, mask) if mask.any() else None for mask in masks]
 
     def is_sparse(self, gradients: Tensor) -> bool:
-        """Whether single entries of the output have no gradient, as after a ReLU. Whole rows may have none by chance.
-
-        Otherwise the entries with a gradient are some rows, the same for every token that has any. An entry counts if
-        it has a gradient in one of several directions: in some, 16-bit rounding may cancel it.
-        """
+        """Whether single entries have no gradient, as after a ReLU. Whole rows of it may have none by chance."""
         if len(self.rows) != 1 or self.output is None:
             return False
+        # an entry counts if it has a gradient in one direction: in some, 16-bit rounding may cancel it
         by_row = (gradients != 0).any(0).movedim(self.rows[0][0], 0).flatten(1)
         rows, tokens = by_row.any(1), by_row.any(0)
         one_token = bool(tokens.sum() == 1 < len(tokens))  # the other tokens may have none by chance
@@ -68,23 +66,21 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a projection: a mask in the shape of its weight, with size 1 along the axes that it sums over.
-
-    `key` is equal for the same rows of the same weight.
-    """
+    """Some rows of a projection. The key is equal for the same rows of the same weight."""
 
     key: tuple[int, bytes]
     projection: Projection = field(compare=False)
-    mask: Tensor = field(compare=False)
+    mask: Tensor = field(compare=False)  # in the shape of the weight, with size 1 along the axes that it sums over
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
     """A factor of a product: the queries or the keys."""
 
+    key: tuple[int, str]  # the number of the product, "q" or "k"
     tensor: Tensor
     axis: int  # the product sums over it
-    axes: tuple[tuple[int, int], ...]  # (axis of the product, axis of the factor) for all axes that both have
+    axes: Axes  # (axis of the product, axis of the factor) for all axes that both have
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,12 +95,8 @@ class Product:
     number: int
 
     def is_near(self, logits: Tensor, calls: tuple[int, ...]) -> bool:
-        """Whether logits, made while these calls run, may be computed from the product by a projection.
-
-        Either the product was made in the same calls and has the axes of queries and keys, or it was made in the outer
-        ones of these calls and has the same sizes.
-        """
-        if self.calls == calls:
+        """Whether logits, made while these calls run, may be computed from the product by a projection."""
+        if self.calls == calls:  # the axes of queries and keys
             return set(logits.shape[-2:]) <= set(self.output.shape)
         is_around = all(one == other for one, other in zip(self.calls, calls, strict=False))
         return is_around and sorted(logits.shape) == sorted(self.output.shape)
@@ -148,22 +140,20 @@ def products_behind(
 
     def search(tensor: Tensor, depth: int) -> bool:
         """Whether the tensor is computed from products. All its leaves are visited."""
-        found = [visit(id(leaf), depth) for leaf in leaves_of(tensor)]
-        return any(found)
-
-    def visit(leaf: int, depth: int) -> bool:
-        """Whether a leaf is that of a product, or of a record that is computed from products."""
-        record = records.get(leaf)
-        if record is None or record.output is None or (depth and call not in record.calls):
-            return False
-        if leaf not in visited:
-            visited[leaf] = False
-            computed_from = depth < DEPTH and search(record.output, depth + 1)
-            if computed_from:
-                between.add(record.number)
-            elif isinstance(record, Product):
-                products.append(record)
-            visited[leaf] = computed_from or isinstance(record, Product)
-        return visited[leaf]
+        found = False
+        for leaf in map(id, leaves_of(tensor)):
+            record = records.get(leaf)
+            if record is None or record.output is None or (depth and call not in record.calls):
+                continue
+            if leaf not in visited:
+                visited[leaf] = False
+                if depth < DEPTH and search(record.output, depth + 1):
+                    between.add(record.number)
+                    visited[leaf] = True
+                elif isinstance(record, Product):
+                    products.append(record)
+                    visited[leaf] = True
+            found |= visited[leaf]
+        return found
 
     return (products, between) if search(logits, 0) else ([], set())

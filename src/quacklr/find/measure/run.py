@@ -9,32 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quacklr.find.measure.homogeneity import SCALE, Sizes
 from quacklr.find.measure.records import Attention
-from quacklr.find.measure.tape import Tape
+from quacklr.find.measure.tape import Options, Tape
 from quacklr.find.measure.terms import MeasuredAttention, TermFinder
 from quacklr.util.autograd import leaves_of
-from quacklr.util.module_stack import module_stack
-from quacklr.util.modules import run, run_uncompiled, undisturbed, unwrapped
+from quacklr.util.modules import module_stack, run, run_uncompiled, undisturbed, unwrapped
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 R = TypeVar("R")
+Measurement = tuple[list[MeasuredAttention], set[int]]  # in the order they ran; ids of parameters that no token used
 SMALL = 2**16  # entries: in a larger parameter, only the first row is searched for zeros
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Measurement:
-    """Every attention of one forward pass, in the order they ran, and the ids of parameters that no token used."""
-
-    attentions: list[MeasuredAttention]
-    idle: set[int]
 
 
 @contextmanager
@@ -49,7 +40,7 @@ def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
     for random, filled in ((True, True), (False, True), (False, False)):
         with no_zeros(model) if filled else nullcontext():
             try:
-                measurement = _measure(model, sample, random)
+                measurement = _measure(model, sample, Options(random))
             except Exception as error:  # the forward of the model can raise any error; the last one is reported
                 failure = error
                 continue
@@ -61,38 +52,36 @@ def measuring(model: nn.Module, sample: Any) -> Iterator[Measurement]:
     ) from failure
 
 
-def _measure(model: nn.Module, sample: Any, random: bool) -> Measurement:
+def _measure(model: nn.Module, sample: Any, options: Options) -> Measurement:
     """One forward pass; several for operations on logits, for nonlinear logits, or if the model is the attention."""
-    not_replaced: set[int] = set()
-    options = {"random": random, "not_replaced": not_replaced, "root_attends": False}
     at_scale: Sizes | None = None
     while True:
-        tape, measured = _run(model, sample, lambda x: (x.measured(), x.homogeneity.needs_scale), at_scale, **options)
+        tape, measured = _run(model, sample, options, lambda x: (x.measured(), x.homogeneity.needs_scale), at_scale)
         found = [attention for attention, _ in measured]
-        if not tape.on_logits <= not_replaced:
-            not_replaced |= tape.on_logits
-        elif not options["root_attends"] and [each.module for each in found] == [""]:
-            options["root_attends"] = True  # the model is a single attention
+        if not tape.on_logits <= options.not_replaced:
+            options = options._replace(not_replaced=options.not_replaced | tape.on_logits)
+        elif not options.root_attends and [each.module for each in found] == [""]:
+            options = options._replace(root_attends=True)  # the model is a single attention
         elif any(needs_scale for _, needs_scale in measured):
             at_scale = _sizes_at_scale(model, sample, options)
         else:
-            return Measurement(found, {id(leaf) for weight in tape.idle for leaf in (weight, *leaves_of(weight))})
+            return found, {id(leaf) for weight in tape.idle for leaf in (weight, *leaves_of(weight))}
 
 
-def _sizes_at_scale(model: nn.Module, sample: Any, options: dict[str, Any]) -> Sizes:
+def _sizes_at_scale(model: nn.Module, sample: Any, options: Options) -> Sizes:
     """Sizes in two forward passes at a larger scale; none if they fail. One is negative, to have all of a ReLU."""
     found: Sizes = {}
     with suppress(Exception):
         for scale in (SCALE, -SCALE):
-            _, of_attentions = _run(model, sample, lambda x: x.homogeneity.sizes, **options, scale=scale)
-            for key, size in chain.from_iterable(sizes.items() for sizes in of_attentions):
+            _, sizes = _run(model, sample, options._replace(scale=scale), lambda x: x.homogeneity.sizes)
+            for key, size in chain.from_iterable(each.items() for each in sizes):
                 found[key] = size + found.get(key, 0)
         return found
     return {}
 
 
 def _run(
-    model: nn.Module, sample: Any, result: Callable[[TermFinder], R], at_scale: Sizes | None = None, **options: Any
+    model: nn.Module, sample: Any, options: Options, result: Callable[[TermFinder], R], at_scale: Sizes | None = None
 ) -> tuple[Tape, list[R]]:
     """One forward pass: its tape, and a result for each attention."""
     found: list[R] = []
@@ -105,7 +94,7 @@ def _run(
         torch.enable_grad(),
         run_uncompiled(),
         module_stack(model) as running,
-        Tape(model.parameters(), model.buffers(), running, on_attention, **options) as tape,
+        Tape(model, running, on_attention, options) as tape,
     ):
         run(model, sample)
     return tape, found
@@ -113,11 +102,9 @@ def _run(
 
 @contextmanager
 def no_zeros(model: nn.Module) -> Iterator[None]:
-    """The model with random numbers for the zeros of its parameters; afterwards they are zero again.
-
-    A weight that is initialised to zero, or to the identity, would hide the projections before it.
-    """
-    kept = [(parameter, parameter.data) for parameter in model.parameters() if _has_zeros(parameter)]
+    """While entered, random numbers for the zeros of parameters, which would hide the projections before them."""
+    numbers = [p for p in model.parameters() if p.dtype in DTYPES and p.numel() and not p.is_meta]
+    kept = [(p, p.data) for p in numbers if ((p.data if p.numel() <= SMALL else p.data[0]) == 0).any()]
     try:
         for parameter, data in kept:
             generator = torch.Generator(data.device).manual_seed(0)
@@ -127,10 +114,3 @@ def no_zeros(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, data in kept:
             parameter.data = data
-
-
-def _has_zeros(parameter: Tensor) -> bool:
-    if parameter.dtype not in DTYPES or not parameter.numel() or parameter.is_meta:
-        return False
-    part = parameter.detach() if parameter.numel() <= SMALL else parameter.detach()[0]
-    return bool((part == 0).any())

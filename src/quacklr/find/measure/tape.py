@@ -16,8 +16,8 @@ forward pass the outputs of these operations are not replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,21 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from quacklr.find.measure.records import Attention, Factor, Product, Projection, products_behind, recorded_in
-from quacklr.util.module_stack import ModuleStack
-from quacklr.util.products import ProductLabels, explicit_labels, first_pair, matmul_labels, product_of
-from quacklr.util.torch_functions import (
-    ADD,
-    CONCATENATE,
-    CONVOLUTION,
-    LOGSUMEXP,
-    MULTIHEAD,
-    SDPA,
-    SOFTMAX,
-    bound,
-    multihead_opened,
-    tensors_in,
-)
+from quacklr.find.measure.records import Attention, Axes, Factor, Product, Projection, products_behind, recorded_in
+from quacklr.util import torch_functions as ops
+from quacklr.util.modules import ModuleStack
+from quacklr.util.torch_functions import ProductLabels, bound, tensors_in
 
 CLAMP: set[Any] = {torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip, Tensor.clip_}
 BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias")
@@ -47,89 +36,88 @@ LIKE: set[Any] = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, T
 """Functions that take the dtype or the shape of a second tensor. Applied to a weight, the result is still a weight."""
 
 
+class Options(NamedTuple):
+    """How a Tape records."""
+
+    random: bool = True  # leaves are random numbers, not the outputs that they replace
+    scale: float = 1.0  # of the leaves
+    not_replaced: frozenset[int] = frozenset()  # numbers of projections and products whose outputs stay
+    root_attends: bool = False  # the model itself may be the attention module
+
+
 class Tape(TorchFunctionMode):
     """While entered, records projections and products, and calls `on_attention` for every attention.
 
-    `random`: leaves are random numbers, not the outputs they replace. `scale` multiplies them. `not_replaced` has the
-    numbers of projections and products whose outputs are not replaced. `root_attends`: the model itself may be the
-    attention module. After the pass, `on_logits` has the numbers of operations on logits that the pass replaced, and
-    `idle` the weights that no token was multiplied with, as those of experts without a token.
+    After the pass, `on_logits` has the numbers of operations on logits that the pass replaced, and `idle` the weights
+    that no token was multiplied with, as those of experts without a token.
     """
 
     def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        buffers: Iterable[Tensor],
-        running: ModuleStack,
-        on_attention: Callable[[Attention, Tape], None],
-        random: bool = True,
-        scale: float = 1.0,
-        not_replaced: Collection[int] = (),
-        root_attends: bool = False,
+        self, model: nn.Module, running: ModuleStack, on_attention: Callable[[Attention, Tape], None], options: Options
     ) -> None:
         super().__init__()
-        self.weights = {id(parameter): parameter for parameter in parameters}  # and tensors computed from them
-        self.constants = {id(buffer): buffer for buffer in buffers}  # and tensors computed from them alone
-        self.running, self.on_attention, self.random = running, on_attention, random
-        self.scale, self.not_replaced, self.root_attends = scale, not_replaced, root_attends
+        self.running, self.on_attention, self.options = running, on_attention, options
+        self.weights: dict[int, Tensor] = {
+            id(each): each for each in model.parameters()
+        }  # and what is computed of them
+        self.constants = {id(each): each for each in model.buffers()}  # and what is computed of them alone
         self.projections: dict[int, Projection] = {}
         self.products: dict[int, Product] = {}
         self.outputs: dict[int, tuple[Tensor, Projection]] = {}  # the tensors returned to the model in place of outputs
         self.on_logits: set[int] = set()
-        self.count = 0  # of projections, products and learned tensors
         self.idle: list[Tensor] = []
+        self.count = 0  # of projections, products and learned tensors
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function. It may return a leaf instead of its output."""
         kwargs = kwargs or {}
-        if func is MULTIHEAD:
+        if func is ops.MULTIHEAD:
             with self:
-                return multihead_opened(*args, **kwargs)
+                return ops.multihead_opened(*args, **kwargs)
         tensors = tensors_in([*args, *kwargs.values()])
         if not tensors:
             return func(*args, **kwargs)
-        if all(id(t) in self.weights or id(t) in self.constants for t in tensors) and func is not F.linear:
-            return self._constant(func(*args, **kwargs), any(id(t) in self.weights for t in tensors))
+        sources = tensors[:1] if func in LIKE else tensors
+        if all(id(t) in self.weights or id(t) in self.constants for t in sources) and func is not F.linear:
+            output = func(*args, **kwargs)
+            alike = self.weights if any(map(self._is_weight, sources)) else self.constants
+            alike.update({id(tensor): tensor for tensor in tensors_in([output])})
+            return output
         # gradients are enabled even where the model disables them; detached saved tensors keep no graph alive
         with torch.enable_grad(), saved_tensors_hooks(torch.detach, lambda tensor: tensor):
             return self._run(func, args, kwargs)
 
-    def _constant(self, output: Any, learned: bool) -> Any:
-        """Register an output that is computed from weights and constants alone, as a weight or a constant."""
-        (self.weights if learned else self.constants).update({id(tensor): tensor for tensor in tensors_in([output])})
-        return output
-
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(out := kwargs.get("out"), Tensor):  # torch does not differentiate functions that write into `out`
             return out.copy_(self._run(func, args, {name: each for name, each in kwargs.items() if name != "out"}))
-        if func is SDPA:
+        if func is ops.SDPA:
             return self._attend_fused(*args, **kwargs)
-        if func in SOFTMAX and self._attend(*bound(args, kwargs, "input", "dim")):
+        if func in ops.SOFTMAX and self._attend(*bound(args, kwargs, "input", "dim")):
             return func(*args, **kwargs).detach()
-        if func is F.batch_norm:
-            return _batch_norm(*bound(args, kwargs, *BATCH_NORM))
-        if func in LOGSUMEXP:
+        if func is F.batch_norm:  # in training mode it removes the scale of its input
+            x, mean, var, weight, bias = bound(args, kwargs, *BATCH_NORM)
+            training = x.numel() > x.shape[1]  # not if a channel has one value
+            return func(x, None if training else mean, None if training else var, weight, bias, training)
+        if func in ops.LOGSUMEXP:
             self._attend(*bound(args, kwargs, "input", "dim"))
         first, second = bound(args, kwargs, "input", "other")
         if func in CLAMP and first.requires_grad:  # clipped entries have no gradient, but depend on the same rows
             return first
-        if func in ADD and (biased := self._add_bias(first, second)) is not None:
+        if func in ops.ADD and (biased := self._add_bias(first, second)) is not None:
             return biased
-        if func in LIKE and self._is_weight(first):
-            return self._constant(func(*args, **kwargs), learned=True)
-        if func in ADD or func in CONCATENATE:
+        if func in ops.ADD or func in ops.CONCATENATE:
             args = [self._replace_learned(arg) for arg in args]
         return self._record(func, args, kwargs)
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function; if it is a projection or a product, record it and return its leaf."""
-        if func in CONVOLUTION:
+        if func in ops.CONVOLUTION:
             x, weight, bias = bound(args, kwargs, "input", "weight", "bias")
             output = func(*args, **kwargs)
             rows = ((output.ndim - weight.ndim + 1, 0),)
             return self._project(output, x, weight, bias, rows) if self._is_weight(weight) else output
-        product = product_of(func, args, kwargs)
+        product = ops.product_of(func, args, kwargs)
         if product is not None and len(product.factors) > 2 and isinstance(args[0], str):
             return self._in_pairs(args[0], product.factors)
         if product is None or product.labels is None:
@@ -145,9 +133,9 @@ class Tape(TorchFunctionMode):
 
     def _in_pairs(self, equation: str, factors: Sequence[Tensor]) -> Any:
         """An einsum of more than two factors, computed in pairs, so that q . k is a product."""
-        labels, out = explicit_labels(equation, [factor.ndim for factor in factors])
+        labels, out = ops.explicit_labels(equation, [factor.ndim for factor in factors])
         weights = [i for i, factor in enumerate(factors) if self._is_weight(factor)]
-        if (first := first_pair(labels, out, weights)) is None:
+        if (first := ops.first_pair(labels, out, weights)) is None:
             return torch.einsum(equation, *factors)
         i, j, kept = first
         pair = f"{labels[i]},{labels[j]}->{kept}", factors[i], factors[j]
@@ -162,41 +150,40 @@ class Tape(TorchFunctionMode):
     ) -> Tensor:
         """Record a projection if one factor is a weight, or a product if both are activations that depend on leaves."""
         left, right = factors
-        if self._is_weight(right):
-            return self._project(output, left, right, bias, labels.kept_axes(of_right=True))
-        if self._is_weight(left):
-            return self._project(output, right, left, bias, labels.kept_axes(of_right=False))
+        for weight, x in ((right, left), (left, right)):
+            if self._is_weight(weight):
+                return self._project(output, x, weight, bias, labels.kept_axes(of_right=weight is right))
         are_activations = all(each.requires_grad and not isinstance(each, nn.Parameter) for each in factors)
         if not are_activations or len(labels.summed_axes()) != 1:  # a parameter that is not the model's is neither
             return output
-        self.count += 1
-        if self.count in self.not_replaced:
-            return output
-        return self._product(output, left, right, labels).leaf.clone()
+        return self._product(output, left, right, labels).clone()
 
-    def _product(self, output: Tensor, left: Tensor, right: Tensor, labels: ProductLabels) -> Product:
+    def _product(self, output: Tensor, left: Tensor, right: Tensor, labels: ProductLabels) -> Tensor:
+        """Record a product. The result is its leaf."""
+        self.count += 1
+        if self.count in self.options.not_replaced:
+            return output
         ((q_axis, k_axis),) = labels.summed_axes()
-        q = Factor(left, q_axis, labels.kept_axes(of_right=False))
-        k = Factor(right, k_axis, labels.kept_axes(of_right=True))
-        leaf = self._leaf(output, self.scale, signed=self.scale != 1)
-        product = Product(leaf, output, q, k, self.running.calls, self.count)
-        self.products[id(product.leaf)] = product
-        return product
+        q = Factor((self.count, "q"), left, q_axis, labels.kept_axes(of_right=False))
+        k = Factor((self.count, "k"), right, k_axis, labels.kept_axes(of_right=True))
+        leaf = self._leaf(output, self.options.scale, signed=self.options.scale != 1)
+        self.products[id(leaf)] = Product(leaf, output, q, k, self.running.calls, self.count)
+        return leaf
 
     def _project(
-        self, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rows: tuple[tuple[int, int], ...]
+        self, output: Tensor | None, x: Tensor | None, weight: Tensor, bias: Tensor | None, rows: Axes
     ) -> Tensor:
+        """Record a projection, or a learned tensor, which has no output. The result is a copy of its leaf."""
         self.count += 1
-        if self.count in self.not_replaced:
+        if output is not None and self.count in self.options.not_replaced:
             return output
-        if not output.numel():
+        if output is not None and not output.numel():
             self.idle.append(weight)
-        bias = bias if bias is not None and self._is_weight(bias) else None
-        projection = Projection(
-            self._leaf(output, self.scale), output, x, weight, bias, rows, self.running.calls, self.count
-        )
-        self.projections[id(projection.leaf)] = projection
-        returned = projection.leaf.clone()  # so that the model may write into it
+        leaf = self._leaf(weight, 1.0) if output is None else self._leaf(output, self.options.scale)
+        bias = bias if self._is_weight(bias) else None
+        projection = Projection(leaf, output, x, weight, bias, rows, self.running.calls, self.count)
+        self.projections[id(leaf)] = projection
+        returned = leaf.clone()  # so that the model may write into it
         self.outputs[id(returned)] = returned, projection
         return returned
 
@@ -217,11 +204,7 @@ class Tape(TorchFunctionMode):
             return [self._replace_learned(each) for each in arg]
         if not self._is_weight(arg):
             return arg
-        self.count += 1
-        rows = tuple((axis, axis) for axis in range(arg.ndim))
-        projection = Projection(self._leaf(arg, 1.0), None, None, arg, None, rows, self.running.calls, self.count)
-        self.projections[id(projection.leaf)] = projection
-        return projection.leaf.clone()
+        return self._project(None, None, arg, None, tuple((axis, axis) for axis in range(arg.ndim)))
 
     def _attend_fused(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
@@ -231,48 +214,39 @@ class Tape(TorchFunctionMode):
         groups = query.shape[-3] // key.shape[-3] if kwargs.get("enable_gqa") else 1
         k = key.repeat_interleave(groups, dim=-3) if groups > 1 else key
         if query.requires_grad and k.requires_grad:
-            self.count += 1
             keys = k.mT
-            product = self._product(query @ keys, query, keys, matmul_labels(query.ndim, keys.ndim))
+            leaf = self._product(query @ keys, query, keys, ops.matmul_labels(query.ndim, keys.ndim))
             biased = attn_mask if attn_mask is not None and attn_mask.requires_grad else None
-            logits = product.leaf.clone() if biased is None else product.leaf + biased
-            self._attend(logits, -1, product, fused=biased is None)
+            logits = leaf.clone() if biased is None else leaf + biased
+            self._attend(logits, -1, self.products[id(leaf)], fused=biased is None)
         mask = None if attn_mask is None else attn_mask.detach()
-        return SDPA(query.detach(), key.detach(), value, mask, *args, **kwargs).detach()
+        return ops.SDPA(query.detach(), key.detach(), value, mask, *args, **kwargs).detach()
 
     def _attend(self, logits: Tensor, dim: int | None, own: Product | None = None, fused: bool = False) -> bool:
-        """Whether a softmax is an attention: it is over the last dimension of a tensor computed from products.
-
-        Calls `on_attention`, unless an operation on the logits was replaced. `own` is the product of a fused attention,
-        which is never an operation on other logits.
-        """
+        """Whether a softmax is an attention: it is over the last dimension of a tensor computed from products."""
         if logits.ndim < 3 or dim not in (-1, logits.ndim - 1):
             return False
         direct = recorded_in(logits, self.products)
         nearby = [product for product in self.products.values() if product.is_near(logits, self.running.calls)]
-        module, call = self._attending(direct or nearby)
-        records: dict[int, Projection | Product] = {
-            **self.projections,
-            **{id(product.leaf): product for product in direct + nearby},
-        }
-        products, between = products_behind(logits, records, call, own) if direct or nearby else ([], set())
-        if not products:
+        if not direct and not nearby:
             return False
+        module, call = self._attending(direct or nearby)
+        near = {id(product.leaf): product for product in direct + nearby}
+        products, between = products_behind(logits, {**self.projections, **near}, call, own)
         for product in products:
             del self.products[id(product.leaf)]
         self.on_logits |= between
-        if not between:
-            of_own = (own.q.tensor, own.k.tensor) if own is not None else ()
-            nested = any(recorded_in(tensor, self.products) for tensor in of_own)
+        if products and not between:
+            nested = own is not None and any(recorded_in(each.tensor, self.products) for each in (own.q, own.k))
             self.on_attention(Attention(logits, direct, module, call, fused, nested), self)
-        return True
+        return bool(products)
 
     def _attending(self, products: Sequence[Product]) -> tuple[str, int]:
         """The innermost running module, and its call, in which a query was projected, or else a key."""
         for factors in ([product.q for product in products], [product.k for product in products]):
             made = {c for factor in factors for p in recorded_in(factor.tensor, self.projections) for c in p.calls}
             for name, call in zip(self.running.modules[::-1], self.running.calls[::-1], strict=True):
-                if call in made and (name or self.root_attends):
+                if call in made and (name or self.options.root_attends):
                     return name, call
         return "", 0
 
@@ -280,19 +254,10 @@ class Tape(TorchFunctionMode):
         return id(tensor) in self.weights
 
     def _leaf(self, output: Tensor, scale: float, signed: bool = False) -> Tensor:
-        """Random numbers to replace an output. They are positive by default, so that a ReLU has gradients.
-
-        None of these is near 0, so that at a larger scale a bounded function is flat.
-        """
-        if not self.random and output.any():
+        """Random numbers to replace an output. They are positive by default, so that a ReLU has gradients."""
+        if not self.options.random and output.any():
             return (output.detach() * scale).requires_grad_()
         device = output.device
         generator = self.generators.setdefault(device, torch.Generator(device).manual_seed(0))
         leaf = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=device)
         return (scale * (leaf if signed else leaf.abs_() + 0.5)).requires_grad_()
-
-
-def _batch_norm(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, *_: Any) -> Tensor:
-    """Batch norm in training mode, where it removes the scale of its input; in eval mode if a channel has one value."""
-    training = x.numel() > x.shape[1]
-    return F.batch_norm(x, None if training else mean, None if training else var, weight, bias, training)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product as pairs
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from quacklr.find.measure.homogeneity import PASSES, Homogeneity, Sizes
 from quacklr.find.measure.mixing import Heads, are_mixed
 from quacklr.find.measure.records import Attention, Factor, Product, Projection, Rows, recorded_in
-from quacklr.util.autograd import batches, gradients, sums
+from quacklr.util.autograd import batches, depends, gradients, sums
 
 Chain = tuple[Rows, ...]  # from the projection next to the logit to the one that reads the input
 MIXED = "it mixes the logits of its heads before the softmax"
@@ -30,33 +30,29 @@ SPARSE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredAttention:
-    """The terms of one attention's logits, head by head, and the projections that are on no path.
-
-    A term is the chain of the query and that of the key, each from the logit to the input.
-    """
+    """The terms of one attention's logits, head by head, and the projections that are on no path."""
 
     module: str
     problem: str  # why paths cannot describe it; empty if they can
-    terms: list[tuple[Chain, Chain]]
+    terms: list[tuple[Chain, Chain]]  # the chain of the query and that of the key
     cut: list[Projection]  # projections that a norm follows
     bounded: list[Projection]  # gates, and projections that a bounded function follows, such as tanh
 
 
 class TermFinder:
-    """The terms of one attention's logits, each a query chain and a key chain.
-
-    `projections` are those recorded before the attention. `at_scale` has the sizes at a larger scale; None if they are
-    not measured yet. Derivatives of all heads are taken together.
-    """
+    """The terms of one attention's logits. Derivatives of all heads are taken together."""
 
     def __init__(self, attention: Attention, projections: dict[int, Projection], at_scale: Sizes | None) -> None:
         self.attention, self.projections = attention, projections
         self.logits, self.products = attention.logits, attention.products
-        self.factors = [factor for product in self.products for factor in (product.q, product.k)]
         self.generator = torch.Generator(self.logits.device).manual_seed(0)
-        self.cotangents = {f: c for product in self.products for f, c in self._cotangents(product.q, product.k)}
-        self.homogeneity = Homogeneity(attention, self.cotangents, projections, at_scale)
-        self.entries = {factor: self._entries_of(factor) for factor in self.factors}
+        self.cotangents: dict[Factor, Tensor] = {}  # random, at the entries of the summed axis where the other is not 0
+        for product in self.products:  # not the gradients themselves, which are 0 where the other is, as after a ReLU
+            for factor, other in ((product.q, product.k), (product.k, product.q)):
+                met = (other.tensor.detach() != 0).movedim(other.axis, 0).flatten(1).any(1)
+                self.cotangents[factor] = self._noise(factor.tensor) * _along(factor.axis, met[None], factor)
+        self.homogeneity = Homogeneity(attention.call, self.cotangents, projections, at_scale)
+        self.entries = {factor: self._entries_of(factor) for factor in self.cotangents}
         self.normed = [] if attention.fused else self._normed()
         curved = self.products if not attention.fused and self._is_curved() else []
         self.grows = any(self.homogeneity.growth((product.number, "logits", -1)) != "less" for product in curved)
@@ -64,13 +60,12 @@ class TermFinder:
     def measured(self) -> MeasuredAttention:
         """The terms of all heads, and the problem that paths have with this attention."""
         terms, is_mixed = self._terms()
-        problem = self._problem(is_mixed)
-        normed = [p for x in self.normed for f in (x.q, x.k) for p in recorded_in(f.tensor, self.projections)]
-        cut = [*self.homogeneity.cut, *normed]
-        return MeasuredAttention(self.attention.module, problem, terms, cut, self.homogeneity.bounded)
+        cut = list(self.homogeneity.cut)
+        for product in self.normed:
+            cut += [p for f in (product.q, product.k) for p in recorded_in(f.tensor, self.projections)]
+        return MeasuredAttention(self.attention.module, self._problem(is_mixed), terms, cut, self.homogeneity.bounded)
 
     def _problem(self, is_mixed: bool) -> str:
-        """The reason why paths cannot describe this attention; empty if they can."""
         found = self.homogeneity
         if not found.is_finite:
             return NOT_FINITE
@@ -78,9 +73,8 @@ class TermFinder:
             return SPARSE
         if is_mixed:
             return MIXED
-        direct = recorded_in(self.logits, self.projections)
-        made = [p for factor in self.factors for p in found.contributing[factor] if p.output is not None]
-        if self.attention.nested or any(p in direct for p in made):
+        direct = [p for p in recorded_in(self.logits, self.projections) if p.output is not None]
+        if self.attention.nested or any(p in direct for f in self.cotangents for p in found.contributing[f]):
             return OTHER_WAYS
         return NOT_LINEAR if found.is_disproportionate or self.grows else ""
 
@@ -105,22 +99,17 @@ class TermFinder:
         """Whether the logits are not linear in the products: capped, or multiplied by a projection."""
         leaves = [product.leaf for product in self.products]
         at = torch.autograd.grad(self.logits, leaves, self._noise(self.logits)[0], create_graph=True)
-        nonlinear = [each for each in at if each.requires_grad]
         leaves += [p.leaf for p in recorded_in(self.logits, self.projections) if p.output is not None]
-        again = [second for each in nonlinear for second in gradients(each, leaves, torch.randn_like(each)[None])]
-        return any(second is not None and bool(second.any()) for second in again)
+        return any(any(depends(each, leaves)) for each in at)
 
     def _terms(self) -> tuple[list[tuple[Chain, Chain]], bool]:
-        """The distinct pairs of chains that make the query and the key, of all heads; and whether heads are mixed.
-
-        A head is the entries of a product that are made of the same rows.
-        """
+        """The distinct pairs of chains that make the query and the key, of all heads; and whether heads are mixed."""
         found: dict[tuple[Chain, Chain], None] = {}
         heads: dict[Product, Heads] = {}
         for product in self.products:
             axes = self._head_axes(product)
             sizes = [size if axis in axes else 1 for axis, size in enumerate(product.output.shape)]
-            numbers: dict[tuple[frozenset[Rows], ...], int] = {}
+            numbers: dict[tuple[frozenset[Rows], ...], int] = {}  # of heads: the entries that are made of the same rows
             head_of_entry = []
             for some in batches(torch.ones(sizes, device=self.logits.device).nonzero(), product.leaf):
                 for terms in self._terms_at(product, axes, some):
@@ -137,10 +126,7 @@ class TermFinder:
         return list(found), is_mixed
 
     def _head_axes(self, product: Product) -> list[int]:
-        """The axes of a product along which the first and the last entry are made of different rows of a projection.
-
-        Learned tensors do not count, because different keys may read different rows of them.
-        """
+        """The axes of a product along which the first and the last entry are made of different rows of a projection."""
         sizes = product.output.shape
         axes = [axis for axis, size in enumerate(sizes) if size > 1]
         if not axes:
@@ -150,7 +136,7 @@ class TermFinder:
         for factor in (product.q, product.k):
             cotangents = torch.cat([self._at(factor, [axis], ends) for axis in axes])
             for projection, at in self._at_projections(factor, cotangents):
-                if projection.output is not None:
+                if projection.output is not None:  # different keys may read different rows of learned tensors
                     rows = projection.rows_with(at)
                     of_ends = zip(axes, rows[::2], rows[1::2], strict=True)
                     found |= {axis for axis, first, last in of_ends if first and last and first != last}
@@ -161,15 +147,6 @@ class TermFinder:
         shape = (PASSES, *like.shape)
         return torch.randn(shape, generator=self.generator, device=like.device, dtype=like.dtype)
 
-    def _cotangents(self, q: Factor, k: Factor) -> Iterator[tuple[Factor, Tensor]]:
-        """Random cotangents for the query and the key, at the entries of the summed axis where the other is not zero.
-
-        They are not the gradients themselves, which are zero where the other factor is zero, as after a ReLU.
-        """
-        for factor, other in ((q, k), (k, q)):
-            met = (other.tensor.detach() != 0).movedim(other.axis, 0).flatten(1).any(1)
-            yield factor, self._noise(factor.tensor) * _along(factor.axis, met[None], factor)
-
     def _at(self, factor: Factor, axes: Sequence[int], indices: Tensor) -> Tensor:
         """For each index of a product, a random cotangent for what its factor has at this index of some axes."""
         at = self.cotangents[factor][0].expand(len(indices), *factor.tensor.shape)
@@ -179,21 +156,18 @@ class TermFinder:
                 at = at * _along(own, indices[:, axis, None] == torch.arange(size, device=at.device), factor)
         return at
 
-    def _at_projections(self, factor: Factor, cotangents: Tensor) -> Iterator[tuple[Projection, Tensor]]:
+    def _at_projections(self, factor: Factor, cotangents: Tensor) -> list[tuple[Projection, Tensor]]:
         """The gradients at each contributing projection."""
         found = self.homogeneity.contributing[factor]
-        for projection, at in zip(found, gradients(factor.tensor, [p.leaf for p in found], cotangents), strict=True):
-            if at is not None:
-                yield projection, at
+        each = gradients(factor.tensor, [p.leaf for p in found], cotangents)
+        return [(projection, at) for projection, at in zip(found, each, strict=True) if at is not None]
 
     def _entries_of(self, factor: Factor) -> dict[Projection | None, Tensor]:
         """The entries along the summed axis that each projection makes; all of them if there is one projection."""
         contributing = self.homogeneity.contributing
         found, size = contributing[factor], factor.tensor.shape[factor.axis]
-        if not found:
-            return {None: torch.ones(size, dtype=torch.bool)}  # normed, or made of no weight
-        if all(len(contributing[other]) <= 1 for other in self.factors):
-            return {found[0]: torch.ones(size, dtype=torch.bool)}
+        if not found or all(len(contributing[other]) <= 1 for other in self.cotangents):
+            return {(found[0] if found else None): torch.ones(size, dtype=torch.bool)}  # None: normed, or of no weight
         entries: dict[Projection | None, Tensor] = {p: torch.zeros(size, dtype=torch.bool) for p in found}
         each = torch.eye(size, dtype=torch.bool, device=factor.tensor.device)
         for some in batches(each, factor.tensor):
@@ -203,36 +177,28 @@ class TermFinder:
         return entries
 
     def _terms_at(self, product: Product, axes: Sequence[int], indices: Tensor) -> list[list[tuple[Chain, Chain]]]:
-        """For each head, the chains of each projection of the query, paired with those of each one of the key.
-
-        A projection of the query is paired with those of the key that share entries with it.
-        """
+        """For each head, the pairs of chains that begin with projections that share entries of the summed axis."""
         q, k = product.q, product.k
         at_q, at_k = self._at(q, axes, indices), self._at(k, axes, indices)
         terms: list[list[tuple[Chain, Chain]]] = [[] for _ in indices]
         for (one, q_entries), (other, k_entries) in pairs(self.entries[q].items(), self.entries[k].items()):
             both = q_entries & k_entries
-            if both.any() and not (one is None and other is None):
-                chains = zip(self._chains(q, at_q, one, both), self._chains(k, at_k, other, both), strict=True)
-                for of_head, (of_q, of_k) in zip(terms, chains, strict=True):
+            if both.any() and (one is not None or other is not None):
+                chains = self._chains(q, at_q, one, both), self._chains(k, at_k, other, both)
+                for of_head, of_q, of_k in zip(terms, *chains, strict=True):
                     of_head += pairs(of_q, of_k)
         return terms
 
-    def _chains(
-        self, factor: Factor, cotangents: Tensor, first: Projection | None, entries: Tensor
-    ) -> list[list[Chain]]:
+    def _chains(self, factor: Factor, at: Tensor, first: Projection | None, entries: Tensor) -> list[list[Chain]]:
         """For each head, the chains that begin with a projection, through these entries of the query or key only."""
         if first is None:
-            return [[()] for _ in cotangents]
-        only = _along(factor.axis, entries[None].to(cotangents.device), factor)
-        (at,) = gradients(factor.tensor, [first.leaf], cotangents * only)
-        return self._continued(first, at) if at is not None else [[] for _ in cotangents]
+            return [[()] for _ in at]
+        only = _along(factor.axis, entries[None].to(at.device), factor)
+        (at_first,) = gradients(factor.tensor, [first.leaf], at * only)
+        return self._continued(first, at_first) if at_first is not None else [[] for _ in at]
 
     def _continued(self, projection: Projection, at: Tensor) -> list[list[Chain]]:
-        """For each head, the chains from a projection to earlier ones.
-
-        Also the projection alone, if it has another input as well. No chain for a head without a gradient.
-        """
+        """For each head, the chains from a projection to earlier ones; also it alone, if it has other inputs."""
         earlier = self.homogeneity.contributing.get(projection, [])
         before = gradients(projection.output, [p.leaf for p in earlier], at) if projection.output is not None else ()
         longer = [self._continued(p, each) for p, each in zip(earlier, before, strict=True) if each is not None]
