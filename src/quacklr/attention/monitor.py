@@ -1,11 +1,12 @@
 """Monitor attention logits: how large they are, how much they changed, and how the softmax distributes attention.
 
 The mean absolute change is what the paper's method controls; the maximum is what is usually plotted. Both are measured
-on a probe, a fixed batch, so that only the weights can have changed them.
+on a probe, a fixed batch, so that only the weights can have changed them. Shapes: B sequence, H head, I query, J key.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from quacklr.attention.accumulator import StatsAccumulator
 from quacklr.attention.interceptor import SUPPORTED, AttentionInterceptor
-from quacklr.attention.logits import HeadAxes, Logits, head_axes
+from quacklr.attention.logits import MASKED, HeadAxes, Logits, head_axes
 from quacklr.find.discover import found_by_table
 from quacklr.find.tables.facts import int_attributes
 from quacklr.find.tables.naming import HEADS
@@ -35,6 +35,8 @@ from quacklr.util.module_stack import module_stack
 from quacklr.util.modules import named_modules, run, run_uncompiled, undisturbed, unwrapped
 from quacklr.util.torch_functions import tensors_in
 
+KEPT = 2**20  # logits of one attention that are kept for the next measurement: 4 MB
+NEGLIGIBLE = -1e4  # a logit this far below the largest has probability 0 in float32
 NO_PROBE = (
     "a probe is a batch that the model is called with, a tensor, a tuple of arguments or a dict of named ones, not "
 )
@@ -60,6 +62,72 @@ class LogitStats:
     mean_change: Tensor
     entropy: Tensor
     sink: Tensor
+
+
+class StatsAccumulator:
+    """Sums over the logits of one attention, in one pass over their chunks; and the logits to keep.
+
+    `sums` is (6, heads): the sums of |changes|, entropies and sink shares, then the numbers of compared logits, of
+    queries that see at least one key, and of those that see at least two. `before_BHIJ`: the logits that the last
+    measurement kept. Without them, or if their shape differs, the change is NaN. `parts`: the limit of kept logits is
+    divided by it.
+    """
+
+    def __init__(self, logits: Logits, before_BHIJ: Tensor | None, parts: int = 1) -> None:
+        batch, heads, queries, self.keys = logits.shape
+        device, self.heads_known = logits.source.device, logits.heads_known
+        self.rounding = torch.finfo(logits.source.dtype).eps ** 0.5  # relative, of the logits
+        self.max_BH = torch.full((batch, heads), -torch.inf, device=device)
+        self.sums = torch.zeros(6, heads, device=device)
+        self.change_H, self.entropy_H, self.sink_H, self.compared_H, self.see_one_H, self.see_two_H = self.sums
+        self.share_BHJ = torch.zeros(batch, heads, self.keys, device=device)
+        self.visible_BHJ = torch.zeros(batch, heads, self.keys, dtype=torch.bool, device=device)
+        row, limit = batch * heads * self.keys, max(1, KEPT // parts)
+        kept = max(1, min(queries, limit // row))  # queries, evenly spaced over the sequence
+        self.sampled, self.stride = [(i + 1) * queries // kept - 1 for i in range(kept)], -(-row // limit)
+        self.kept_BHIJ = torch.full((batch, heads, kept, -(-self.keys // self.stride)), MASKED, device=device)
+        if before_BHIJ is None or before_BHIJ.shape != self.kept_BHIJ.shape:
+            before_BHIJ, self.change_H[:] = None, torch.nan
+        for sequences, part, logit_BHIJ in logits.chunks():
+            self._keep(sequences, part, logit_BHIJ, before_BHIJ)
+            self._add(sequences, logit_BHIJ)
+        first_BH1 = self.visible_BHJ.int().argmax(-1, keepdim=True)  # the first key that is visible to any query
+        self.sink_H += self.share_BHJ.gather(-1, first_BH1).sum((0, 2))
+
+    def _keep(self, sequences: slice, queries: slice, logit_BHIJ: Tensor, before_BHIJ: Tensor | None) -> None:
+        """Keep the sampled queries and keys of a chunk, and compare them with those kept before."""
+        start, stop = (bisect_left(self.sampled, edge) for edge in (queries.start, queries.stop))
+        rows = [query - queries.start for query in self.sampled[start:stop]]
+        logit_BHIJ = logit_BHIJ if len(rows) == logit_BHIJ.shape[2] else logit_BHIJ[:, :, rows]
+        logit_BHIJ = logit_BHIJ[..., : self.keys : self.stride]
+        kept_BHIJ = self.kept_BHIJ[sequences, :, start:stop]
+        kept_BHIJ[..., : logit_BHIJ.shape[-1]] = logit_BHIJ.clamp(min=MASKED)
+        if before_BHIJ is not None:
+            before_BHIJ = before_BHIJ[sequences, :, start:stop]
+            masked_BHIJ = (kept_BHIJ <= MASKED).logical_or_(before_BHIJ <= MASKED)
+            self.change_H += (kept_BHIJ - before_BHIJ).abs_().masked_fill_(masked_BHIJ, 0).sum((0, 2, 3))
+            self.compared_H += masked_BHIJ.logical_not_().sum((0, 2, 3))
+
+    def _add(self, sequences: slice, logit_BHIJ: Tensor) -> None:
+        """Add the maxima, entropies and shares of a chunk."""
+        max_BHI, width = logit_BHIJ[..., : self.keys].amax(-1), min(logit_BHIJ.shape[-1], self.keys)
+        self.max_BH[sequences] = torch.maximum(self.max_BH[sequences], max_BHI.amax(2))
+        visible_BHIJ = (logit_BHIJ[..., : self.keys] < MASKED).logical_not_()
+        self.visible_BHJ[sequences, :, :width] |= visible_BHIJ.any(2)
+        count_BHI = visible_BHIJ.sum(-1)
+        see_one_BHI, see_two_BHI = count_BHI > 0, count_BHI > 1
+
+        max_BHI = max_BHI if logit_BHIJ.shape[-1] <= self.keys else logit_BHIJ.amax(-1)
+        below_BHIJ = (logit_BHIJ - max_BHI.clamp(min=MASKED)[..., None]).clamp_(min=NEGLIGIBLE)
+        share_BHIJ = below_BHIJ.softmax(-1)
+        entropy_BHI = -share_BHIJ.amax(-1).log() - torch.linalg.vecdot(share_BHIJ, below_BHIJ)
+        share_BHJ = share_BHIJ.masked_fill_(~see_two_BHI[..., None], 0).sum(2)
+
+        self.see_one_H += see_one_BHI.sum((0, 2))
+        self.see_two_H += see_two_BHI.sum((0, 2))
+        self.entropy_H += entropy_BHI.where(see_one_BHI, 0).sum((0, 2))
+        self.share_BHJ[sequences, :, :width] += share_BHJ[..., :width]
+        self.sink_H += share_BHJ[..., self.keys :].sum((0, 2))  # learned sinks
 
 
 class LogitMonitor:
