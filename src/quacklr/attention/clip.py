@@ -8,11 +8,15 @@
 In terms of logit paths: the product of each path is scaled by gamma[h], in equal parts by the weights that belong to
 head h alone. A key block that a group of heads shares is scaled by the square root of the group's largest gamma, and
 each query by the remaining factor, so that no head shrinks by more than its own gamma.
+
+The forward of each attention module is wrapped. Compiled code inside of it runs uncompiled, because a compiled graph
+does not expose its logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -21,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.attach.attachment import Attachment
-from quacklr.attention.interceptor import SUPPORTED
-from quacklr.attention.recorder import RecordedForward
+from quacklr.attention.interceptor import SUPPORTED, AttentionInterceptor
+from quacklr.attention.logits import HeadAxes, Logits, head_axes, last_axis
 from quacklr.core.flat_tensor import original
 from quacklr.core.local import local_boxes
 from quacklr.core.path import LogitPath
@@ -39,9 +43,10 @@ from quacklr.sharded.collectives import (
     warn_if_alone,
 )
 from quacklr.util.caller import warn
-from quacklr.util.modules import named_modules
+from quacklr.util.modules import named_modules, run_uncompiled
 
 _attached: WeakSet[QKClip] = WeakSet()
+_running: list[nn.Module] = []  # the recorded modules whose forward is running, innermost last
 
 NO_MODEL = "QK clip records the logits of a model: pass the model, or the paths that logit_paths(model, batch) returns"
 REPLICAS = "QK clip cannot record the logits of the replicas of DataParallel; use DistributedDataParallel"
@@ -55,6 +60,10 @@ STUCK = (
     "shared by all heads"
 )
 NOT_RECORDED = "QK clip saw no logits of {} before this step, so they are not clipped"
+MERGED = (
+    "{}: its logits have heads and batch in one axis, so QK clip cannot see which entry belongs to which head; give "
+    "the heads an axis of their own, (batch, heads, queries, keys), or train with batches of one sequence"
+)
 
 
 class QKClip:
@@ -96,7 +105,7 @@ class QKClip:
         self._canonical: dict[Weight, Weight] = distinct(weights)
         parts = [part for weight in self._canonical for part in weight.parts]
         boxes = [(part, box) for part in parts for box in local_boxes(part.param)]
-        self._boxes = [(p, box._replace(indices=()), p.blocks_in(box).to(p.param.device)) for p, box in boxes]
+        self._boxes = [(part, box, part.blocks_in(box).to(part.param.device)) for part, box in boxes]
         self._groups = engine.data_groups if engine.data_groups and is_distributed() else groups_of(module)
         warn_if_alone(self._groups, "QK clip")
         if stuck := [name or "the model" for name, each in self._paths.items() if not all(map(scalable, each))]:
@@ -105,13 +114,10 @@ class QKClip:
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
         self._checks_steps = True
-        modules, running = dict(named_modules(module)), list[str]()
-        self._forwards = [
-            RecordedForward(name, modules[name], each[0].heads, self._record, running)
-            for name, each in self._paths.items()
-        ]
+        modules, paths = dict(named_modules(module)), self._paths
         eager: Any = torch.compiler.disable
-        self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
+        self._hooks: list[Any] = [RecordedForward(n, modules[n], paths[n][0].heads, self._record) for n in paths]
+        self._hooks += [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
         self._hooks += [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
         _attached.add(self)
 
@@ -147,7 +153,9 @@ class QKClip:
         factor_of = self._factors(self._maxima[optimizer])
         for part, box, block_of_row in self._boxes:
             if part in factor_of and id(part.param) in params and part.param.requires_grad:
-                scale(part.rows_first(box), block_of_row, factor_of[part])
+                rows, of_block = part.rows_first(box), factor_of[part].to(block_of_row.device)
+                factor = torch.where(block_of_row >= 0, of_block[block_of_row.clamp(min=0)], 1.0)
+                rows.mul_(factor.view(-1, *[1] * (rows.ndim - 1)))  # 16 bits are multiplied in float32
 
     def _factors(self, maxima: Mapping[str, Tensor]) -> dict[Weight, Tensor]:
         """For each weight to scale, and its bias, the (blocks,) factors; the least, if several modules share it."""
@@ -185,8 +193,7 @@ class QKClip:
         """Remove the hooks, and unwrap the forwards."""
         _attached.discard(self)
         self._attachment.remove()
-        handles: list[Any] = [*self._hooks, *self._forwards]
-        for each in handles:
+        for each in self._hooks:
             each.remove()
 
     def __enter__(self) -> Self:
@@ -232,7 +239,59 @@ def scalable(path: LogitPath) -> list[tuple[Weight, Tensor]]:
     return sorted(found, key=lambda pair: pair[0].blocks)
 
 
-def scale(rows: Tensor, block_of_row: Tensor, factor_B: Tensor) -> None:
-    """Multiply each row by the factor of its block; rows of block -1 are not scaled."""
-    factor = torch.where(block_of_row >= 0, factor_B.to(rows.device)[block_of_row.clamp(min=0)], 1.0)
-    rows.mul_(factor.view(-1, *[1] * (rows.ndim - 1)))  # 16 bits are multiplied in float32
+class RecordedForward:
+    """The wrapped forward of a module: calls `on_max(name, max_H)` in training mode with gradients.
+
+    An attention in it that has another number of heads is ignored. A deep copy or a pickle of the module has its plain
+    forward.
+    """
+
+    def __init__(self, name: str, module: nn.Module, heads: int, on_max: Callable[[str, Tensor], None]) -> None:
+        self.name, self.module, self.heads, self.on_max, self.records = name, module, heads, on_max, True
+        self.before = vars(module).get("forward")
+        self.__wrapped__ = module.forward  # read by inspect.signature
+        self._run: Any = torch.compiler.disable(self._recorded)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, recorded in training."""
+        return self._run(args, kwargs)
+
+    def _recorded(self, args: Any, kwargs: Any) -> Any:
+        if not (self.records and self.module.training and torch.is_grad_enabled()):
+            return self.__wrapped__(*args, **kwargs)
+        _running.append(self.module)
+        try:
+            with run_uncompiled(), AttentionInterceptor(self._on_logits, self._axes_of):
+                return self.__wrapped__(*args, **kwargs)
+        finally:
+            _running.pop()
+
+    def _axes_of(self, lead: tuple[int, ...]) -> HeadAxes:
+        """Two leading axes are (B, H) by convention, also if B is H: a batch of training may have any size."""
+        return last_axis(lead) if len(lead) == 2 else head_axes(lead, self.heads)
+
+    def _on_logits(self, logits: Logits) -> None:
+        heads = logits.shape[1]
+        if _running[-1] is not self.module:  # the logits of a recorded module inside of this one
+            return
+        if not logits.heads_known and heads % self.heads == 0:
+            raise ValueError(MERGED.format(self.name or "the model"))
+        if heads == self.heads:
+            self.on_max(self.name, logits.max_per_head())
+
+    def remove(self) -> None:
+        """Restore the module's own forward. If another wrapper calls this one, it stays, without recording."""
+        self.records = False
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+            if self.before is not None:
+                self.module.forward = self.before
+
+    def __reduce__(self) -> Any:
+        return plain_forward, (self.module, self.before)
+
+
+def plain_forward(module: nn.Module, before: Any) -> Any:
+    """The forward of a module that is not recorded: `before` if the instance had one, else that of its class."""
+    return MethodType(type(module).forward, module) if before is None else before

@@ -102,28 +102,22 @@ class ProvenanceTracker:
             return masked
         return (value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")) * factor <= MASKING
 
-    def _changed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], logits: Tensor, output: Tensor) -> Origin:
+    def _changed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], logits: Tensor, out: Tensor) -> Origin:
         """The origin of what a function has computed from logits."""
         origin: Origin = self._origins[logits]
         if func in ops.CAT:
-            tensors, dim = bound(args, kwargs, "tensors", "dim")
-            masked = torch.cat([self._masks(each).expand_as(each) for each in tensors], dim or 0)
-            if dim in (-1, tensors[0].ndim - 1):
-                widths = [each.shape[-1] for each in tensors]
-                tracked = [i for i, each in enumerate(tensors) if each in self._origins]
-                start, stop = tracked[0], tracked[-1] + 1
-                origin = replace(origin, first_key=sum(widths[:start]), keys=sum(widths[start:stop]))
-            return replace(origin, masked=masked, subtracted=NO_SHIFT)
+            return self._concatenated(origin, *bound(args, kwargs, "tensors", "dim"))
         if func is ops.SET_ITEM:
             target, index, value = args
             masked = self._masks(target).expand_as(target).clone()
             masked[index] = self._masks(value)
             known = self._origins.get(target, Origin(target.shape[-1]))
             return replace(known, masked=masked, subtracted=origin.subtracted)
-        if output.shape[-1:] != logits.shape[-1:]:
-            origin = replace(origin, keys=output.shape[-1] if output.ndim else 1, first_key=0)
+        if out.shape[-1:] != logits.shape[-1:]:
+            origin = replace(origin, keys=out.shape[-1] if out.ndim else 1, first_key=0)
         if func in ops.LAYOUT:  # a model that changes the order of axes is taken to bring the queries before the keys
-            masked, subtracted = (same_layout(t, func, args, kwargs, logits) for t in (origin.masked, origin.subtracted))
+            of_rows = (origin.masked, origin.subtracted)
+            masked, subtracted = (same_layout(each, func, args, kwargs, logits) for each in of_rows)
             return replace(origin, queries=-2, masked=masked, subtracted=subtracted)
         if func in ops.ADD or func in ops.SUBTRACT:
             one, two = bound(args, kwargs, "input", "other")
@@ -141,6 +135,16 @@ class ProvenanceTracker:
         else:
             return origin
         return replace(origin, masked=torch.where(condition, self._masks(two), self._masks(one)))
+
+    def _concatenated(self, origin: Origin, tensors: Sequence[Tensor], dim: int | None) -> Origin:
+        """The origin of logits that were concatenated with each other or with other columns."""
+        masked = torch.cat([self._masks(each).expand_as(each) for each in tensors], dim or 0)
+        if dim in (-1, tensors[0].ndim - 1):
+            widths = [each.shape[-1] for each in tensors]
+            tracked = [i for i, each in enumerate(tensors) if each in self._origins]
+            start, stop = tracked[0], tracked[-1] + 1
+            origin = replace(origin, first_key=sum(widths[:start]), keys=sum(widths[start:stop]))
+        return replace(origin, masked=masked, subtracted=NO_SHIFT)
 
 
 def same_layout(of: Tensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any], logits: Tensor) -> Tensor:
