@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -42,13 +41,11 @@ def resolve(name: str) -> Target:
     if ":" in name:
         return _from_factory(name)
     if "/" in name or name.endswith(".json"):
-        return _from_config(
-            name, lambda auto: auto.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-        )
+        return _from_config("from_pretrained", name, local_files_only=True, trust_remote_code=False)
     transformers, no_type = _package("transformers", "no model type of transformers")
     types = [] if transformers is None else list(transformers.CONFIG_MAPPING)
     if name in types:
-        return _from_config(name, lambda auto: auto.for_model(name))
+        return _from_config("for_model", name)
     timm, no_model = _package("timm", "no model of timm")
     if timm is not None and timm.is_model(name):
         model = timm.create_model(name, pretrained=False)
@@ -66,29 +63,25 @@ def _package(name: str, without: str) -> tuple[Any, str]:
         return None, f"{name} cannot be imported (pip install {missing.name})"
 
 
-def _from_config(name: str, read: Callable[[Any], Any]) -> Target:
-    """The model of a config that `read` gets from transformers' AutoConfig."""
+def _from_config(method: str, name: str, **options: bool) -> Target:
+    """The model of the config that a method of transformers' AutoConfig returns.
+
+    It has the class that the config names; otherwise it is its causal language model, or its base model.
+    """
     try:
         import transformers
 
-        config = read(transformers.AutoConfig)
+        config = getattr(transformers.AutoConfig, method)(name, **options)
+        classes = (getattr(transformers, each, None) for each in config.architectures or ())
+        maker: Any = next(filter(None, classes), None)
+        if maker is None:
+            causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
+            maker = (transformers.AutoModelForCausalLM if causal else transformers.AutoModel).from_config
         with torch.device("meta"):
-            return Target(_model(config))
+            return Target(maker(config))
     except (ImportError, OSError, ValueError) as error:  # transformers raises them for configs that it cannot use
         why = shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         raise BadTargetError(f"{name}: transformers cannot make it (nothing is downloaded): {why}") from error
-
-
-def _model(config: Any) -> nn.Module:
-    """A model of the class that the config names; otherwise its causal language model, or its base model."""
-    import transformers
-
-    for named in config.architectures or ():
-        if (model_class := getattr(transformers, named, None)) is not None:
-            return model_class(config)
-    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
-    maker: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    return maker.from_config(config)
 
 
 def _from_factory(name: str) -> Target:
@@ -116,13 +109,11 @@ def _imported(module_name: str) -> ModuleType:
         raise BadTargetError(f"{module_name}: there is no such file")
     sys.path.insert(0, str(file.resolve().parent if is_file else Path.cwd()))
     try:
-        return _from_file(file) if is_file else import_module(module_name)
+        if not is_file:
+            return import_module(module_name)
+        spec: Any = importlib.util.spec_from_file_location(file.stem, file.resolve())
+        module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     except ModuleNotFoundError as missing:
         raise BadTargetError(f"{module_name} cannot be imported: there is no module {missing.name}") from missing
-
-
-def _from_file(file: Path) -> ModuleType:
-    spec: Any = importlib.util.spec_from_file_location(file.stem, file.resolve())
-    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
