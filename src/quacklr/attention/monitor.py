@@ -41,11 +41,10 @@ NO_PROBE = (
     "a probe is a batch that the model is called with, a tensor, a tuple of arguments or a dict of named ones, not "
 )
 UNKNOWN = (
-    "{}: it cannot be seen which of its logits belong to which head{}. Give the heads an axis of their own, (batch, "
+    "{}: it cannot be seen which of its logits belong to which head. Give the heads an axis of their own, (batch, "
     "heads, queries, keys), and the module their number as an attribute, num_heads; or give a probe of one sequence, "
     "or of another length"
 )
-APART = ", and the sequences of the probe, run one by one, do not have the logits that they have together"
 DIFFERENT = "the ranks ran different attentions, so their statistics cannot be combined; give all the same probe."
 
 
@@ -160,7 +159,13 @@ class LogitMonitor:
             validate_apart(found, whole)
         if keep:
             self._last = {name: torch.cat([part.kept_BHIJ for part in parts]) for name, parts in found.items()}
-        return self._reduced(found)
+        groups = groups_of(self.model)
+        warn_if_alone(groups, "LogitMonitor")
+        maxima = [torch.cat([part.max_BH for part in parts]).amax(0) for parts in found.values()]
+        sums = [torch.stack([part.sums for part in parts]).sum(0) for parts in found.values()]
+        maxima, sums = all_reduce_max(maxima, groups), all_reduce_sum(sums, groups)
+        means = [totals / counts for totals, counts in (each.chunk(2) for each in sums)]
+        return {name: LogitStats(max_H, *of) for name, max_H, of in zip(found, maxima, means, strict=True)}
 
     def _run(self, batches: Sequence[Any], one_sequence: bool = False) -> dict[str, list[StatsAccumulator]]:
         """Run batches one after the other; for each attention, the sums of each batch."""
@@ -199,16 +204,6 @@ class LogitMonitor:
             name = type(unwrapped(self.model)).__name__
             raise ValueError(f"no attention was seen in a forward of {name}: {SUPPORTED}")
 
-    def _reduced(self, found: Mapping[str, list[StatsAccumulator]]) -> dict[str, LogitStats]:
-        """The statistics of each attention, over all sequences and ranks."""
-        groups = groups_of(self.model)
-        warn_if_alone(groups, "LogitMonitor")
-        maxima = [torch.cat([part.max_BH for part in parts]).amax(0) for parts in found.values()]
-        sums = [torch.stack([part.sums for part in parts]).sum(0) for parts in found.values()]
-        maxima, sums = all_reduce_max(maxima, groups), all_reduce_sum(sums, groups)
-        means = [totals / counts for totals, counts in (each.chunk(2) for each in sums)]
-        return {name: LogitStats(max_H, *of) for name, max_H, of in zip(found, maxima, means, strict=True)}
-
     def state_dict(self) -> dict[str, Tensor]:
         """The kept logits, so that a resumed run measures its first change from the last kept measurement."""
         return dict(self._last)
@@ -243,14 +238,11 @@ def validate_apart(found: Mapping[str, list[StatsAccumulator]], whole: Mapping[s
     The entries of the leading axes must have the same largest logits, in any order and up to rounding.
     """
     for name in {**whole, **found}:
-        parts = found.get(name, [])
-        if not all(part.heads_known for part in parts):
-            raise ValueError(UNKNOWN.format(name or "the model", ""))
-        same = name in whole and len({part.kept_BHIJ.shape for part in parts}) == 1
-        if same:
-            each = (torch.cat([part.max_BH.flatten() for part in of]) for of in (parts, whole[name]))
-            apart, together = (maxima.sort().values for maxima in each)
-            tolerance = parts[0].rounding * float(together.nan_to_num(0, 0, 0).abs().max())
-            same = apart.shape == together.shape and torch.allclose(apart, together, 0, tolerance, equal_nan=True)
-        if not same:
-            raise ValueError(UNKNOWN.format(name or "the model", APART))
+        parts, together = found.get(name, []), whole.get(name, [])
+        same = len({part.kept_BHIJ.shape for part in parts}) == 1 and all(part.heads_known for part in parts)
+        if same and together:
+            one, two = (torch.cat([each.max_BH.flatten() for each in of]).sort().values for of in (parts, together))
+            tolerance = parts[0].rounding * float(two.nan_to_num(0, 0, 0).abs().max())
+            same = one.shape == two.shape and torch.allclose(one, two, 0, tolerance, equal_nan=True)
+        if not (same and together):
+            raise ValueError(UNKNOWN.format(name or "the model"))

@@ -226,24 +226,23 @@ def _measured_changes(
 
     The bound is about these rows, and not about the effect of earlier layers on the inputs. -inf without logits.
     """
-    new = {param: param.clone() for param in old}
-    monitor, changes = LogitMonitor(model, batch), dict[str, Tensor]()
-    for param in old:
-        param.copy_(old[param])
-    torch.clear_autocast_cache()
-    monitor.measure()
-    before = monitor.state_dict()
-    modules = [module_of(paths[0]) for paths in layers.values()]
-    for name, paths in layers.items():
-        parts = [part for path in paths for weight in path.weights for part in weight.parts]
-        for part in parts:
-            stepped = part.spread(part.block_of_row >= 0).to(part.param.device)
-            part.param.copy_(torch.where(stepped, new[part.param], part.param))
+    new, changes = {param: param.clone() for param in old}, dict[str, Tensor]()
+    monitor, modules = LogitMonitor(model, batch), [module_of(paths[0]) for paths in layers.values()]
+
+    def logits_with(values: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+        for param, value in values.items():
+            param.copy_(value)
         torch.clear_autocast_cache()
         monitor.measure()
-        now = monitor.state_dict()
-        for part in parts:
-            part.param.copy_(old[part.param])
+        return monitor.state_dict()
+
+    before = logits_with(old)
+    for name, paths in layers.items():
+        values = dict(old)
+        for part in (part for path in paths for weight in path.weights for part in weight.parts):
+            own = part.spread(part.block_of_row >= 0).to(part.param.device)
+            values[part.param] = torch.where(own, new[part.param], values[part.param])
+        now = logits_with(values)
         inside = [each for each in before if _innermost(each.partition("#")[0], modules) == module_of(paths[0])]
         pairs = [(now[each], before[each]) for each in inside if each in now and now[each].shape == before[each].shape]
         found = [_root_mean_square(*pair) for pair in pairs if pair[0].shape[1] == paths[0].heads]
