@@ -35,13 +35,7 @@ from quacklr.core.stepped import is_idle
 from quacklr.core.validate import validate_not_attached_twice, validate_number
 from quacklr.core.weight import Weight, distinct
 from quacklr.find.discover import validate_known
-from quacklr.sharded.collectives import (
-    all_reduce_max,
-    groups_of,
-    is_distributed,
-    validate_no_tensor_parallel,
-    warn_if_alone,
-)
+from quacklr.sharded import collectives
 from quacklr.util.caller import warn
 from quacklr.util.modules import named_modules, run_uncompiled
 
@@ -96,7 +90,7 @@ class QKClip:
         if module is None or isinstance(module, nn.DataParallel):
             raise ValueError(NO_MODEL if module is None else REPLICAS)
         validate_known(attachment.found, module)
-        validate_no_tensor_parallel(module, "QK clip", engine.tensor_parallel)
+        collectives.validate_no_tensor_parallel(module, "QK clip", engine.tensor_parallel)
         weights = [weight for path in attachment.paths for weight in path.weights]
         attachment.control(weights)
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
@@ -106,8 +100,9 @@ class QKClip:
         parts = [part for weight in self._canonical for part in weight.parts]
         boxes = [(part, box) for part in parts for box in local_boxes(part.param)]
         self._boxes = [(part, box, part.blocks_in(box).to(part.param.device)) for part, box in boxes]
-        self._groups = engine.data_groups if engine.data_groups and is_distributed() else groups_of(module)
-        warn_if_alone(self._groups, "QK clip")
+        of_engine = engine.data_groups if collectives.is_distributed() else None
+        self._groups = of_engine or collectives.groups_of(module)
+        collectives.warn_if_alone(self._groups, "QK clip")
         if stuck := [name or "the model" for name, each in self._paths.items() if not all(map(scalable, each))]:
             warn(STUCK.format(", ".join(stuck)))
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
@@ -122,7 +117,7 @@ class QKClip:
         _attached.add(self)
 
     def _record(self, name: str, max_H: Tensor) -> None:
-        """Update the maxima of each optimizer since its last step. A head whose largest is no number has -inf."""
+        """Update the maxima of each optimizer since its last step. NaN and inf do not count."""
         max_H = max_H.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
         for optimizer, maxima in self._maxima.items():
             if self._stepped.pop(optimizer, None) is not None:
@@ -172,7 +167,7 @@ class QKClip:
         if self._groups:
             device = original(next(iter(self._canonical)).param).device
             none = {name: torch.full((each[0].heads,), -torch.inf, device=device) for name, each in self._paths.items()}
-            found = zip(none, all_reduce_max(list((none | maxima).values()), self._groups), strict=True)
+            found = zip(none, collectives.all_reduce_max(list((none | maxima).values()), self._groups), strict=True)
             maxima = {name: of for name, of in found if name in maxima or bool((of > -torch.inf).any())}
         if not maxima and not idle:
             raise RuntimeError(UNSEEN)
@@ -207,8 +202,7 @@ def factors(paths: list[LogitPath], gamma_H: Tensor) -> dict[Weight, Tensor]:
     """For each weight to scale, the (blocks,) factors: those along a path multiply to gamma for every head."""
     found: dict[Weight, Tensor] = {}
     for path in paths:
-        left_H = gamma_H
-        rest = []
+        left_H, rest = gamma_H, []
         for weight, read in scalable(path):
             read_H = read.to(gamma_H.device)
             if weight in found:  # scaled for another path already, as with LoRA; no other weight may grow to compensate
@@ -242,8 +236,7 @@ def scalable(path: LogitPath) -> list[tuple[Weight, Tensor]]:
 class RecordedForward:
     """The wrapped forward of a module: calls `on_max(name, max_H)` in training mode with gradients.
 
-    An attention in it that has another number of heads is ignored. A deep copy or a pickle of the module has its plain
-    forward.
+    An attention with another number of heads is ignored. A deep copy or a pickle of the module has its plain forward.
     """
 
     def __init__(self, name: str, module: nn.Module, heads: int, on_max: Callable[[str, Tensor], None]) -> None:
@@ -278,7 +271,8 @@ class RecordedForward:
         if not logits.heads_known and heads % self.heads == 0:
             raise ValueError(MERGED.format(self.name or "the model"))
         if heads == self.heads:
-            self.on_max(self.name, logits.max_per_head())
+            maxima = [logit_BHIJ[..., : logits.keys].amax((0, 2, 3)) for _, _, logit_BHIJ in logits.chunks()]
+            self.on_max(self.name, torch.stack(maxima).amax(0))
 
     def remove(self) -> None:
         """Restore the module's own forward. If another wrapper calls this one, it stays, without recording."""

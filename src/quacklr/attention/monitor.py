@@ -22,24 +22,14 @@ from quacklr.attention.logits import MASKED, HeadAxes, Logits, head_axes
 from quacklr.find.discover import found_by_table
 from quacklr.find.tables.facts import int_attributes
 from quacklr.find.tables.naming import HEADS
-from quacklr.sharded.collectives import (
-    all_ranks_agree,
-    all_reduce_max,
-    all_reduce_sum,
-    groups_of,
-    resharded,
-    validate_no_tensor_parallel,
-    warn_if_alone,
-)
+from quacklr.sharded import collectives
 from quacklr.util.module_stack import module_stack
 from quacklr.util.modules import named_modules, run, run_uncompiled, undisturbed, unwrapped
 from quacklr.util.torch_functions import tensors_in
 
 KEPT = 2**20  # logits of one attention that are kept for the next measurement: 4 MB
 NEGLIGIBLE = -1e4  # a logit this far below the largest has probability 0 in float32
-NO_PROBE = (
-    "a probe is a batch that the model is called with, a tensor, a tuple of arguments or a dict of named ones, not "
-)
+NO_PROBE = "a probe is a batch that the model is called with, a tensor, a tuple of arguments or a dict, not a "
 UNKNOWN = (
     "{}: it cannot be seen which of its logits belong to which head. Give the heads an axis of their own, (batch, "
     "heads, queries, keys), and the module their number as an attribute, num_heads; or give a probe of one sequence, "
@@ -66,10 +56,8 @@ class LogitStats:
 class StatsAccumulator:
     """Sums over the logits of one attention, in one pass over their chunks; and the logits to keep.
 
-    `sums` is (6, heads): the sums of |changes|, entropies and sink shares, then the numbers of compared logits, of
-    queries that see at least one key, and of those that see at least two. `before_BHIJ`: the logits that the last
-    measurement kept. Without them, or if their shape differs, the change is NaN. `parts`: the limit of kept logits is
-    divided by it.
+    `before_BHIJ`: the logits that the last measurement kept. Without them, or if their shape differs, the change is
+    NaN. `parts`: the limit of kept logits is divided by it.
     """
 
     def __init__(self, logits: Logits, before_BHIJ: Tensor | None, parts: int = 1) -> None:
@@ -77,7 +65,7 @@ class StatsAccumulator:
         device, self.heads_known = logits.source.device, logits.heads_known
         self.rounding = torch.finfo(logits.source.dtype).eps ** 0.5  # relative, of the logits
         self.max_BH = torch.full((batch, heads), -torch.inf, device=device)
-        self.sums = torch.zeros(6, heads, device=device)
+        self.sums = torch.zeros(6, heads, device=device)  # three sums, and the number of logits or queries in each
         self.change_H, self.entropy_H, self.sink_H, self.compared_H, self.see_one_H, self.see_two_H = self.sums
         self.share_BHJ = torch.zeros(batch, heads, self.keys, device=device)
         self.visible_BHJ = torch.zeros(batch, heads, self.keys, dtype=torch.bool, device=device)
@@ -146,9 +134,11 @@ class LogitMonitor:
     def __init__(self, model: nn.Module, probe: Any) -> None:
         if probe is None or isinstance(probe, str | DataLoader):
             raise ValueError(NO_PROBE + type(probe).__name__)
-        validate_no_tensor_parallel(model, "LogitMonitor")
+        collectives.validate_no_tensor_parallel(model, "LogitMonitor")
         self.model, self.probe = model, probe
-        self._heads = heads_of(model)
+        attributes = {name: int_attributes(module, HEADS) for name, module in named_modules(model)}
+        self._heads = {name: counts[0] for name, counts in attributes.items() if counts}
+        self._heads |= {name: of.paths[0].heads for name, of in found_by_table(model).items() if of.paths}
         self._last: dict[str, Tensor] = {}
 
     def measure(self, keep: bool = True) -> dict[str, LogitStats]:
@@ -159,16 +149,19 @@ class LogitMonitor:
             validate_apart(found, whole)
         if keep:
             self._last = {name: torch.cat([part.kept_BHIJ for part in parts]) for name, parts in found.items()}
-        groups = groups_of(self.model)
-        warn_if_alone(groups, "LogitMonitor")
+        groups = collectives.groups_of(self.model)
+        collectives.warn_if_alone(groups, "LogitMonitor")
         maxima = [torch.cat([part.max_BH for part in parts]).amax(0) for parts in found.values()]
         sums = [torch.stack([part.sums for part in parts]).sum(0) for parts in found.values()]
-        maxima, sums = all_reduce_max(maxima, groups), all_reduce_sum(sums, groups)
+        maxima, sums = collectives.all_reduce_max(maxima, groups), collectives.all_reduce_sum(sums, groups)
         means = [totals / counts for totals, counts in (each.chunk(2) for each in sums)]
         return {name: LogitStats(max_H, *of) for name, max_H, of in zip(found, maxima, means, strict=True)}
 
     def _run(self, batches: Sequence[Any], one_sequence: bool = False) -> dict[str, list[StatsAccumulator]]:
-        """Run batches one after the other; for each attention, the sums of each batch."""
+        """Run batches one after the other; for each attention, the sums of each batch.
+
+        ValueError if no attention was found, or if the ranks differ.
+        """
         found: dict[str, list[StatsAccumulator]] = {}
         calls: dict[str, int] = {}  # of each module, in one batch
         model = unwrapped(self.model)
@@ -187,22 +180,17 @@ class LogitMonitor:
 
         for batch in batches:
             calls.clear()
-            interceptor = AttentionInterceptor(on_logits, axes_of)
-            with undisturbed(model), resharded(model), module_stack(model) as running, run_uncompiled(), interceptor:
+            uncompiled, mode = run_uncompiled(), AttentionInterceptor(on_logits, axes_of)
+            with undisturbed(model), collectives.resharded(model), module_stack(model) as running, uncompiled, mode:
                 run(model, batch)
-        self._validate_found(found)
-        return found
-
-    def _validate_found(self, found: Mapping[str, list[StatsAccumulator]]) -> None:
-        """Raise ValueError if no attention was found, or if the ranks differ."""
-        groups = groups_of(self.model)
-        count = len(sequences_of(self.probe))  # if they run one by one, all ranks must have as many
+        groups, count = collectives.groups_of(self.model), len(sequences_of(self.probe))
+        # if they run one by one, all ranks must have as many sequences
         shapes = [(name, each[0].max_BH.shape[1], each[0].heads_known or count) for name, each in found.items()]
-        if groups and not all_ranks_agree(shapes, groups, next(self.model.parameters()).device):
+        if groups and not collectives.all_ranks_agree(shapes, groups, next(self.model.parameters()).device):
             raise ValueError(f"{DIFFERENT} This one ran {', '.join(found) or 'none'}")
         if not found:
-            name = type(unwrapped(self.model)).__name__
-            raise ValueError(f"no attention was seen in a forward of {name}: {SUPPORTED}")
+            raise ValueError(f"no attention was seen in a forward of {type(model).__name__}: {SUPPORTED}")
+        return found
 
     def state_dict(self) -> dict[str, Tensor]:
         """The kept logits, so that a resumed run measures its first change from the last kept measurement."""
@@ -212,13 +200,6 @@ class LogitMonitor:
         """Load a `state_dict()`."""
         device = next(self.model.parameters()).device
         self._last = {name: kept.to(device) for name, kept in state_dict.items()}
-
-
-def heads_of(model: nn.Module) -> dict[str, int]:
-    """The number of heads of each attention module, if a table has it, or an attribute of the module."""
-    found = {name: int_attributes(module, HEADS) for name, module in named_modules(model)}
-    attributes = {name: counts[0] for name, counts in found.items() if counts}
-    return attributes | {name: found.paths[0].heads for name, found in found_by_table(model).items() if found.paths}
 
 
 def sequences_of(probe: Any) -> list[Any]:
@@ -233,10 +214,7 @@ def sequences_of(probe: Any) -> list[Any]:
 
 
 def validate_apart(found: Mapping[str, list[StatsAccumulator]], whole: Mapping[str, list[StatsAccumulator]]) -> None:
-    """Raise ValueError if heads are still not known, or if the sequences do not have the logits of the whole batch.
-
-    The entries of the leading axes must have the same largest logits, in any order and up to rounding.
-    """
+    """Raise ValueError if heads are still not known, or if the sequences' largest logits are not those of the batch."""
     for name in {**whole, **found}:
         parts, together = found.get(name, []), whole.get(name, [])
         same = len({part.kept_BHIJ.shape for part in parts}) == 1 and all(part.heads_known for part in parts)

@@ -32,13 +32,9 @@ from quacklr.util.torch_functions import tensors_in
 
 Loss = Callable[[nn.Module, Any], Tensor]
 NOT_SCALED = (
-    "{}: QuacK's rates are not applied to its step; does the optimizer, or a hook of it, write into the weights after "
-    "the step?"
+    "{}: QuacK's rates are not applied to its step; does the optimizer, or its hook, write into weights after it?"
 )
-SHARDED = (
-    "{}: its parameter is sharded, and check needs the whole model; check it in one process, before it is sharded: the "
-    "rows are the same"
-)
+SHARDED = "{}: its parameter is sharded, and check needs the whole model; check it in one process, before it is sharded"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

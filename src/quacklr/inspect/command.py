@@ -111,15 +111,12 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The same for programs, with every layer."""
-
-        def described(path: LogitPath) -> dict[str, Any]:
-            weights = {w.name: {"parameter": self._parameter(w), "blocks": w.blocks} for w in path.weights}
-            return {"heads": path.heads, "scale": path.scale, "weights": weights}
-
-        layers = {
-            module: {"found": self.paths.found[module].origin, "paths": [described(path) for path in paths]}
-            for module, paths in self.paths.by_module.items()
-        }
+        layers: dict[str, Any] = {}
+        for module, paths in self.paths.by_module.items():
+            layers[module] = {"found": self.paths.found[module].origin, "paths": []}
+            for path in paths:
+                weights = {w.name: {"parameter": self._parameter(w), "blocks": w.blocks} for w in path.weights}
+                layers[module]["paths"].append({"heads": path.heads, "scale": path.scale, "weights": weights})
         about = {"target": self.name, "model": type(self.model).__name__, "attaches": self.attaches}
         return {**about, "summary": self.summary, "layers": layers, "left_alone": self.left_alone}
 
