@@ -8,9 +8,6 @@
 In terms of logit paths: the product of each path is scaled by gamma[h], in equal parts by the weights that belong to
 head h alone. A key block that a group of heads shares is scaled by the square root of the group's largest gamma, and
 each query by the remaining factor, so that no head shrinks by more than its own gamma.
-
-The forward of each attention module is wrapped. Compiled code inside of it runs uncompiled, because a compiled graph
-does not expose its logits.
 """
 
 from __future__ import annotations
@@ -45,14 +42,8 @@ _running: list[nn.Module] = []  # the recorded modules whose forward is running,
 NO_MODEL = "QK clip records the logits of a model: pass the model, or the paths that logit_paths(model, batch) returns"
 REPLICAS = "QK clip cannot record the logits of the replicas of DataParallel; use DistributedDataParallel"
 UNSEEN = f"QK clip saw no attention logits in training mode before this step, so it cannot clip: {SUPPORTED}"
-SPENT = (
-    "QK clip saw no training forward since the last step, so it does not clip: is the model in eval mode, or was "
-    "optimizer.step() called twice?"
-)
-STUCK = (
-    "QK clip cannot scale all terms of the logits of {}: every weight of some term is frozen, as under LoRA, or is "
-    "shared by all heads"
-)
+SPENT = "QK clip saw no training forward since the last step, so it does not clip: eval mode, or step() called twice?"
+STUCK = "QK clip cannot scale all terms of the logits of {}: each weight of a term is frozen (LoRA), or serves all heads"
 NOT_RECORDED = "QK clip saw no logits of {} before this step, so they are not clipped"
 MERGED = (
     "{}: its logits have heads and batch in one axis, so QK clip cannot see which entry belongs to which head; give "
@@ -68,8 +59,9 @@ class QKClip:
     The largest logit of each head is taken over all training forwards since the last step: all micro-batches, all ranks
     of DistributedDataParallel or FSDP2. For this, all logits are computed a second time. Heads whose largest logit is
     not above the threshold (it may be negative) stay bitwise as they are. Forwards in eval mode or without gradients do
-    not count. The attention modules of a compiled model run uncompiled. Frozen weights are not scaled. There is no
-    device synchronisation. With `threshold=inf` nothing is scaled, and `max_logits()` shows the largest logits.
+    not count. The attention modules of a compiled model run uncompiled, because a graph does not expose its logits.
+    Frozen weights are not scaled. There is no device synchronisation. With `threshold=inf` nothing is scaled, and
+    `max_logits()` shows the largest logits.
 
     `optimizer` and `verify` are those of QuacK. If no table has the model's attention, pass the paths that
     `logit_paths(model, batch)` measures instead of the model.

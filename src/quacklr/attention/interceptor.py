@@ -107,8 +107,7 @@ class AttentionInterceptor(TorchFunctionMode):
     def _report(self, logits_of: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:
         device = tensors_in((args, kwargs))[0].device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            logits = logits_of(*args, **kwargs)
-            if logits is not None:
+            if (logits := logits_of(*args, **kwargs)) is not None:
                 self.on_logits(logits)
 
 

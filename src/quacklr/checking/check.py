@@ -31,9 +31,7 @@ from quacklr.util.text_table import columns, grouped, value_range
 from quacklr.util.torch_functions import tensors_in
 
 Loss = Callable[[nn.Module, Any], Tensor]
-NOT_SCALED = (
-    "{}: QuacK's rates are not applied to its step; does the optimizer, or its hook, write into weights after it?"
-)
+NOT_SCALED = "{}: QuacK's rates are not applied to its step; does the optimizer or its hook write into weights after it?"
 SHARDED = "{}: its parameter is sharded, and check needs the whole model; check it in one process, before it is sharded"
 
 
@@ -47,7 +45,6 @@ class LayerReport:
     """
 
     module: str
-    heads: int
     asked: Tensor
     given: Tensor
     measured: Tensor
@@ -74,7 +71,7 @@ class CheckReport:
         for layer in self.layers:
             ranges = [value_range(of_H) for of_H in (layer.asked, layer.given, layer.measured)]
             right = "ok" if layer.given.any() else "ok, but its rows took no step: they are frozen"
-            rows.append((layer.module or "(model)", str(layer.heads), *ranges, layer.problem or right))
+            rows.append((layer.module or "(model)", str(len(layer.measured)), *ranges, layer.problem or right))
         verdict = f"correct: {sum(not layer.problem for layer in self.layers)} of {len(self.layers)} layers"
         sections = columns(rows), grouped("left alone:", self.left_alone), [verdict]
         return "\n\n".join("\n".join(section) for section in sections if section)
@@ -263,7 +260,7 @@ def _report(paths: Sequence[LogitPath], changes: Iterable[Sequence[Tensor]], pro
         problem = "no logits to compare"
     elif not problem and trains and not (given > 0).all():
         problem = "its rows took no step: no gradient, or lr is 0"
-    return LayerReport(module_of(paths[0]), len(measured), asked, given, measured, problem)
+    return LayerReport(module_of(paths[0]), asked, given, measured, problem)
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -48,15 +48,14 @@ def main(argv: Sequence[str]) -> int:
         with quiet():
             model, batch, optimizer = resolve(options.target)
             if batch is None:
-                raise BadTargetError(
-                    f"{options.target}: to run it, name a function that returns a batch too, as "
-                    "path/to/file.py:factory with `return model, batch`"
-                )
+                parser.error(f"{options.target}: to run it, name a function that returns a batch too: model, batch")
             torch.manual_seed(0)
             optimizer = optimizer or AdamW(model.parameters())
             report = check(model, optimizer, batch, tau=options.tau, steps=options.steps, growth=options.growth)
-    except (ValueError, BadTargetError) as error:
+    except BadTargetError as error:
+        parser.error(str(error))
+    except ValueError as error:
         print(f"quacklr check: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ValueError) else 2
+        return 1
     print(report)
     return 0 if report.ok else 1

@@ -19,7 +19,7 @@ from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
 from quacklr.describe import attention_rows, without_rate
 from quacklr.find.discover import LogitPaths, found_by_table, logit_paths, validate_controls
-from quacklr.inspect.resolve import BadTargetError, Target, resolve
+from quacklr.inspect.resolve import BadTargetError, resolve
 from quacklr.quack import QuacK
 from quacklr.util.arguments import Parser
 from quacklr.util.text_table import columns, grouped, merged
@@ -54,10 +54,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         with quiet():
-            found = report(options.target, resolve(options.target))
+            model, batch, _ = resolve(options.target)
+            found = report(options.target, model, batch)
     except BadTargetError as error:
-        print(f"quacklr inspect: {error}", file=sys.stderr)
-        return 2
+        parser.error(str(error))
     print(json.dumps(found.as_json(), indent=2) if options.json else found)
     return int(not found.attaches or any(finding.unknown for finding in found.paths.found.values()))
 
@@ -124,9 +124,8 @@ class Report:
         return self.paths.parameters.get(id(weight.param), ("?", None))[0]
 
 
-def report(name: str, target: Target) -> Report:
+def report(name: str, model: nn.Module, batch: Any) -> Report:
     """Find the attention of a model, with the batch if there is one, and try to attach QuacK."""
-    model, batch = target.model, target.batch
     call = f"QuacK({'model' if batch is None else 'logit_paths(model, batch)'}, optimizer)"
     paths = LogitPaths({}, model)
     try:

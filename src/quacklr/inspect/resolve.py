@@ -18,26 +18,20 @@ from operator import attrgetter
 from pathlib import Path
 from textwrap import shorten
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
+
+Target = tuple[nn.Module, Any, Any]  # the model; an input that it takes, or None; optimizers, or None
 
 
 class BadTargetError(Exception):
     """The message states what is wrong with a target and how to fix it."""
 
 
-class Target(NamedTuple):
-    """A model, perhaps on the meta device; an input that it takes; and the optimizer, or several, of a factory."""
-
-    model: nn.Module
-    batch: Any = None
-    optimizer: Any = None
-
-
 def resolve(name: str) -> Target:
-    """The model with this name. BadTargetError if there is none."""
+    """The model with this name, perhaps on the meta device. BadTargetError if there is none."""
     if ":" in name:
         return _from_factory(name)
     if "/" in name or name.endswith(".json"):
@@ -49,7 +43,7 @@ def resolve(name: str) -> Target:
     timm, no_model = _package("timm", "no model of timm")
     if timm is not None and timm.is_model(name):
         model = timm.create_model(name, pretrained=False)
-        return Target(model, torch.randn(2, *model.default_cfg["input_size"]))
+        return model, torch.randn(2, *model.default_cfg["input_size"]), None
     close = difflib.get_close_matches(name.lower().replace("-", "_"), types, n=3)
     perhaps = f"did you mean {' or '.join(close)}?" if close else "a folder is ./folder, your model is file.py:factory"
     raise BadTargetError(f"{name}: {no_type}, {no_model}; {perhaps}")
@@ -78,7 +72,7 @@ def _from_config(method: str, name: str, **options: bool) -> Target:
             causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
             maker = (transformers.AutoModelForCausalLM if causal else transformers.AutoModel).from_config
         with torch.device("meta"):
-            return Target(maker(config))
+            return maker(config), None, None
     except (ImportError, OSError, ValueError) as error:  # transformers raises them for configs that it cannot use
         why = shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         raise BadTargetError(f"{name}: transformers cannot make it (nothing is downloaded): {why}") from error
@@ -98,7 +92,7 @@ def _from_factory(name: str) -> Target:
         raise BadTargetError(
             f"{name}: must return a model, (model, batch) or (model, optimizer, batch), not {type(model).__name__}"
         )
-    return Target(model, batch, *optimizers)
+    return model, batch, optimizers[0] if optimizers else None
 
 
 def _imported(module_name: str) -> ModuleType:
