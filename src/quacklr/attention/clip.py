@@ -43,7 +43,7 @@ NO_MODEL = "QK clip records the logits of a model: pass the model, or the paths 
 REPLICAS = "QK clip cannot record the logits of the replicas of DataParallel; use DistributedDataParallel"
 UNSEEN = f"QK clip saw no attention logits in training mode before this step, so it cannot clip: {SUPPORTED}"
 SPENT = "QK clip saw no training forward since the last step, so it does not clip: eval mode, or step() called twice?"
-STUCK = "QK clip cannot scale all terms of the logits of {}: each weight of a term is frozen (LoRA), or serves all heads"
+STUCK = "QK clip cannot scale all terms of the logits of {}: each weight of a term is frozen (LoRA) or serves all heads"
 NOT_RECORDED = "QK clip saw no logits of {} before this step, so they are not clipped"
 MERGED = (
     "{}: its logits have heads and batch in one axis, so QK clip cannot see which entry belongs to which head; give "

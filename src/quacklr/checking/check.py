@@ -31,7 +31,7 @@ from quacklr.util.text_table import columns, grouped, value_range
 from quacklr.util.torch_functions import tensors_in
 
 Loss = Callable[[nn.Module, Any], Tensor]
-NOT_SCALED = "{}: QuacK's rates are not applied to its step; does the optimizer or its hook write into weights after it?"
+NOT_SCALED = "{}: QuacK's rates are not applied to its step; does the optimizer or its hook write to weights after it?"
 SHARDED = "{}: its parameter is sharded, and check needs the whole model; check it in one process, before it is sharded"
 
 
