@@ -21,12 +21,11 @@ from quacklr.core.rule import Rule
 from quacklr.core.step_scaler import first_after_step
 from quacklr.core.validate import validate_number
 from quacklr.core.weight import Weight
-from quacklr.find.compare import contradiction, differences
 from quacklr.find.discover import logit_paths
-from quacklr.find.finding import is_inside
+from quacklr.find.finding import contradiction, differences, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.quack import QuacK, chosen_rule
-from quacklr.util.modules import named_modules, run, run_uncompiled, untouched, unwrapped
+from quacklr.util.modules import named_modules, named_parameters, run, run_uncompiled, untouched, unwrapped
 from quacklr.util.text_table import columns, grouped, value_range
 from quacklr.util.torch_functions import tensors_in
 
@@ -146,6 +145,7 @@ def _copied(model: nn.Module, optimizers: list[Optimizer], paths: Any) -> tuple[
 def _problems(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dict[str, str]:
     """By module, why its rows could not be measured, or "". ValueError if the rows are not those measured."""
     modules, measured, problems = dict(named_modules(model)), measured_paths(model, batch), dict[str, str]()
+    parameters = {id(parameter): name for name, parameter in named_parameters(model)}
     names = dict.fromkeys(map(module_of, paths))
     for name in names:
         given = [path for path in paths if module_of(path) == name]
@@ -154,7 +154,7 @@ def _problems(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dict[
         if not found:
             reasons = ["no attention was seen in the module that they are named after"]
         problems[name] = f"its rows could not be measured: {reasons[0]}" if reasons else ""
-        if not reasons and (wrong := differences(given, [path for each in found for path in each.paths], model)):
+        if not reasons and (wrong := differences(given, [path for each in found for path in each.paths], parameters)):
             raise contradiction("what is declared", name, modules[name], wrong)
     return problems
 
