@@ -37,26 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command and return its exit code. argparse exits by itself after --help, --version and mistakes."""
+    """Run a command, which parses its own options. argparse exits by itself after --help, --version and mistakes."""
     try:
         if argv and argv[0] in COMMANDS:
             return int(_imported(argv[0]).main(argv[1:]))
-        parser().parse_args(argv)
+        top = Parser(prog="quacklr", description="Per-head learning rates that control changes to attention logits.")
+        top.add_argument("--version", action="version", version=f"quacklr {__version__}")
+        commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+        for name, (_, meaning) in COMMANDS.items():
+            commands.add_parser(name, help=meaning)
+        top.parse_args(argv)
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
-
-
-def parser() -> Parser:
-    """The top-level parser; each command parses its own options."""
-    top = Parser(prog="quacklr", description="Per-head learning rates that control changes to attention logits.")
-    top.add_argument("--version", action="version", version=f"quacklr {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (_, meaning) in COMMANDS.items():
-        commands.add_parser(name, help=meaning)
-    return top
 
 
 def _imported(command: str) -> Any:

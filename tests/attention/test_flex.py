@@ -1,7 +1,7 @@
-"""Flex attention: its logits equal those computed by hand; and what flex.py relies on beyond torch's documentation.
+"""Flex attention: its logits equal those computed by hand; and what interceptor.py needs beyond torch's documentation.
 
-If a test of the operator fails after an update of torch, flex attention has changed its internals, and flex.py must
-follow. Tried with torch 2.13.0.
+If a test of the operator fails after an update of torch, flex attention has changed its internals, and interceptor.py
+must follow. Tried with torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 import quacklr.attention.logits
 from quacklr import LogitMonitor, LogitPath, QKClip, mha, packed
-from quacklr.attention.flex import is_flex, run_flex
+from quacklr.attention.interceptor import is_flex, run_flex
 from quacklr.util.modules import run_uncompiled
 
 BIAS = torch.randn(4, generator=torch.Generator().manual_seed(3))

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import by_hand
-import quacklr.attention.accumulator
 import quacklr.attention.logits
-from quacklr.attention.accumulator import StatsAccumulator
+import quacklr.attention.monitor
 from quacklr.attention.logits import EagerLogits, Logits, QKLogits, head_axes
-from quacklr.attention.monitor import LogitStats
+from quacklr.attention.monitor import LogitStats, StatsAccumulator
 
 B, H, Q, K = 2, 4, 5, 6  # sequences, heads, queries, keys
 
@@ -108,7 +107,7 @@ def test_what_a_kernel_made_is_made_again(
 def test_a_sample_of_queries_and_keys_is_always_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = [random(B, H, Q, K, seed=n) for n in range(2)]
     for kept, queries, keys in ((2 * B * H * K, [1, 4], slice(None)), (B * H * 2, [4], slice(None, None, 3))):
-        monkeypatch.setattr(quacklr.attention.accumulator, "KEPT", kept)
+        monkeypatch.setattr(quacklr.attention.monitor, "KEPT", kept)
         first = StatsAccumulator(EagerLogits(logits[0], K), None)
         assert first.kept_BHIJ.numel() <= kept
         second = StatsAccumulator(EagerLogits(logits[1], K), first.kept_BHIJ)

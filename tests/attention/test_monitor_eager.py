@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import normalize, scaled_dot_product_attention, softmax
 
 import by_hand
-import quacklr.attention.accumulator
+import quacklr.attention.monitor
 from quacklr import LogitMonitor
 
 B, H, T, K = 3, 4, 7, 4
@@ -266,7 +266,7 @@ def test_attention_to_nothing_is_passed_over_and_a_sample_of_padding_is_finite(m
         (q[:0] @ k[:0].mT).softmax(-1)
         return (q @ k.mT).masked_fill(~seen, -1e9).softmax(-1)
 
-    monkeypatch.setattr(quacklr.attention.accumulator, "KEPT", B * H * T * 2)
+    monkeypatch.setattr(quacklr.attention.monitor, "KEPT", B * H * T * 2)
     monitor = LogitMonitor(Attention(attend), (Q, KEYS, SEEN))
     assert list(monitor.measure()) == [""]
     assert monitor.measure()[""].mean_change.isfinite().all()

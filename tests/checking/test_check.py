@@ -20,8 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from models import PerHead, Separate, assert_equal, layers
 from quacklr import LogitPath, QuacK, Weight, check, logit_paths, mha, packed
-from quacklr.checking.check import default_loss
-from quacklr.checking.report import CheckReport
+from quacklr.checking.check import CheckReport, default_loss
 from quacklr.core.blocks import BlockRows
 from quacklr.lab.model import build
 from quacklr.lab.model.spec import MHA, MLA, Shape
@@ -73,7 +72,7 @@ def test_correct_rows_pass(
     model, batch = made()
     report = check(model, optimizers(model), batch, steps=2)
     assert report.ok, report
-    assert [layer.heads for layer in report.layers] == [4, 4]
+    assert [len(layer.measured) for layer in report.layers] == [4, 4]
     for layer in report.layers:
         assert (layer.measured > 0).all()
         assert (layer.given > 0).all()
@@ -228,7 +227,8 @@ def test_the_measured_change_is_that_by_hand_of_the_layers_own_rows_for_the_inpu
     SGD(rows, lr=0.01).step()
     for layer, before, after in zip(report.layers, model, stepped, strict=True):
         change_BHIJ = after.logits(x_BTD) - before.logits(x_BTD)
-        torch.testing.assert_close(layer.measured, change_BHIJ.abs().mean((0, 2, 3)).detach(), rtol=1e-3, atol=0)
+        rms_H = change_BHIJ.detach().square().mean((0, 2, 3)).sqrt()
+        torch.testing.assert_close(layer.measured, rms_H, rtol=1e-3, atol=0)
         x_BTD = before(x_BTD)
 
 

@@ -60,7 +60,8 @@ def test_the_exit_code_is_0_if_all_rows_are_shown_to_be_right(
         (["models_to_check:misfit"], 1, "Sequential failed on the sample: RuntimeError: mat1 and mat2"),
         (["models_to_check:missing"], 2, "models_to_check has no 'missing'"),
         (["lama"], 2, "did you mean llama"),
-        (["models_to_check:unheard_of", "--growth", "nan"], 1, "growth=nan: the factor of the weights must be"),
+        (["models_to_check:unheard_of", "--growth", "nan"], 2, "--growth must be a positive number, not nan"),
+        (["models_to_check:unheard_of", "--tau", "-1"], 2, "--tau must be a positive number, not -1.0"),
         (["gpt2", "--steps", "1.5"], 2, "argument --steps: invalid int value: '1.5'; see quacklr check --help"),
     ],
 )

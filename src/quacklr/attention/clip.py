@@ -12,7 +12,8 @@ each query by the remaining factor, so that no head shrinks by more than its own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.attach.attachment import Attachment
-from quacklr.attention.interceptor import SUPPORTED
-from quacklr.attention.recorder import RecordedForward
+from quacklr.attention.interceptor import SUPPORTED, AttentionInterceptor
+from quacklr.attention.logits import HeadAxes, Logits, head_axes, last_axis
 from quacklr.core.flat_tensor import original
 from quacklr.core.local import local_boxes
 from quacklr.core.path import LogitPath
@@ -31,30 +32,23 @@ from quacklr.core.stepped import is_idle
 from quacklr.core.validate import validate_not_attached_twice, validate_number
 from quacklr.core.weight import Weight, distinct
 from quacklr.find.discover import validate_controls
-from quacklr.sharded.collectives import (
-    all_reduce_max,
-    groups_of,
-    is_distributed,
-    validate_no_tensor_parallel,
-    warn_if_alone,
-)
+from quacklr.sharded import collectives
 from quacklr.util.caller import warn
-from quacklr.util.modules import named_modules
+from quacklr.util.modules import named_modules, run_uncompiled
 
 _attached: WeakSet[QKClip] = WeakSet()
+_running: list[nn.Module] = []  # the recorded modules whose forward is running, innermost last
 
 NO_MODEL = "QK clip records the logits of a model: pass the model, or the paths that logit_paths(model, batch) returns"
 REPLICAS = "QK clip cannot record the logits of the replicas of DataParallel; use DistributedDataParallel"
 UNSEEN = f"QK clip saw no attention logits in training mode before this step, so it cannot clip: {SUPPORTED}"
-SPENT = (
-    "QK clip saw no training forward since the last step, so it does not clip: is the model in eval mode, or was "
-    "optimizer.step() called twice?"
-)
-STUCK = (
-    "QK clip cannot scale all terms of the logits of {}: every weight of some term is frozen, as under LoRA, or is "
-    "shared by all heads"
-)
+SPENT = "QK clip saw no training forward since the last step, so it does not clip: eval mode, or step() called twice?"
+STUCK = "QK clip cannot scale all terms of the logits of {}: each weight of a term is frozen (LoRA) or serves all heads"
 NOT_RECORDED = "QK clip saw no logits of {} before this step, so they are not clipped"
+MERGED = (
+    "{}: its logits have heads and batch in one axis, so QK clip cannot see which entry belongs to which head; give "
+    "the heads an axis of their own, (batch, heads, queries, keys), or train with batches of one sequence"
+)
 
 
 class QKClip:
@@ -65,8 +59,9 @@ class QKClip:
     The largest logit of each head is taken over all training forwards since the last step: all micro-batches, all ranks
     of DistributedDataParallel or FSDP2. For this, all logits are computed a second time. Heads whose largest logit is
     not above the threshold (it may be negative) stay bitwise as they are. Forwards in eval mode or without gradients do
-    not count. The attention modules of a compiled model run uncompiled. Frozen weights are not scaled. There is no
-    device synchronisation. With `threshold=inf` nothing is scaled, and `max_logits()` shows the largest logits.
+    not count. The attention modules of a compiled model run uncompiled, because a graph does not expose its logits.
+    Frozen weights are not scaled. There is no device synchronisation. With `threshold=inf` nothing is scaled, and
+    `max_logits()` shows the largest logits.
 
     `optimizer` and `verify` are those of QuacK. If no table has the model's attention, pass the paths that
     `logit_paths(model, batch)` measures instead of the model.
@@ -87,7 +82,7 @@ class QKClip:
         if module is None or isinstance(module, nn.DataParallel):
             raise ValueError(NO_MODEL if module is None else REPLICAS)
         validate_controls(attachment.found, module)
-        validate_no_tensor_parallel(module, "QK clip", engine.tensor_parallel)
+        collectives.validate_no_tensor_parallel(module, "QK clip", engine.tensor_parallel)
         weights = [weight for path in attachment.paths for weight in path.weights]
         attachment.control(weights)
         others = [other for other in _attached if not set(other.optimizers).isdisjoint(self.optimizers)]
@@ -96,27 +91,25 @@ class QKClip:
         self._canonical: dict[Weight, Weight] = distinct(weights)
         parts = [part for weight in self._canonical for part in weight.parts]
         boxes = [(part, box) for part in parts for box in local_boxes(part.param)]
-        self._boxes = [(p, box._replace(indices=()), p.blocks_in(box).to(p.param.device)) for p, box in boxes]
-        self._groups = engine.data_groups if engine.data_groups and is_distributed() else groups_of(module)
-        warn_if_alone(self._groups, "QK clip")
+        self._boxes = [(part, box, part.blocks_in(box).to(part.param.device)) for part, box in boxes]
+        of_engine = engine.data_groups if collectives.is_distributed() else None
+        self._groups = of_engine or collectives.groups_of(module)
+        collectives.warn_if_alone(self._groups, "QK clip")
         if stuck := [name or "the model" for name, each in self._paths.items() if not all(map(scalable, each))]:
             warn(STUCK.format(", ".join(stuck)))
         self._maxima: dict[Optimizer, dict[str, Tensor]] = {each: {} for each in self.optimizers}
         self._stepped: dict[Optimizer, set[int]] = {}  # ids of the parameters that stepped since the last forward
         self._warned = False
         self._checks_steps = True
-        modules, running = dict(named_modules(module)), list[str]()
-        self._forwards = [
-            RecordedForward(name, modules[name], each[0].heads, self._record, running)
-            for name, each in self._paths.items()
-        ]
+        modules, paths = dict(named_modules(module)), self._paths
         eager: Any = torch.compiler.disable
-        self._hooks = [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
+        self._hooks: list[Any] = [RecordedForward(n, modules[n], paths[n][0].heads, self._record) for n in paths]
+        self._hooks += [each.register_step_pre_hook(eager(self._before)) for each in self.optimizers]
         self._hooks += [each.register_step_post_hook(eager(self._after)) for each in self.optimizers]
         _attached.add(self)
 
     def _record(self, name: str, max_H: Tensor) -> None:
-        """Update the maxima of each optimizer since its last step. A head whose largest is no number has -inf."""
+        """Update the maxima of each optimizer since its last step. NaN and inf do not count."""
         max_H = max_H.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
         for optimizer, maxima in self._maxima.items():
             if self._stepped.pop(optimizer, None) is not None:
@@ -147,7 +140,9 @@ class QKClip:
         factor_of = self._factors(self._maxima[optimizer])
         for part, box, block_of_row in self._boxes:
             if part in factor_of and id(part.param) in params and part.param.requires_grad:
-                scale(part.rows_first(box), block_of_row, factor_of[part])
+                rows, of_block = part.rows_first(box), factor_of[part].to(block_of_row.device)
+                factor = torch.where(block_of_row >= 0, of_block[block_of_row.clamp(min=0)], 1.0)
+                rows.mul_(factor.view(-1, *[1] * (rows.ndim - 1)))  # 16 bits are multiplied in float32
 
     def _factors(self, maxima: Mapping[str, Tensor]) -> dict[Weight, Tensor]:
         """For each weight to scale, and its bias, the (blocks,) factors; the least, if several modules share it."""
@@ -164,7 +159,7 @@ class QKClip:
         if self._groups:
             device = original(next(iter(self._canonical)).param).device
             none = {name: torch.full((each[0].heads,), -torch.inf, device=device) for name, each in self._paths.items()}
-            found = zip(none, all_reduce_max(list((none | maxima).values()), self._groups), strict=True)
+            found = zip(none, collectives.all_reduce_max(list((none | maxima).values()), self._groups), strict=True)
             maxima = {name: of for name, of in found if name in maxima or bool((of > -torch.inf).any())}
         if not maxima and not idle:
             raise RuntimeError(UNSEEN)
@@ -185,8 +180,7 @@ class QKClip:
         """Remove the hooks, and unwrap the forwards."""
         _attached.discard(self)
         self._attachment.remove()
-        handles: list[Any] = [*self._hooks, *self._forwards]
-        for each in handles:
+        for each in self._hooks:
             each.remove()
 
     def __enter__(self) -> Self:
@@ -200,8 +194,7 @@ def factors(paths: list[LogitPath], gamma_H: Tensor) -> dict[Weight, Tensor]:
     """For each weight to scale, the (blocks,) factors: those along a path multiply to gamma for every head."""
     found: dict[Weight, Tensor] = {}
     for path in paths:
-        left_H = gamma_H
-        rest = []
+        left_H, rest = gamma_H, []
         for weight, read in scalable(path):
             read_H = read.to(gamma_H.device)
             if weight in found:  # scaled for another path already, as with LoRA; no other weight may grow to compensate
@@ -232,7 +225,59 @@ def scalable(path: LogitPath) -> list[tuple[Weight, Tensor]]:
     return sorted(found, key=lambda pair: pair[0].blocks)
 
 
-def scale(rows: Tensor, block_of_row: Tensor, factor_B: Tensor) -> None:
-    """Multiply each row by the factor of its block; rows of block -1 are not scaled."""
-    factor = torch.where(block_of_row >= 0, factor_B.to(rows.device)[block_of_row.clamp(min=0)], 1.0)
-    rows.mul_(factor.view(-1, *[1] * (rows.ndim - 1)))  # 16 bits are multiplied in float32
+class RecordedForward:
+    """The wrapped forward of a module: calls `on_max(name, max_H)` in training mode with gradients.
+
+    An attention with another number of heads is ignored. A deep copy or a pickle of the module has its plain forward.
+    """
+
+    def __init__(self, name: str, module: nn.Module, heads: int, on_max: Callable[[str, Tensor], None]) -> None:
+        self.name, self.module, self.heads, self.on_max, self.records = name, module, heads, on_max, True
+        self.before = vars(module).get("forward")
+        self.__wrapped__ = module.forward  # read by inspect.signature
+        self._run: Any = torch.compiler.disable(self._recorded)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, recorded in training."""
+        return self._run(args, kwargs)
+
+    def _recorded(self, args: Any, kwargs: Any) -> Any:
+        if not (self.records and self.module.training and torch.is_grad_enabled()):
+            return self.__wrapped__(*args, **kwargs)
+        _running.append(self.module)
+        try:
+            with run_uncompiled(), AttentionInterceptor(self._on_logits, self._axes_of):
+                return self.__wrapped__(*args, **kwargs)
+        finally:
+            _running.pop()
+
+    def _axes_of(self, lead: tuple[int, ...]) -> HeadAxes:
+        """Two leading axes are (B, H) by convention, also if B is H: a batch of training may have any size."""
+        return last_axis(lead) if len(lead) == 2 else head_axes(lead, self.heads)
+
+    def _on_logits(self, logits: Logits) -> None:
+        heads = logits.shape[1]
+        if _running[-1] is not self.module:  # the logits of a recorded module inside of this one
+            return
+        if not logits.heads_known and heads % self.heads == 0:
+            raise ValueError(MERGED.format(self.name or "the model"))
+        if heads == self.heads:
+            maxima = [logit_BHIJ[..., : logits.keys].amax((0, 2, 3)) for _, _, logit_BHIJ in logits.chunks()]
+            self.on_max(self.name, torch.stack(maxima).amax(0))
+
+    def remove(self) -> None:
+        """Restore the module's own forward. If another wrapper calls this one, it stays, without recording."""
+        self.records = False
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+            if self.before is not None:
+                self.module.forward = self.before
+
+    def __reduce__(self) -> Any:
+        return plain_forward, (self.module, self.before)
+
+
+def plain_forward(module: nn.Module, before: Any) -> Any:
+    """The forward of a module that is not recorded: `before` if the instance had one, else that of its class."""
+    return MethodType(type(module).forward, module) if before is None else before

@@ -2,10 +2,14 @@
 
 Three forms are intercepted: `scaled_dot_product_attention` and flex attention, whose logits are computed again from
 queries and keys, and a softmax over the last dimension of a tensor that was computed from q . k.
+
+Flex attention is seen as an operator, if it runs uncompiled. The operator and its arguments are internal to torch:
+tests/attention/test_flex.py fails if a version of torch changes them.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +20,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from quacklr.attention.flex import flex_logits, is_flex, run_flex
 from quacklr.attention.logits import EagerLogits, HeadAxes, Logits, QKLogits, last_axis
 from quacklr.attention.provenance import ProvenanceTracker
 from quacklr.util.torch_functions import (
@@ -71,11 +74,10 @@ class AttentionInterceptor(TorchFunctionMode):
 
     def _softmax_logits(self, logits: Tensor, dim: int | None) -> Logits | None:
         origin = self.provenance.origin_of(logits)
-        if origin is None or logits.ndim < 3 or dim not in (-1, logits.ndim - 1) or logits in self._reported:
+        is_last = logits.ndim >= 3 and dim in (-1, logits.ndim - 1)
+        if origin is None or not is_last or not logits.numel() or logits in self._reported:
             return None
         self._reported[logits] = None
-        if not logits.numel():
-            return None
         shape = logits.movedim(origin.queries, -2).shape
         axes = self.axes_of(tuple(shape[:-2]))
 
@@ -95,14 +97,11 @@ class AttentionInterceptor(TorchFunctionMode):
             return None
         if query.ndim == 2:
             query, key = query[None], key[None]
-        if call.enable_gqa:
-            batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
-            lead, key = (*batch, query.shape[-3]), key.expand(*batch, *key.shape[-3:]).reshape(-1, *key.shape[-3:])
-            axes = last_axis(lead)
-        else:
-            lead = tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
-            axes = self.axes_of(lead)
-            key = axes.arrange(key, (*lead, *key.shape[-2:]))
+        shared = -3 if call.enable_gqa else -2  # up to this axis, queries and keys have the same leading sizes
+        batch = torch.broadcast_shapes(query.shape[:shared], key.shape[:shared])
+        lead, lead_of_keys = ((*batch, *each.shape[shared:-2]) for each in (query, key))
+        axes, axes_of_keys = [last_axis(lead), last_axis(lead_of_keys)] if call.enable_gqa else [self.axes_of(lead)] * 2
+        key = axes_of_keys.arrange(key, (*lead_of_keys, *key.shape[-2:]))
         bias = sys.modules.get("torch.nn.attention.bias")  # its import takes 1.5 seconds
         if bias is not None and isinstance(mask, bias.CausalBias):
             offset = key.shape[-2] - query.shape[-2] if mask.variant == bias.CausalVariant.LOWER_RIGHT else 0
@@ -116,6 +115,54 @@ class AttentionInterceptor(TorchFunctionMode):
     def _report(self, logits_of: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:
         device = tensors_in((args, kwargs))[0].device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            logits = logits_of(*args, **kwargs)
-            if logits is not None:
+            if (logits := logits_of(*args, **kwargs)) is not None:
                 self.on_logits(logits)
+
+
+def is_flex(func: Any) -> bool:
+    """Whether a function is flex attention's operator."""
+    return isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "flex_attention"
+
+
+def flex_logits(
+    query: Tensor,
+    key: Tensor,
+    _value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    _kernel_options: Any = None,
+    score_buffers: tuple[Tensor, ...] = (),
+    mask_buffers: tuple[Tensor, ...] = (),
+) -> QKLogits:
+    """The logits of a call of flex attention's operator, with its signature."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+
+    score: Any = _vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(score_buffers))
+    mask: Any = _vmap_for_bhqkv(block_mask[-1], prefix=(), suffix=(None,) * len(mask_buffers))
+
+    def modified(logit_BHIJ: Tensor, sequence: int, query_index: int) -> Tensor:
+        sizes = zip((sequence, 0, query_index, 0), logit_BHIJ.shape, strict=True)
+        indices = [torch.arange(start, start + size, device=query.device) for start, size in sizes]
+        with TransformGetItemToIndex():
+            logit: Tensor = score(logit_BHIJ, *indices, *score_buffers)
+            return logit.masked_fill(~mask(*indices, *mask_buffers), -torch.inf)
+
+    k_BGJD = key.detach().expand(query.shape[0], *key.shape[1:])
+    return QKLogits(query.detach(), key.shape[2], k_BGJD, scale, score_mod=modified)
+
+
+def run_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs of flex attention, without gradients, in chunks: torch's own code holds all logits in memory."""
+    logits = flex_logits(query, key, value, *args, **kwargs)
+    v_BGJD = value.float().expand(query.shape[0], *value.shape[1:])
+    v_BHJD = v_BGJD.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    output = query.new_empty(*query.shape[:3], value.shape[3])
+    lse, maxima = (torch.empty(query.shape[:3], device=query.device) for _ in range(2))
+    for sequences, queries, logit_BHIJ in logits.chunks():
+        share_BHIJ = logit_BHIJ.softmax(-1).nan_to_num_(nan=0.0)
+        output[sequences, :, queries] = (share_BHIJ @ v_BHJD[sequences]).to(output.dtype)
+        lse[sequences, :, queries] = logit_BHIJ.logsumexp(-1) / math.log(2)  # to base 2, as the operator returns it
+        maxima[sequences, :, queries] = logit_BHIJ.amax(-1) / math.log(2)
+    return output, lse, maxima

@@ -27,8 +27,6 @@ CHUNK = 2**20  # logits in a chunk: 4 MB, which fits into a CPU's cache
 MASKED = -1e38  # below every logit that is not masked
 MASKING = -9e3  # a number this low, added to a logit or written in its place, is a mask, not a bias
 
-ScoreMod = Callable[[Tensor, int, int], Tensor]  # (logits of a chunk, its first sequence, its first query) -> logits
-
 
 @dataclass(frozen=True, slots=True)
 class HeadAxes:
@@ -109,25 +107,20 @@ class Logits(ABC):
                 part = slice(b, min(b + sequences, batch)), slice(i, min(i + queries, length))
                 yield *part, self.chunk(*part)
 
-    def max_per_head(self) -> Tensor:
-        """(H,): the largest logit of each head."""
-        maxima = [logit_BHIJ[..., : self.keys].amax((0, 2, 3)) for _, _, logit_BHIJ in self.chunks()]
-        return torch.stack(maxima).amax(0)
-
 
 @dataclass(frozen=True, eq=False)
 class QKLogits(Logits):
     """Logits computed from queries (`source`) and keys, as a fused kernel computes them.
 
     `offset`: query i sees the keys up to i + offset; None if it sees all. `mask_BHIJ`: the kernel's own mask, boolean
-    (True where visible) or additive. `score_mod`: flex attention's change of a logit.
+    (True where visible) or additive. `score_mod` changes the logits of a chunk, from its first sequence and query.
     """
 
     k_BGJD: Tensor
     factor: float
     offset: int | None = None
     mask_BHIJ: Tensor | None = None
-    score_mod: ScoreMod | None = None
+    score_mod: Callable[[Tensor, int, int], Tensor] | None = None
 
     def chunk(self, sequences: slice, queries: slice) -> Tensor:
         """The logits of a chunk, computed at each call."""
@@ -154,8 +147,7 @@ class EagerLogits(Logits):
     """Logits (`source`) that the model computed itself.
 
     `masked_BHIJ` is True where the model is known to have masked a logit. A value near the lowest one of the dtype is
-    masked too. `subtracted_BHIJ`: numbers that the model subtracted before the softmax, such as the largest logit of
-    the row.
+    masked too. `subtracted_BHIJ`: what the model subtracted before the softmax, such as the largest logit of the row.
     """
 
     masked_BHIJ: Tensor | None = None

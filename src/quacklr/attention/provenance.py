@@ -72,7 +72,9 @@ class ProvenanceTracker:
         elif tensors and all(map(self.is_weight, tensors)):
             self._weights.update(dict.fromkeys(changed))
         elif self._origins and (logits := next((t for t in tensors if t in self._origins), None)) is not None:
-            self._track_change(func, args, kwargs, logits, changed)
+            origin = self._changed(func, args, kwargs, logits, changed[0])
+            for tensor in changed:
+                self._set(tensor, origin, in_place=tensor is logits)
 
     def _track_product(self, product: Product, kwargs: dict[str, Any], output: Tensor) -> None:
         if output.ndim < 3 or len(product.factors) < 2 or any(map(self.is_weight, product.factors)):
@@ -82,34 +84,15 @@ class ProvenanceTracker:
         self._origins[output] = Origin(output.shape[-1], queries=queries, masked=masked)
         self._shapes.add(tuple(sorted(output.shape)))
 
-    def _track_change(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], logits: Tensor, changed: Sequence[Tensor]
-    ) -> None:
-        """Record the origin of tensors that a function has computed from logits."""
-        origin: Origin = self._origins[logits]
-        masked, subtracted = self._masked(func, args, kwargs, logits), origin.subtracted
-        if func in ops.CAT:
-            origin, subtracted = self._concatenated(origin, *bound(args, kwargs, "tensors", "dim")), NO_SHIFT
-        elif func is ops.SET_ITEM:
-            origin = self._origins.get(args[0], Origin(args[0].shape[-1]))
-        elif changed[0].shape[-1:] != logits.shape[-1:]:
-            origin = replace(origin, keys=changed[0].shape[-1] if changed[0].ndim else 1, first_key=0)
-        if func in ops.LAYOUT:  # a model that changes the order of axes is taken to bring the queries before the keys
-            origin, subtracted = replace(origin, queries=-2), same_layout(subtracted, func, args, kwargs, logits)
-        elif func in ops.SUBTRACT:
-            one, two = bound(args, kwargs, "input", "other")
-            is_row = isinstance(two, Tensor) and two in self._origins and two.shape[-1:] in ((), (1,))
-            if is_row and one is logits and logits.shape[-1] > 1:  # the softmax does not depend on it
-                subtracted = subtracted + torch.atleast_1d(two)
-        for tensor in changed:
-            mask = masked if fits(masked, tensor) else NO_MASK
-            shift = subtracted if fits(subtracted, tensor) else NO_SHIFT
-            self._origins[tensor] = replace(origin, masked=mask, subtracted=shift)
-            base = tensor._base if tensor is logits and mask.ndim else None
-            if base is not None and base in self._origins:  # written in place: the base is masked too
-                in_base = torch.zeros_like(base, dtype=torch.bool)
-                in_base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(mask)
-                self._origins[base] = replace(self._origins[base], masked=self._masks(base) | in_base)
+    def _set(self, tensor: Tensor, origin: Origin, in_place: bool) -> None:
+        masked = origin.masked if fits(origin.masked, tensor) else NO_MASK
+        subtracted = origin.subtracted if fits(origin.subtracted, tensor) else NO_SHIFT
+        self._origins[tensor] = replace(origin, masked=masked, subtracted=subtracted)
+        base = tensor._base if in_place and masked.ndim else None
+        if base is not None and base in self._origins:  # the base is masked too
+            in_base = torch.zeros_like(base, dtype=torch.bool)
+            in_base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(masked)
+            self._origins[base] = replace(self._origins[base], masked=self._masks(base) | in_base)
 
     def _masks(self, value: Any, factor: float = 1) -> Tensor:
         """Where a value masks the logit that it is added to or written over. Of logits: where they are masked."""
@@ -118,39 +101,49 @@ class ProvenanceTracker:
             return masked
         return (value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")) * factor <= MASKING
 
-    def _masked(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], logits: Tensor) -> Tensor:
-        """Which entries of the output of a function are masked."""
-        if func in ops.ADD or func in ops.SUBTRACT:
-            one, two = bound(args, kwargs, "input", "other")
-            sign = -1 if func in ops.SUBTRACT else 1
-            return self._masks(one) | self._masks(two, sign * kwargs.get("alpha", 1))
-        if func in ops.FILL:
-            given, mask, value = bound(args, kwargs, "input", "mask", "value")
-            return torch.where(mask, self._masks(value), self._masks(given))
-        if func in ops.WHERE:
-            condition, one, two = bound(args, kwargs, "condition", "input", "other")
-            if func is Tensor.where:  # x.where(condition, other)
-                condition, one = one, condition
-            return torch.where(condition, self._masks(one), self._masks(two))
+    def _changed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], logits: Tensor, out: Tensor) -> Origin:
+        """The origin of what a function has computed from logits."""
+        origin: Origin = self._origins[logits]
+        if func in ops.CAT:
+            return self._concatenated(origin, *bound(args, kwargs, "tensors", "dim"))
         if func is ops.SET_ITEM:
             target, index, value = args
             masked = self._masks(target).expand_as(target).clone()
             masked[index] = self._masks(value)
-            return masked
-        if func in ops.CAT:
-            tensors, dim = bound(args, kwargs, "tensors", "dim")
-            return torch.cat([self._masks(each).expand_as(each) for each in tensors], dim or 0)
-        masked = self._masks(logits)
-        return same_layout(masked, func, args, kwargs, logits) if func in ops.LAYOUT else masked
+            known = self._origins.get(target, Origin(target.shape[-1]))
+            return replace(known, masked=masked, subtracted=origin.subtracted)
+        if out.shape[-1:] != logits.shape[-1:]:
+            origin = replace(origin, keys=out.shape[-1] if out.ndim else 1, first_key=0)
+        if func in ops.LAYOUT:  # a model that changes the order of axes is taken to bring the queries before the keys
+            of_rows = (origin.masked, origin.subtracted)
+            masked, subtracted = (same_layout(each, func, args, kwargs, logits) for each in of_rows)
+            return replace(origin, queries=-2, masked=masked, subtracted=subtracted)
+        if func in ops.ADD or func in ops.SUBTRACT:
+            one, two = bound(args, kwargs, "input", "other")
+            sign = -1 if func in ops.SUBTRACT else 1
+            is_row = isinstance(two, Tensor) and two in self._origins and two.shape[-1:] in ((), (1,))
+            if sign < 0 and is_row and one is logits and logits.shape[-1] > 1:  # the softmax does not depend on it
+                origin = replace(origin, subtracted=origin.subtracted + torch.atleast_1d(two))
+            return replace(origin, masked=self._masks(one) | self._masks(two, sign * kwargs.get("alpha", 1)))
+        if func in ops.FILL:
+            one, condition, two = bound(args, kwargs, "input", "mask", "value")
+        elif func in ops.WHERE:
+            condition, two, one = bound(args, kwargs, "condition", "input", "other")
+            if func is Tensor.where:  # x.where(condition, other)
+                condition, two = two, condition
+        else:
+            return origin
+        return replace(origin, masked=torch.where(condition, self._masks(two), self._masks(one)))
 
     def _concatenated(self, origin: Origin, tensors: Sequence[Tensor], dim: int | None) -> Origin:
         """The origin of logits that were concatenated with each other or with other columns."""
-        if dim not in (-1, tensors[0].ndim - 1):
-            return origin
-        widths = [each.shape[-1] for each in tensors]
-        tracked = [i for i, each in enumerate(tensors) if each in self._origins]
-        start, stop = tracked[0], tracked[-1] + 1
-        return replace(origin, first_key=sum(widths[:start]), keys=sum(widths[start:stop]))
+        masked = torch.cat([self._masks(each).expand_as(each) for each in tensors], dim or 0)
+        if dim in (-1, tensors[0].ndim - 1):
+            widths = [each.shape[-1] for each in tensors]
+            tracked = [i for i, each in enumerate(tensors) if each in self._origins]
+            start, stop = tracked[0], tracked[-1] + 1
+            origin = replace(origin, first_key=sum(widths[:start]), keys=sum(widths[start:stop]))
+        return replace(origin, masked=masked, subtracted=NO_SHIFT)
 
 
 def same_layout(of: Tensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any], logits: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quacklr.attention.logits import MASKED
 from quacklr.attention.monitor import LogitMonitor
-from quacklr.checking.report import CheckReport, LayerReport
 from quacklr.core.local import is_sharded
 from quacklr.core.path import LogitPath, attentions_of, module_of
 from quacklr.core.rule import Rule
@@ -25,17 +26,54 @@ from quacklr.find.finding import contradiction, differences, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.quack import QuacK, chosen_rule
 from quacklr.util.modules import named_modules, named_parameters, run, run_uncompiled, untouched, unwrapped
+from quacklr.util.text_table import columns, grouped, value_range
 from quacklr.util.torch_functions import tensors_in
 
 Loss = Callable[[nn.Module, Any], Tensor]
-NOT_SCALED = (
-    "{}: QuacK's rates are not applied to its step; does the optimizer, or a hook of it, write into the weights after "
-    "the step?"
-)
-SHARDED = (
-    "{}: its parameter is sharded, and check needs the whole model; check it in one process, before it is sharded: the "
-    "rows are the same"
-)
+NOT_SCALED = "{}: QuacK's rates are not applied to its step; does the optimizer or its hook write to weights after it?"
+SHARDED = "{}: its parameter is sharded, and check needs the whole model; check it in one process, before it is sharded"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerReport:
+    """The largest change of each head's logits in a step, in nats, (heads,) each.
+
+    `asked` and `given` are those of `quack.changes()`: by the optimizer's own step, and the bound for the step as QuacK
+    scaled it. `measured`: the root mean square of the change of the batch's logits by the layer's own rows. `problem`:
+    why the check does not show that the layer is right, or "".
+    """
+
+    module: str
+    asked: Tensor
+    given: Tensor
+    measured: Tensor
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckReport:
+    """Whether QuacK scales the right rows: `ok`, and a table if printed.
+
+    `left_alone`: the reason for each attention or weight that QuacK does not control.
+    """
+
+    layers: tuple[LayerReport, ...]
+    left_alone: Mapping[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every layer was shown to be right."""
+        return not any(layer.problem for layer in self.layers)
+
+    def __str__(self) -> str:
+        rows: list[Sequence[str]] = [("attention", "heads", "asked", "given", "measured", "")]
+        for layer in self.layers:
+            ranges = [value_range(of_H) for of_H in (layer.asked, layer.given, layer.measured)]
+            right = "ok" if layer.given.any() else "ok, but its rows took no step: they are frozen"
+            rows.append((layer.module or "(model)", str(len(layer.measured)), *ranges, layer.problem or right))
+        verdict = f"correct: {sum(not layer.problem for layer in self.layers)} of {len(self.layers)} layers"
+        sections = columns(rows), grouped("left alone:", self.left_alone), [verdict]
+        return "\n\n".join("\n".join(section) for section in sections if section)
 
 
 def check(
@@ -74,18 +112,18 @@ def check(
         model, optimizers, given = _copied(model, optimizers, None if paths is None else list(paths))
         given = logit_paths(model, batch) if given is None else given
         with QuacK(given, optimizers, rule=rule, verify=False) as quack:
-            problems = _unmeasured(model, rule.paths.paths, batch)
-            _multiply_rows(rule.paths.parts, growth)
+            problems = _problems(model, rule.paths.paths, batch)
+            with torch.no_grad():
+                for part in rule.paths.parts:
+                    part.param.mul_(part.spread(torch.where(part.block_of_row >= 0, growth, 1.0).to(part.param)))
             torch.manual_seed(0)
-            layers, loss = attentions_of(rule.paths.paths), loss or default_loss
-            steps_taken = [
-                (quack.changes(), _measured_changes(model, batch, layers, old))
-                for old in _real_steps(model, batch, loss, quack, steps)
+            layers = attentions_of(rule.paths.paths)
+            taken = _real_steps(model, batch, loss or default_loss, quack, steps)
+            changes = [(quack.changes(), _measured_changes(model, batch, layers, old)) for old in taken]
+            reports = [
+                _report(of, [(*step[name], measured[name]) for step, measured in changes], problems[module_of(of[0])])
+                for name, of in layers.items()
             ]
-            reports = []
-            for name, of_layer in layers.items():
-                changes = [(*in_step[name], measured[name]) for in_step, measured in steps_taken]
-                reports.append(_report(of_layer, changes, problems.get(module_of(of_layer[0]), "")))
             return CheckReport(tuple(reports), dict(quack.left_alone))
 
 
@@ -104,32 +142,26 @@ def _copied(model: nn.Module, optimizers: list[Optimizer], paths: Any) -> tuple[
     return copies
 
 
-def _unmeasured(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dict[str, str]:
-    """By module, why its rows could not be measured. ValueError if the rows are not those measured."""
-    modules, measured, unmeasured = dict(named_modules(model)), measured_paths(model, batch), dict[str, str]()
+def _problems(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dict[str, str]:
+    """By module, why its rows could not be measured, or "". ValueError if the rows are not those measured."""
+    modules, measured, problems = dict(named_modules(model)), measured_paths(model, batch), dict[str, str]()
     parameters = {id(parameter): name for name, parameter in named_parameters(model)}
-    layers = dict.fromkeys(map(module_of, paths))
-    for name in layers:
+    names = dict.fromkeys(map(module_of, paths))
+    for name in names:
         given = [path for path in paths if module_of(path) == name]
-        found = [finding for inner, finding in measured.items() if _innermost(inner, layers) == name]
+        found = [finding for inner, finding in measured.items() if _innermost(inner, names) == name]
         reasons = [finding.reason for finding in found if finding.unknown]
-        if reasons or not found:
-            reason = next(iter(reasons), "no attention was seen in the module that they are named after")
-            unmeasured[name] = f"its rows could not be measured: {reason}"
-        elif wrong := differences(given, [path for finding in found for path in finding.paths], parameters):
+        if not found:
+            reasons = ["no attention was seen in the module that they are named after"]
+        problems[name] = f"its rows could not be measured: {reasons[0]}" if reasons else ""
+        if not reasons and (wrong := differences(given, [path for each in found for path in each.paths], parameters)):
             raise contradiction("what is declared", name, modules[name], wrong)
-    return unmeasured
+    return problems
 
 
 def _innermost(attention: str, modules: Iterable[str]) -> str | None:
     """The innermost of these modules that contains an attention."""
     return max((name for name in modules if is_inside(attention, name)), key=len, default=None)
-
-
-@torch.no_grad()
-def _multiply_rows(parts: Iterable[Weight], growth: float) -> None:
-    for part in parts:
-        part.param.mul_(part.spread(torch.where(part.block_of_row >= 0, growth, 1.0).to(part.param)))
 
 
 def _real_steps(model: nn.Module, batch: Any, loss: Loss, quack: QuacK, count: int) -> Iterator[dict[Tensor, Tensor]]:
@@ -183,32 +215,41 @@ def _validate_scaled(part: Weight, rates: Tensor | None, old: Tensor, own: Tenso
 def _measured_changes(
     model: nn.Module, batch: Any, layers: Mapping[str, Sequence[LogitPath]], old: Mapping[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    """By layer, (heads,): the mean |change| of its logits if only its own rows take the step.
+    """By layer, (heads,): the root mean square of the change of its logits if only its own rows take the step.
 
     The bound is about these rows, and not about the effect of earlier layers on the inputs. -inf without logits.
     """
-    new = {param: param.clone() for param in old}
-    monitor, changes = LogitMonitor(model, batch), dict[str, Tensor]()
-    for param in old:
-        param.copy_(old[param])
-    torch.clear_autocast_cache()
-    monitor.measure()
-    modules = [module_of(paths[0]) for paths in layers.values()]
-    for name, paths in layers.items():
-        parts = [part for path in paths for weight in path.weights for part in weight.parts]
-        for part in parts:
-            stepped = part.spread(part.block_of_row >= 0).to(part.param.device)
-            part.param.copy_(torch.where(stepped, new[part.param], part.param))
+    new, changes = {param: param.clone() for param in old}, dict[str, Tensor]()
+    monitor, modules = LogitMonitor(model, batch), [module_of(paths[0]) for paths in layers.values()]
+
+    def logits_with(values: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+        for param, value in values.items():
+            param.copy_(value)
         torch.clear_autocast_cache()
-        measured = monitor.measure(keep=False)
-        for part in parts:
-            part.param.copy_(old[part.param])
-        inside = [each for each in measured if _innermost(each.partition("#")[0], modules) == module_of(paths[0])]
-        of_attention = [measured[each].mean_change for each in inside if len(measured[each].max) == paths[0].heads]
-        changes[name] = torch.stack([torch.full((paths[0].heads,), -torch.inf), *of_attention]).amax(0)
+        monitor.measure()
+        return monitor.state_dict()
+
+    before = logits_with(old)
+    for name, paths in layers.items():
+        values = dict(old)
+        for part in (part for path in paths for weight in path.weights for part in weight.parts):
+            own = part.spread(part.block_of_row >= 0).to(part.param.device)
+            values[part.param] = torch.where(own, new[part.param], values[part.param])
+        now = logits_with(values)
+        inside = [each for each in before if _innermost(each.partition("#")[0], modules) == module_of(paths[0])]
+        pairs = [(now[each], before[each]) for each in inside if each in now and now[each].shape == before[each].shape]
+        found = [_root_mean_square(*pair) for pair in pairs if pair[0].shape[1] == paths[0].heads]
+        changes[name] = torch.stack([torch.full((paths[0].heads,), -torch.inf), *found]).amax(0)
     for param in old:
         param.copy_(new[param])
     return changes
+
+
+def _root_mean_square(now_BHIJ: Tensor, before_BHIJ: Tensor) -> Tensor:
+    """(heads,): of the change of the logits that are not masked; NaN for a head without any."""
+    masked_BHIJ = (now_BHIJ <= MASKED) | (before_BHIJ <= MASKED)
+    squares_BHIJ = (now_BHIJ - before_BHIJ).masked_fill(masked_BHIJ, 0).square()
+    return (squares_BHIJ.sum((0, 2, 3)) / masked_BHIJ.logical_not().sum((0, 2, 3))).sqrt().cpu()
 
 
 def _report(paths: Sequence[LogitPath], changes: Iterable[Sequence[Tensor]], problem: str) -> LayerReport:
@@ -219,16 +260,14 @@ def _report(paths: Sequence[LogitPath], changes: Iterable[Sequence[Tensor]], pro
         problem = "no logits to compare"
     elif not problem and trains and not (given > 0).all():
         problem = "its rows took no step: no gradient, or lr is 0"
-    return LayerReport(module_of(paths[0]), len(measured), asked, given, measured, problem)
+    return LayerReport(module_of(paths[0]), asked, given, measured, problem)
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss, if the model returns it first; otherwise the mean squared distance to fixed random numbers."""
+    """The loss, if the model returns it first; otherwise the mean squared distance to random numbers."""
     outputs = [each for each in tensors_in(run(model, batch)) if each.requires_grad]
     if not outputs:
         raise ValueError(f"{type(model).__name__} gives nothing with a gradient; pass loss=, a function (model, batch)")
     if outputs[0].ndim == 0:
         return outputs[0]
-    noise = torch.Generator().manual_seed(0)
-    targets = [torch.randn(x.shape, generator=noise).to(x.device) for x in outputs]
-    return torch.stack([F.mse_loss(x.float(), y) for x, y in zip(outputs, targets, strict=True)]).sum()
+    return torch.stack([F.mse_loss(x.float(), torch.randn_like(x.float())) for x in outputs]).sum()

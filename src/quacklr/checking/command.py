@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 
@@ -11,7 +12,6 @@ from torch.optim import AdamW
 from quacklr.checking.check import check
 from quacklr.inspect.command import quiet, target_parser
 from quacklr.inspect.resolve import BadTargetError, resolve
-from quacklr.util.arguments import Parser
 
 ABOUT = """\
 Does QuacK scale the right rows of a model? The rows are compared with those that are
@@ -36,29 +36,26 @@ attached; 2 if there is no such model, or no such option
 
 def main(argv: Sequence[str]) -> int:
     """Check a model and print the report; the exit code is the verdict."""
-    options = parser().parse_args(argv)
+    parser = target_parser("quacklr check", "[options]", ABOUT, EXAMPLES)
+    parser.add_argument("--tau", type=float, default=1.0, help="tau of QuacK (1)")
+    parser.add_argument("--steps", type=int, default=3, help="real steps to take (3)")
+    parser.add_argument("--growth", type=float, default=4.0, help="factor of the grown weights (4)")
+    options = parser.parse_args(argv)
+    for name in ("tau", "steps", "growth"):
+        if not 0 < getattr(options, name) < math.inf:
+            parser.error(f"--{name} must be a positive number, not {getattr(options, name)}")
     try:
         with quiet():
             model, batch, optimizer = resolve(options.target)
             if batch is None:
-                raise BadTargetError(
-                    f"{options.target}: to run it, name a function that returns a batch too, as "
-                    "path/to/file.py:factory with `return model, batch`"
-                )
+                parser.error(f"{options.target}: to run it, name a function that returns a batch too: model, batch")
             torch.manual_seed(0)
             optimizer = optimizer or AdamW(model.parameters())
             report = check(model, optimizer, batch, tau=options.tau, steps=options.steps, growth=options.growth)
-    except (ValueError, BadTargetError) as error:
+    except BadTargetError as error:
+        parser.error(str(error))
+    except ValueError as error:
         print(f"quacklr check: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ValueError) else 2
+        return 1
     print(report)
     return 0 if report.ok else 1
-
-
-def parser() -> Parser:
-    """The options."""
-    options = target_parser("quacklr check", "[options]", ABOUT, EXAMPLES)
-    options.add_argument("--tau", type=float, default=1.0, help="tau of QuacK (1)")
-    options.add_argument("--steps", type=int, default=3, help="real steps to take (3)")
-    options.add_argument("--growth", type=float, default=4.0, help="factor of the grown weights (4)")
-    return options

@@ -9,10 +9,20 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
 
-from quacklr.inspect.report import report
+from torch import nn
+from torch.optim import SGD
+
+from quacklr.core.path import LogitPath
+from quacklr.core.weight import Weight
+from quacklr.describe import attention_rows, without_rate
+from quacklr.find.discover import LogitPaths, found_by_table, logit_paths, validate_controls
 from quacklr.inspect.resolve import BadTargetError, resolve
+from quacklr.quack import QuacK
 from quacklr.util.arguments import Parser
+from quacklr.util.text_table import columns, grouped, merged
 
 ABOUT = """\
 The attention of a model: its heads, its weights, what QuacK leaves alone and why.
@@ -38,23 +48,18 @@ without a batch, or on it; 2 if there is no such model
 
 
 def main(argv: Sequence[str]) -> int:
-    """Inspect a model and print the report; the exit code is that of the report."""
-    options = parser().parse_args(argv)
+    """Inspect a model and print the report; the exit code is 0 if QuacK attaches and every layer is recognised."""
+    parser = target_parser("quacklr inspect", "[--json]", ABOUT, EXAMPLES)
+    parser.add_argument("--json", action="store_true", help="one JSON object with every layer")
+    options = parser.parse_args(argv)
     try:
         with quiet():
-            found = report(options.target, resolve(options.target))
+            model, batch, _ = resolve(options.target)
+            found = report(options.target, model, batch)
     except BadTargetError as error:
-        print(f"quacklr inspect: {error}", file=sys.stderr)
-        return 2
+        parser.error(str(error))
     print(json.dumps(found.as_json(), indent=2) if options.json else found)
-    return found.exit_code
-
-
-def parser() -> Parser:
-    """The options."""
-    options = target_parser("quacklr inspect", "[--json]", ABOUT, EXAMPLES)
-    options.add_argument("--json", action="store_true", help="one JSON object with every layer")
-    return options
+    return int(not found.attaches or any(finding.unknown for finding in found.paths.found.values()))
 
 
 def target_parser(command: str, options: str, about: str, examples: str) -> Parser:
@@ -76,3 +81,64 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The paths of a model, whether QuacK attaches to it, and a sentence about it."""
+
+    name: str
+    model: nn.Module
+    paths: LogitPaths
+    attaches: bool
+    summary: str
+
+    @property
+    def left_alone(self) -> dict[str, str]:
+        """Why attention layers, or weights of them, get no rate."""
+        return {**self.paths.left_alone, **without_rate(weight for path in self.paths for weight in path.weights)}
+
+    def __str__(self) -> str:
+        def stored(module: str, paths: Sequence[LogitPath]) -> str:
+            names = dict.fromkeys(self._parameter(weight) for path in paths for weight in path.weights)
+            return ", ".join(name.removeprefix(f"{module}.").removesuffix(".weight") for name in names)
+
+        made = "shapes only" if _on_meta(self.model) else "with its weights"
+        rows = merged(attention_rows(self.paths.by_module.values(), self.paths.found, "weights", stored))
+        sections = [f"{self.name}: {type(self.model).__name__}, {made}"], columns(rows) if self.paths else []
+        sections += grouped("left alone:", self.left_alone), [self.summary]
+        return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs, with every layer."""
+        layers: dict[str, Any] = {}
+        for module, paths in self.paths.by_module.items():
+            layers[module] = {"found": self.paths.found[module].origin, "paths": []}
+            for path in paths:
+                weights = {w.name: {"parameter": self._parameter(w), "blocks": w.blocks} for w in path.weights}
+                layers[module]["paths"].append({"heads": path.heads, "scale": path.scale, "weights": weights})
+        about = {"target": self.name, "model": type(self.model).__name__, "attaches": self.attaches}
+        return {**about, "summary": self.summary, "layers": layers, "left_alone": self.left_alone}
+
+    def _parameter(self, weight: Weight) -> str:
+        return self.paths.parameters.get(id(weight.param), ("?", None))[0]
+
+
+def report(name: str, model: nn.Module, batch: Any) -> Report:
+    """Find the attention of a model, with the batch if there is one, and try to attach QuacK."""
+    call = f"QuacK({'model' if batch is None else 'logit_paths(model, batch)'}, optimizer)"
+    paths = LogitPaths({}, model)
+    try:
+        paths = LogitPaths(found_by_table(model), model) if batch is None else logit_paths(model, batch)
+        if not any(finding.pending for finding in paths.found.values()):
+            validate_controls(paths.found, model)
+        if not _on_meta(model):
+            QuacK(model if batch is None else paths, SGD(model.parameters(), lr=1.0)).remove()
+    except (ValueError, RuntimeError) as refused:
+        return Report(name, model, paths, False, f"{call} raises: {refused}")
+    summary = f"{call} attaches to {len(paths.by_module)} of {len(paths.found)} attention layers"
+    return Report(name, model, paths, True, summary)
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())

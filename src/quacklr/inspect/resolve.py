@@ -13,46 +13,37 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from textwrap import shorten
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
+
+Target = tuple[nn.Module, Any, Any]  # the model; an input that it takes, or None; optimizers, or None
 
 
 class BadTargetError(Exception):
     """The message states what is wrong with a target and how to fix it."""
 
 
-class Target(NamedTuple):
-    """A model, perhaps on the meta device; an input that it takes; and the optimizer, or several, of a factory."""
-
-    model: nn.Module
-    batch: Any = None
-    optimizer: Any = None
-
-
 def resolve(name: str) -> Target:
-    """The model with this name. BadTargetError if there is none."""
+    """The model with this name, perhaps on the meta device. BadTargetError if there is none."""
     if ":" in name:
         return _from_factory(name)
     if "/" in name or name.endswith(".json"):
-        return _from_config(
-            name, lambda auto: auto.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-        )
+        return _from_config("from_pretrained", name, local_files_only=True, trust_remote_code=False)
     transformers, no_type = _package("transformers", "no model type of transformers")
     types = [] if transformers is None else list(transformers.CONFIG_MAPPING)
     if name in types:
-        return _from_config(name, lambda auto: auto.for_model(name))
+        return _from_config("for_model", name)
     timm, no_model = _package("timm", "no model of timm")
     if timm is not None and timm.is_model(name):
         model = timm.create_model(name, pretrained=False)
-        return Target(model, torch.randn(2, *model.default_cfg["input_size"]))
+        return model, torch.randn(2, *model.default_cfg["input_size"]), None
     close = difflib.get_close_matches(name.lower().replace("-", "_"), types, n=3)
     perhaps = f"did you mean {' or '.join(close)}?" if close else "a folder is ./folder, your model is file.py:factory"
     raise BadTargetError(f"{name}: {no_type}, {no_model}; {perhaps}")
@@ -66,29 +57,25 @@ def _package(name: str, without: str) -> tuple[Any, str]:
         return None, f"{name} cannot be imported (pip install {missing.name})"
 
 
-def _from_config(name: str, read: Callable[[Any], Any]) -> Target:
-    """The model of a config that `read` gets from transformers' AutoConfig."""
+def _from_config(method: str, name: str, **options: bool) -> Target:
+    """The model of the config that a method of transformers' AutoConfig returns.
+
+    It has the class that the config names; otherwise it is its causal language model, or its base model.
+    """
     try:
         import transformers
 
-        config = read(transformers.AutoConfig)
+        config = getattr(transformers.AutoConfig, method)(name, **options)
+        classes = (getattr(transformers, each, None) for each in config.architectures or ())
+        maker: Any = next(filter(None, classes), None)
+        if maker is None:
+            causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
+            maker = (transformers.AutoModelForCausalLM if causal else transformers.AutoModel).from_config
         with torch.device("meta"):
-            return Target(_model(config))
+            return maker(config), None, None
     except (ImportError, OSError, ValueError) as error:  # transformers raises them for configs that it cannot use
         why = shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         raise BadTargetError(f"{name}: transformers cannot make it (nothing is downloaded): {why}") from error
-
-
-def _model(config: Any) -> nn.Module:
-    """A model of the class that the config names; otherwise its causal language model, or its base model."""
-    import transformers
-
-    for named in config.architectures or ():
-        if (model_class := getattr(transformers, named, None)) is not None:
-            return model_class(config)
-    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
-    maker: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    return maker.from_config(config)
 
 
 def _from_factory(name: str) -> Target:
@@ -105,7 +92,7 @@ def _from_factory(name: str) -> Target:
         raise BadTargetError(
             f"{name}: must return a model, (model, batch) or (model, optimizer, batch), not {type(model).__name__}"
         )
-    return Target(model, batch, *optimizers)
+    return model, batch, optimizers[0] if optimizers else None
 
 
 def _imported(module_name: str) -> ModuleType:
@@ -116,13 +103,11 @@ def _imported(module_name: str) -> ModuleType:
         raise BadTargetError(f"{module_name}: there is no such file")
     sys.path.insert(0, str(file.resolve().parent if is_file else Path.cwd()))
     try:
-        return _from_file(file) if is_file else import_module(module_name)
+        if not is_file:
+            return import_module(module_name)
+        spec: Any = importlib.util.spec_from_file_location(file.stem, file.resolve())
+        module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     except ModuleNotFoundError as missing:
         raise BadTargetError(f"{module_name} cannot be imported: there is no module {missing.name}") from missing
-
-
-def _from_file(file: Path) -> ModuleType:
-    spec: Any = importlib.util.spec_from_file_location(file.stem, file.resolve())
-    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
