@@ -14,15 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.attach.attachment import Attachment
+from quacklr.attach.attachment import Attachment, validate_not_attached_twice
 from quacklr.core.changes import HeadChange, LogitChanges
-from quacklr.core.flat_tensor import original
+from quacklr.core.local import original
 from quacklr.core.path import LogitPath, all_rated
-from quacklr.core.rule import Rule
+from quacklr.core.rule import NOT_A_STATE, VERSION, Rule
 from quacklr.core.sensitivity import CompiledPaths
-from quacklr.core.state import NOT_STARTED, validate_state
 from quacklr.core.step_scaler import StepScaler
-from quacklr.core.validate import validate_not_attached_twice
 from quacklr.describe import describe
 from quacklr.rules.paper import Paper
 from quacklr.sharded.blocks import ShardedBlocks, blocks_of
@@ -72,15 +70,14 @@ class QuacK:
         verify: bool = True,
     ) -> None:
         self.rule = chosen_rule(tau, rule)
-        if any(other.rule is self.rule for other in _attached):
-            raise ValueError(f"{self.rule} belongs to another QuacK; make a rule for each")
         self._attachment = attachment = Attachment(
             model, optimizer, linear=self.rule.linear, verify=verify, start=self._start
         )
+        self.rule.attached = True
         self.optimizers = attachment.optimizers
         self._scaler = StepScaler(self.rule, self.optimizers, attachment.in_groups)
         self._changes: LogitChanges | None = None
-        self._state: Mapping[str, Any] = NOT_STARTED  # loaded before the paths were known
+        self._state: Mapping[str, Any] | None = None  # loaded before the paths were known
         self._scaler.first_step = attachment
         if attachment.paths:
             self._start()
@@ -98,8 +95,9 @@ class QuacK:
         with self._attachment.engine.filled_groups():
             self._scaler.set_paths(compiled)
         self._changes = None
-        self.load_state_dict(self._state)
-        self._state = NOT_STARTED
+        if self._state is not None:
+            self.load_state_dict(self._state)
+            self._state = None
 
     @property
     def left_alone(self) -> Mapping[str, str]:
@@ -115,9 +113,8 @@ class QuacK:
         """
         if self._scaler.paths is None:
             return {}
-        flat = self.rule.rates if last else self.rule.next_rates()
-        index = self._scaler.paths.blocks.flat_index
-        return {weight.name: flat[blocks] for weight, blocks in index.items() if self.rule.has_rates(weight)}
+        rates = self._scaler.paths.by_name(self.rule.rates if last else self.rule.next_rates())
+        return {each.name: rates[each.name] for each in self._scaler.paths.weights if self.rule.has_rates(each)}
 
     def changes(self) -> dict[str, HeadChange]:
         """How much the last step changes the logits of each head, in nats, by attention module.
@@ -157,7 +154,7 @@ class QuacK:
         not part of it. The other rules have no state, and this is only a version.
         """
         if self._scaler.paths is None:
-            return dict(self._state)
+            return dict(self._state or {"version": VERSION, "rule": None})
         return self.rule.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -165,7 +162,10 @@ class QuacK:
 
         If the attention will be measured on the first batch, the state is kept until then.
         """
-        validate_state(state_dict)
+        if not isinstance(state_dict, Mapping) or "rule" not in state_dict:
+            raise ValueError(NOT_A_STATE)
+        if (version := state_dict.get("version")) != VERSION:
+            raise ValueError(f"the state has version {version}, and this quacklr reads version {VERSION} only")
         if self._scaler.paths is None:
             self._state = state_dict
         elif state_dict["rule"] is not None:
@@ -214,4 +214,6 @@ def chosen_rule(tau: float | None, rule: Rule | None) -> Rule:
         )
     if not isinstance(rule, Rule):
         raise ValueError(f"rule={rule!r}: a rule is Paper(tau), ConstantTau(tau), Limit(nats), Budget(nats), or a Rule")
+    if rule.attached:
+        raise ValueError(f"{rule} was given to another QuacK, and keeps what it knows of that model; make a new rule")
     return rule

@@ -15,13 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.attach.optimizers import as_optimizers, validate_linear
-from quacklr.core.flat_tensor import gradient_of, original
-from quacklr.core.local import local_tensor
+from quacklr.attach.optimizers import as_optimizers, validate_linear, validate_stepped
+from quacklr.core.local import gradient_of, local_tensor, original
 from quacklr.core.path import LogitPath, as_paths
-from quacklr.core.rule import Step
-from quacklr.core.stepped import Stepped
-from quacklr.core.validate import validate_stepped
+from quacklr.core.rule import Step, Stepped
 from quacklr.core.weight import Weight
 from quacklr.find.discover import LogitPaths, found_by_table, validate_controls
 from quacklr.find.finding import Finding
@@ -254,3 +251,15 @@ def relocated(paths: LogitPaths, model: nn.Module, flat: Container[int]) -> list
 
     weights = {weight: at_place(weight) for path in paths for weight in path.weights}
     return [replace(path, weights=tuple(weights[weight] for weight in path.weights)) for path in paths]
+
+
+def validate_not_attached_twice(weights: Iterable[Weight], taken: Iterable[Weight], who: str = "QuacK") -> None:
+    """No parameter may be on the paths of two QuacKs on one optimizer: its step would be scaled twice."""
+    others = {id(original(part.param)): part.name for weight in reversed(list(taken)) for part in weight.parts}
+    for part in (part for weight in weights for part in weight.parts):
+        param = id(original(part.param))
+        if param in others:
+            raise ValueError(
+                f"{part.name}: another {who} is attached to its parameter (as {others[param]}); "
+                "call remove() on that one first"
+            )

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from quacklr.core.stepped import Group, Stepped
+from quacklr.core.local import is_sharded
+from quacklr.core.rule import Group, Stepped
+from quacklr.core.weight import Weight
 from quacklr.sharded.engines.engine import unwrapped_optimizer
 from quacklr.util.caller import warn
 from quacklr.util.modules import run_uncompiled
@@ -124,6 +126,28 @@ def _ids_in_groups(optimizer: Any) -> set[int]:
 def _runs_hooks(optimizer: Optimizer) -> bool:
     """Whether its `step` runs hooks; not if its constructor does not call that of torch.optim.Optimizer."""
     return getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
+    """Every parameter on a path must have values, and must be in one of the optimizers if it is not frozen."""
+    for part in (part for weight in weights for part in weight.parts):
+        if part.param.device.type == "meta":
+            raise ValueError(f"{part.name}: its parameter is on the meta device; attach after materialising the model")
+    if not any(weight.trains for weight in weights):
+        raise ValueError(f"{weights[0].name} and all others on a path are frozen, so there is nothing to control")
+    stepped = set().union(*map(in_groups.by, optimizers))
+    for part in (part for weight in weights if weight.rated for part in weight.parts):
+        if not part.param.requires_grad or id(part.param) in stepped:
+            continue
+        if is_sharded(part.param):
+            raise ValueError(
+                f"{part.name}: its parameter is sharded, and in none of the optimizers given; sharding "
+                "replaces parameters, so make the optimizer after it, then attach"
+            )
+        raise ValueError(
+            f"{part.name}: its parameter is in none of the optimizers given; pass the one that steps it too, "
+            "or freeze it with requires_grad_(False)"
+        )
 
 
 def validate_linear(optimizers: Iterable[Optimizer], params: Iterable[Tensor], in_groups: Stepped) -> None:

@@ -90,7 +90,7 @@ class LogitChanges:
         smallest = of_head.new_full((self.total_blocks,), torch.inf)
         return smallest.scatter_reduce_(0, self.block, of_head[self.head], "amin")
 
-    def by_module(self, measured: Iterable[tuple[Tensor, Tensor, Tensor]]) -> dict[str, HeadChange]:
+    def by_module(self, measured: Iterable[Sequence[Tensor]]) -> dict[str, HeadChange]:
         """The changes by some steps together, each given by (norms, steps, rates); by the name of the attention."""
         asked = given = self.factor.new_zeros(self.total_heads)
         for norms, steps, rates in measured:

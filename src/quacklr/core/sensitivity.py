@@ -9,7 +9,7 @@ Algorithm 1 (MHA) and Algorithm 2 (MLA) are both this rule; their `factor` is 1 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 
 import torch
@@ -43,6 +43,18 @@ class CompiledPaths:
         self.one_term_each = len(self.block) == self.blocks.total
         self.one = torch.ones(1, device=device, dtype=torch.float32)
 
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """A flat vector as (blocks,) for each weight, by name."""
+        return {weight.name: flat[index] for weight, index in self.blocks.flat_index.items()}
+
+    def flat(self, by_name: Mapping[str, Tensor], other: float = 0.0) -> Tensor:
+        """The flat vector of (blocks,) for each weight, by name; `other` for the weights that have no entry."""
+        flat = torch.full((self.blocks.total,), other, device=self.blocks.device, dtype=torch.float32)
+        for weight, index in self.blocks.flat_index.items():
+            if weight.name in by_name:
+                flat[index] = by_name[weight.name].to(flat)
+        return flat
+
     def flat_reads(self, path: LogitPath) -> list[Tensor]:
         """For each weight of a path, (heads,): the flat index of the block that each head reads."""
         indices = [self.blocks.flat_index[self.canonical[weight]] for weight in path.weights]
@@ -73,3 +85,29 @@ class CompiledPaths:
         if self.one_term_each:
             return of_term
         return norm.new_zeros(self.blocks.total).scatter_reduce_(0, self.block, of_term, "amax")
+
+    def validate(self, norms: Tensor, sensitivity: Tensor) -> None:
+        """Norms must be finite and sensitivities positive, since Lemma 1 needs a lower bound on every norm."""
+        weight_of = {int(b): weight for weight, index in self.blocks.flat_index.items() for b in index}
+        for block in (~norms.isfinite()).nonzero().flatten().tolist():
+            raise ValueError(
+                f"{weight_of[block].name}: holds NaN or inf, or its norm is more than float32 can hold; attach QuacK "
+                "to a model whose weights are finite"
+            )
+        valid = (sensitivity > 0) & sensitivity.isfinite()
+        first = next((b for b, ok in enumerate(valid.tolist()) if weight_of[b].rated and not ok), None)
+        if first is None:
+            return
+        partners = {b for others in self.partners for b in others[self.block == first].tolist()}
+        zeros = sorted({weight_of[b].name for b in partners if b in weight_of and norms[b] == 0})
+        if not zeros:
+            where = "below" if sensitivity[first] == 0 else "above"
+            raise ValueError(
+                f"{weight_of[first].name}: the product of its partners' norms is {where} what float32 can hold; "
+                "multiply the weights by a constant, and divide the logits by it"
+            )
+        partner = f"partner {zeros[0]} is" if len(zeros) == 1 else f"partners {' and '.join(zeros)} are"
+        raise ValueError(
+            f"{weight_of[first].name}: its {partner} all zeros, so its rate has no bound; initialise what is zero, or "
+            "pass floor=c to bound every norm from below by c"
+        )

@@ -22,10 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quacklr.core.changes import LogitChanges
-from quacklr.core.rule import Rule, Step
+from quacklr.core.rule import Rule, Step, Stepped, validate_number
 from quacklr.core.sensitivity import CompiledPaths
-from quacklr.core.stepped import Stepped
-from quacklr.core.validate import validate_number
 from quacklr.core.weight import Weight
 from quacklr.util.caller import warn
 
@@ -55,10 +53,13 @@ class Budget(Rule):
 
     measures = True
     rates_all = True
+    first_rate = math.nan
     largest_rate = 100.0  # a head with almost no gradient has a step of rounding errors, which must not become large
 
     def __init__(self, nats: float = 0.02) -> None:
         self.nats = nats
+        self._ever_stepped: set[int] = set()
+        self._warn_above = WARN_ABOVE
 
     @property
     def nats(self) -> float:
@@ -73,12 +74,9 @@ class Budget(Rule):
     def start(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
         """Keep the initial lrs."""
         super().start(paths, optimizers, in_groups)
-        self.rates.fill_(torch.nan)
         self._changes = LogitChanges(paths)
         self._parts = [(part, index) for weight, index in paths.blocks.flat_index.items() for part in weight.parts]
-        self._ever_stepped: set[int] = set()
         self._blocks_in, self._share = cache(self._new_mask), cache(self._new_share)
-        self._warn_above = WARN_ABOVE
         for optimizer in optimizers:
             self.optimizer_loaded(optimizer)
 
@@ -111,7 +109,7 @@ class Budget(Rule):
         self.rates = rates.where(self._blocks_in(tensors), self.rates)
         if not self._ever_stepped.issuperset(step.tensors):
             self._warn_of_rounding(step.tensors)
-        self._ever_stepped |= step.tensors
+        self._ever_stepped = self._ever_stepped | step.tensors  # copies of the rule share the old set
         return rates
 
     def _limited(self, changes: Tensor, share: Tensor, allowed: Tensor) -> Tensor:
@@ -185,6 +183,19 @@ class Budget(Rule):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.nats:g})"
+
+
+class Limit(Budget):
+    """What `clip_grad_norm_` is to gradients: the step of a head is scaled down if it would change the head's logits by
+    more than `nats`, otherwise not at all.
+
+        rate = min(1, nats * (lr now / initial lr) / asked(h))
+
+    Where nothing is limited, the step is bitwise the optimizer's own. `Limit(inf)` limits nothing: it only measures,
+    for `quack.changes()`. The number is that of `Budget`, and follows the schedule of lr in the same way.
+    """
+
+    largest_rate = 1.0
 
 
 def remember_lr(group: dict[str, Any]) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from quacklr.core.flat_tensor import FlatTensor
+from quacklr.core.local import FlatTensor
 from quacklr.core.path import LogitPath
-from quacklr.core.stepped import PLAIN, Stepped
+from quacklr.core.rule import Stepped
 from quacklr.core.weight import Weight
 from quacklr.sharded.collectives import Groups
 
@@ -41,7 +41,7 @@ class Engine:
 
     optimizers: list[Any] | None = None
     shards: Mapping[int, FlatTensor] = field(default_factory=dict)
-    stepped: Stepped = PLAIN
+    stepped: Stepped = field(default_factory=Stepped)
     data_groups: Groups | None = None
     gathers: bool = False
     tensor_parallel: bool = False
