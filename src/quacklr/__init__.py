@@ -25,18 +25,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = ["Budget", "ConstantTau", "Limit", "LogitPath", "Paper", "QuacK", "Rule", "Weight", "logit_paths"]
-__all__ += [
-    "LogitMonitor",
-    "LogitStats",
-    "QKClip",
-    "check",
-    "frobenius",
-    "mha",
-    "mla",
-    "packed",
-    "sensitivity",
-    "spectral",
-]
+__all__ += ["LogitMonitor", "LogitStats", "QKClip", "check", "frobenius", "mha", "mla", "packed", "sensitivity"]
+__all__ += ["spectral"]
 
 _MODULES = {
     "checking.check": ("check",),

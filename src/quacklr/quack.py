@@ -7,6 +7,7 @@ attach/attachment.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from quacklr.attach.attachment import Attachment, validate_not_attached_twice
 from quacklr.core.changes import HeadChange, LogitChanges
 from quacklr.core.local import original
-from quacklr.core.path import LogitPath, all_rated
+from quacklr.core.path import LogitPath, changed
 from quacklr.core.rule import NOT_A_STATE, VERSION, Rule
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.step_scaler import StepScaler
@@ -86,7 +87,9 @@ class QuacK:
 
     def _start(self) -> None:
         """Validate the paths that were found, and give them to the rule."""
-        paths = all_rated(self._attachment.paths) if self.rule.rates_all else self._attachment.paths
+        paths = self._attachment.paths
+        if self.rule.rates_all:
+            paths = changed(paths, lambda weight: weight if weight.rated else replace(weight, rated=True))
         compiled = CompiledPaths(paths, blocks_of)
         others = [each for each in _attached - {self._scaler} if not set(each.optimizers).isdisjoint(self.optimizers)]
         taken = [weight for other in others if other.paths is not None for weight in other.paths.weights]

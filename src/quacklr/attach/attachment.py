@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from quacklr.attach.optimizers import as_optimizers, validate_linear, validate_stepped
 from quacklr.core.local import gradient_of, local_tensor, original
-from quacklr.core.path import LogitPath, as_paths
+from quacklr.core.path import LogitPath, as_paths, changed
 from quacklr.core.rule import Step, Stepped
 from quacklr.core.weight import Weight
 from quacklr.find.discover import LogitPaths, found_by_table, validate_controls
@@ -194,9 +194,8 @@ class Attachment:
         had_gradient = any(gradient_of(param) is not None or id(param) in self._had_gradient for param in params)
         if not params or had_gradient or step.blocks.have_moved(step.copies):
             return
-        ids, in_groups = {id(part.param) for part in self._parts}, self.in_groups
-        others = [other for other in self.optimizers if other is not step.optimizer]
-        if all(in_groups.by(other).isdisjoint(ids) for other in others):
+        of_others = (self.in_groups.by(other) for other in self.optimizers if other is not step.optimizer)
+        if {id(part.param) for part in self._parts}.isdisjoint(set().union(*of_others)):
             raise RuntimeError(NO_GRADIENT.format(""))
         warn(NO_GRADIENT.format(f" of {type(step.optimizer).__name__}"))
 
@@ -215,13 +214,11 @@ class Attachment:
 
 
 def _check_lost(weights: Sequence[Weight], left: Collection[Weight], where: str) -> None:
-    lost = [weight for weight in weights if weight not in left]
-    if not lost:
-        return
-    message = LOST.format(lost[0].name, len(lost), len(weights), where)
-    if not left:
-        raise RuntimeError(message)
-    warn(message)
+    if lost := [weight for weight in weights if weight not in left]:
+        message = LOST.format(lost[0].name, len(lost), len(weights), where)
+        if not left:
+            raise RuntimeError(message)
+        warn(message)
 
 
 @torch.no_grad()
@@ -249,8 +246,7 @@ def relocated(paths: LogitPaths, model: nn.Module, flat: Container[int]) -> list
             )
         return weight if param is weight.param and bias is weight.bias else replace(weight, param=param, bias=bias)
 
-    weights = {weight: at_place(weight) for path in paths for weight in path.weights}
-    return [replace(path, weights=tuple(weights[weight] for weight in path.weights)) for path in paths]
+    return changed(paths, at_place)
 
 
 def validate_not_attached_twice(weights: Iterable[Weight], taken: Iterable[Weight], who: str = "QuacK") -> None:

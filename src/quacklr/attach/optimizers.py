@@ -47,13 +47,10 @@ SHAPES = {1: (64,), 2: (64, 64), 3: (4, 32, 32), 4: (64, 16, 2, 2)}  # some opti
 NO_SETTINGS = ("params", "param_names", "lr", "initial_lr")
 OTHER_KERNELS = ("fused", "capturable")  # options that choose a kernel, which may not exist for the CPU
 
-NO_OPTIMIZER = "no optimizer given; pass the one (or the list of those) that train the model"
-NOT_AN_OPTIMIZER = "{} is not a torch.optim.Optimizer; call QuacK(model, optimizer)"
 NO_HOOKS = (
-    "{}.step runs no hooks, because its constructor does not call that of torch.optim.Optimizer, so QuacK would never "
-    "see a step; pass the optimizer that moves the weights"
+    "{0} has no step of its own, or {0}.step runs no hooks, because its constructor does not call that of "
+    "torch.optim.Optimizer, so QuacK would never see a step; pass the optimizer that moves the weights"
 )
-NO_STEP = "{} has no step of its own, so QuacK would never see one: its weights move elsewhere"
 UNKNOWN_WRAPPER = (
     "{0} has a {1} inside, and QuacK scales the steps of that {1}; wrappers are not tested. This is right if {0} calls "
     "the step of {1} at the weights of the model, and uses neither lr nor the size of that step itself"
@@ -83,16 +80,13 @@ def as_optimizers(given: object, linear: bool) -> list[Optimizer]:
     """
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, Optimizer) else [given]
     if not several:
-        raise ValueError(NO_OPTIMIZER)
+        raise ValueError("no optimizer given; pass the one (or the list of those) that train the model")
     optimizers = list(dict.fromkeys(inner for each in several for inner in _optimizers_to_hook(each, linear, several)))
     for optimizer in optimizers:
-        name, step = type(optimizer).__name__, type(optimizer).step
         if not _runs_hooks(optimizer):
-            raise ValueError(NO_HOOKS.format(name))
-        if getattr(step, "__wrapped__", step) is getattr(Optimizer.step, "__wrapped__", Optimizer.step):
-            raise ValueError(NO_STEP.format(name))
+            raise ValueError(NO_HOOKS.format(type(optimizer).__name__))
         if hasattr(optimizer, "second_step"):
-            warn(BY_HAND.format(name))
+            warn(BY_HAND.format(type(optimizer).__name__))
     return optimizers
 
 
@@ -100,7 +94,7 @@ def _optimizers_to_hook(given: Any, linear: bool, several: list[Any]) -> list[Op
     given = unwrapped_optimizer(given)
     name, inner = type(given).__name__, _inner_optimizers(given)
     if not isinstance(given, Optimizer) and not (inner and hasattr(given, "step") and hasattr(given, "zero_grad")):
-        raise ValueError(NOT_AN_OPTIMIZER.format(name))
+        raise ValueError(f"{name} is not a torch.optim.Optimizer; call QuacK(model, optimizer)")
     if not inner or name in SHARD_STATE or all(any(each is other for other in several) for each in inner):
         return [given]
     if not linear and isinstance(given, Optimizer) and _runs_hooks(given):
@@ -124,8 +118,10 @@ def _ids_in_groups(optimizer: Any) -> set[int]:
 
 
 def _runs_hooks(optimizer: Optimizer) -> bool:
-    """Whether its `step` runs hooks; not if its constructor does not call that of torch.optim.Optimizer."""
-    return getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_post_hooks")
+    """Whether it has a `step` that runs hooks; not if its constructor does not call that of torch.optim.Optimizer."""
+    step, inherited = (getattr(each, "__wrapped__", each) for each in (type(optimizer).step, Optimizer.step))
+    hooked = getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_post_hooks")
+    return hooked and step is not inherited
 
 
 def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
@@ -137,17 +133,11 @@ def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer],
         raise ValueError(f"{weights[0].name} and all others on a path are frozen, so there is nothing to control")
     stepped = set().union(*map(in_groups.by, optimizers))
     for part in (part for weight in weights if weight.rated for part in weight.parts):
-        if not part.param.requires_grad or id(part.param) in stepped:
-            continue
-        if is_sharded(part.param):
-            raise ValueError(
-                f"{part.name}: its parameter is sharded, and in none of the optimizers given; sharding "
-                "replaces parameters, so make the optimizer after it, then attach"
-            )
-        raise ValueError(
-            f"{part.name}: its parameter is in none of the optimizers given; pass the one that steps it too, "
-            "or freeze it with requires_grad_(False)"
-        )
+        if part.param.requires_grad and id(part.param) not in stepped:
+            way_out = "pass the one that steps it too, or freeze it with requires_grad_(False)"
+            if is_sharded(part.param):
+                way_out = "sharding replaces parameters, so make the optimizer after it, then attach"
+            raise ValueError(f"{part.name}: its parameter is in none of the optimizers given; {way_out}")
 
 
 def validate_linear(optimizers: Iterable[Optimizer], params: Iterable[Tensor], in_groups: Stepped) -> None:

@@ -67,26 +67,24 @@ class Weight:
 
     def _validate_param(self) -> None:
         param: object = self.param
-        if not isinstance(param, Tensor):
-            raise ValueError(f"{self.name}: its parameter is a {type(param).__name__}, not a tensor")
-        if param.dtype not in DTYPES:
-            raise ValueError(
-                f"{self.name}: its parameter is {param.dtype}; a weight on a path is float16, bfloat16, float32 or "
-                "float64"
-            )
-        if param.numel() == 0:
-            raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(param.shape)}")
+        kind = param.dtype if isinstance(param, Tensor) else f"a {type(param).__name__}"
+        if kind not in DTYPES:
+            dtypes = "float16, bfloat16, float32 or float64"
+            raise ValueError(f"{self.name}: its parameter is {kind}; a weight on a path is a tensor of {dtypes}")
+        if self.param.numel() == 0:
+            raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(self.param.shape)}")
 
     def _valid_dim(self) -> int | tuple[int, ...]:
-        param = self.param
-        if isinstance(self.dim, tuple):
-            if self.dim != tuple(range(param.ndim))[: len(self.dim)] or len(self.dim) < 2:
-                raise ValueError(f"{self.name}: dim={self.dim}; several dimensions are the first ones: (0, 1)")
-            self._validate_contiguous(param)
-            return self.dim
-        if not -param.ndim <= self.dim < param.ndim:
-            raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {tuple(param.shape)}")
-        return self.dim % param.ndim
+        dim, ndim = self.dim, self.param.ndim
+        if isinstance(dim, int) and -ndim <= dim < ndim:
+            return dim % ndim
+        if isinstance(dim, int) or dim != tuple(range(ndim))[: len(dim)] or len(dim) < 2:
+            raise ValueError(
+                f"{self.name}: dim={dim}, but its parameter has shape {tuple(self.param.shape)}; several dimensions "
+                "are the first ones: (0, 1)"
+            )
+        self._validate_contiguous(self.param)
+        return dim
 
     def _validate_contiguous(self, tensor: Tensor) -> None:
         """`flatten` of a tensor that is not contiguous makes a copy, and writing to a copy would have no effect."""
