@@ -71,16 +71,13 @@ class QuacK:
         verify: bool = True,
     ) -> None:
         self.rule = chosen_rule(tau, rule)
-        self._attachment = attachment = Attachment(
-            model, optimizer, linear=self.rule.linear, verify=verify, start=self._start
-        )
+        self._attachment = Attachment(model, optimizer, linear=self.rule.linear, verify=verify, start=self._start)
         self.rule.attached = True
-        self.optimizers = attachment.optimizers
-        self._scaler = StepScaler(self.rule, self.optimizers, attachment.in_groups)
+        self.optimizers = self._attachment.optimizers
+        self._scaler = StepScaler(self.rule, self.optimizers, self._attachment)
         self._changes: LogitChanges | None = None
         self._state: Mapping[str, Any] | None = None  # loaded before the paths were known
-        self._scaler.first_step = attachment
-        if attachment.paths:
+        if self._attachment.paths:
             self._start()
         self._scaler.register()
         _attached.add(self._scaler)
@@ -139,15 +136,15 @@ class QuacK:
         collective call, except with Limit and Budget, and the result is a plain tensor for the whole parameter.
         """
         paths = self._scaler.paths
-        rated = [weight for weight in paths.weights if weight.rated] if paths is not None else []
-        parts = [(weight, part) for weight in rated for part in weight.parts if original(part.param) is param]
-        rates = self.rates() if parts and param.requires_grad else {}
-        if not rates or any(weight.name not in rates for weight, _ in parts):
+        weights = filter(self.rule.has_rates, paths.weights if paths is not None else ())
+        parts = [(weight.name, part) for weight in weights for part in weight.parts if original(part.param) is param]
+        if not parts or not param.requires_grad:
             return None
         of_row = torch.ones(len(parts[0][1].block_of_row), device=param.device, dtype=torch.float32)
-        for weight, part in parts:
+        rates = self.rates()
+        for name, part in parts:
             on_path = part.block_of_row >= 0
-            of_row[on_path] = rates[weight.name].to(param.device)[part.block_of_row[on_path]]
+            of_row[on_path] = rates[name].to(param.device)[part.block_of_row[on_path]]
         return parts[0][1].spread(of_row)
 
     def state_dict(self) -> dict[str, Any]:

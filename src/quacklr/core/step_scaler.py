@@ -33,12 +33,13 @@ class StepScaler:
     `measures` is True.
     """
 
-    def __init__(self, rule: Rule, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
-        self.rule, self.optimizers, self.in_groups = rule, optimizers, in_groups
+    def __init__(self, rule: Rule, optimizers: Sequence[Optimizer], attachment: Any) -> None:
+        self.rule, self.optimizers = rule, optimizers
+        self.in_groups: Stepped = attachment.in_groups
         self.paths: CompiledPaths | None = None
         self.on_paths: set[int] = set()
         self.running: dict[Optimizer, Step] = {}
-        self.first_step: Any = None  # the Attachment, until each optimizer has stepped
+        self.first_step = attachment  # None when each optimizer has stepped
         self.measures = rule.measures
         self.measured: list[list[Tensor]] = []
         self._hooks: list[Any] = []

@@ -124,13 +124,11 @@ class Budget(Rule):
 
     def _allowed(self, step: Step) -> Tensor:
         """By block, the budget in nats, times lr / initial lr of its param group."""
-        groups = [(group, ids & step.tensors) for group, ids in self.in_groups.groups(step.optimizer)]
-        factors = [(self._relative_lr(step.optimizer, group), ids) for group, ids in groups if ids]
-        first, allowed = factors[0][0], torch.zeros_like(self.rates)
-        if all(not isinstance(factor, Tensor) and factor == first for factor, _ in factors):
-            return allowed.fill_(self.nats * first)
-        for factor, ids in factors:
-            allowed = torch.maximum(allowed, torch.where(self._blocks_in(frozenset(ids)), self.nats * factor, 0.0))
+        allowed = torch.zeros_like(self.rates)
+        for group, ids in self.in_groups.groups(step.optimizer):
+            if tensors := step.tensors.intersection(ids):
+                nats = self.nats * self._relative_lr(step.optimizer, group)
+                allowed = torch.where(self._blocks_in(frozenset(tensors)), allowed.clamp(min=nats), allowed)
         return allowed
 
     def _relative_lr(self, optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor:
@@ -158,12 +156,16 @@ class Budget(Rule):
                     warn(MOSTLY_ROUNDING.format(part.name, str(part.param.dtype).removeprefix("torch."), rate))
                     return
 
+    def _sizes(self, tensors: Collection[int]) -> Tensor:
+        """(blocks,): the sum of sqrt(columns) of those of these tensors (by id) that have rows of a block."""
+        sizes = torch.zeros(len(self.rates), device="cpu", dtype=torch.float32)
+        for part, index in self._parts:
+            sizes[index] += math.sqrt(part.columns) * (id(part.param) in tensors)
+        return sizes
+
     def _new_mask(self, tensors: frozenset[int]) -> Tensor:
         """(blocks,): whether a block has rows in these tensors (by id)."""
-        mask = torch.zeros(len(self.rates), dtype=torch.bool, device="cpu")
-        for part, index in self._parts:
-            mask[index] |= id(part.param) in tensors
-        return mask.to(self.rates.device)
+        return (self._sizes(tensors) > 0).to(self.rates.device)
 
     def _new_share(self, tensors: frozenset[int], trained: frozenset[int]) -> Tensor:
         """(heads,): the share of the budget for a step of these tensors (by id); 1 if a head trains no others.
@@ -172,13 +174,9 @@ class Budget(Rule):
         columns of each parameter. The first steps of AdamW have norms in this proportion, so the rates are nearly those
         of a single optimizer.
         """
-        of_step, of_all = torch.zeros(2, len(self.rates), device="cpu", dtype=torch.float32)
-        for part, index in self._parts:
-            of_step[index] += math.sqrt(part.columns) * (id(part.param) in tensors)
-            of_all[index] += math.sqrt(part.columns) * (id(part.param) in trained)
         head, block = torch.stack([self._changes.head, self._changes.block]).cpu().unique(dim=1)
-        zeros = of_step.new_zeros(self._changes.total_heads)
-        step, total = (zeros.index_add(0, head, each[block]) for each in (of_step, of_all))
+        zeros = torch.zeros(self._changes.total_heads, device="cpu", dtype=torch.float32)
+        step, total = (zeros.index_add(0, head, self._sizes(each)[block]) for each in (tensors, trained))
         return (step / total.clamp(min=1)).to(self.rates.device)
 
     def __repr__(self) -> str:
