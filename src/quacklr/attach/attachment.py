@@ -80,20 +80,18 @@ class Attachment:
         self.in_groups: Stepped = self.engine.stepped
         reshard(self.module)
         found: Mapping[str, Finding] = getattr(model, "found", {})
-        if self._given is None and self.module is not None:
-            with self.engine.whole_shapes():
+        with self.engine.whole_shapes():
+            if self._given is None and self.module is not None:
                 found = found_by_table(self.module)
-        elif isinstance(model, LogitPaths) and self.module is not None:
-            with self.engine.whole_shapes():
+            elif isinstance(model, LogitPaths) and self.module is not None:
                 self._given = relocated(model, self.module, self.engine.shards)
         self._first_batch = None
         if self.module is not None:
             self._first_batch = FirstBatch(self.module, found, self.engine.gathers, verify)
             found = self._first_batch.found
+            if not self.waits or (found and not any(finding.pending for finding in found.values())):
+                validate_controls(found, self.module)
         self._set_found(found)
-        known = found and not any(finding.pending for finding in found.values())
-        if self.module is not None and (known or not self.waits):
-            validate_controls(found, self.module)
         self._start, self._more = start, False  # _more: paths were found that are not used yet
         self._parts: list[Weight] = []  # the weights and biases that are controlled
         self._of_model: list[Weight] = []  # those whose parameters are the model's

@@ -15,7 +15,8 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,16 +199,16 @@ def _deviation(optimizer: Optimizer, groups: list[Group]) -> float:
 def _trajectories(optimizer: Optimizer, groups: list[Group], lr_rate: float, step_rate: float) -> list[Tensor]:
     """For each small parameter, its values at the start and after every step."""
     torch.default_generator.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
-    small = _constructed(optimizer, groups, lr_rate, generator)
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    small = _constructed(optimizer, groups, lr_rate, random)
     if hasattr(small, "train"):
         small.train()  # schedule-free optimizers step only in this mode
     params: list[nn.Parameter] = [param for group in small.param_groups for param in group["params"]]
-    means = [_random(param.shape, generator) for param in params]  # some adapt only after progress
+    means = [random(param.shape) for param in params]  # some adapt only after progress
     values = [[param.detach().clone() for param in params]]
     for _ in range(STEPS):
         for param, mean in zip(params, means, strict=True):
-            param.grad = mean + _random(param.shape, generator)
+            param.grad = mean + random(param.shape)
         small.step()
         with torch.no_grad():
             for param, before in zip(params, values[-1], strict=True):
@@ -216,7 +217,7 @@ def _trajectories(optimizer: Optimizer, groups: list[Group], lr_rate: float, ste
     return [torch.stack(each) for each in zip(*values, strict=True)]
 
 
-def _constructed(optimizer: Optimizer, groups: list[Group], rate: float, generator: torch.Generator) -> Any:
+def _constructed(optimizer: Optimizer, groups: list[Group], rate: float, random: Callable[..., Tensor]) -> Any:
     """A new optimizer of the same class with lr * rate, on one small parameter for each number of dimensions.
 
     Of param groups that differ in lr alone, the one with the largest is taken.
@@ -231,13 +232,9 @@ def _constructed(optimizer: Optimizer, groups: list[Group], rate: float, generat
     for group in sorted(groups, key=_lr):
         settings = _settings(group)
         shapes = {param.ndim: SHAPES.get(param.ndim, (4,) * param.ndim) for param in group["params"]}
-        params = [nn.Parameter(0.02 * _random(shape, generator)) for shape in shapes.values()]
+        params = [nn.Parameter(0.02 * random(shape)) for shape in shapes.values()]
         kinds[repr((settings, sorted(shapes)))] = {**settings, "params": params, "lr": rate * _lr(group)}
     return type(optimizer)(list(kinds.values()), **arguments)
-
-
-def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 def _settings(given: Group) -> Group:

@@ -37,7 +37,10 @@ class CompiledPaths:
         self.parts = [part for weight in self.weights for part in weight.parts]
         self.blocks = blocks_of(self.weights)
         terms = torch.cat([self.terms(path) for path in self.paths], 1).unique(dim=1)  # sorted by block
-        self._validate_read(terms[0])
+        read = torch.bincount(terms[0], minlength=self.blocks.total) > 0
+        for name, of_blocks in self.by_name(read).items():
+            if not of_blocks.all():
+                raise ValueError(f"{name}: block {int(of_blocks.int().argmin())} is read by no head of its path")
         device = self.blocks.device
         self.block, *self.partners = terms.to(device)
         self.one_term_each = len(self.block) == self.blocks.total
@@ -70,13 +73,6 @@ class CompiledPaths:
         padding = [torch.full((path.heads,), self.blocks.total, device="cpu")] * (longest - len(read))
         others = [[*read[:i], *read[i + 1 :], *padding] for i in range(len(read))]
         return torch.cat([torch.stack([block, *each]) for block, each in zip(read, others, strict=True)], 1)
-
-    def _validate_read(self, block: Tensor) -> None:
-        unread = torch.bincount(block, minlength=self.blocks.total) == 0
-        for weight, index in self.blocks.flat_index.items():
-            if unread[index].any():
-                block_number = int(unread[index].nonzero()[0])
-                raise ValueError(f"{weight.name}: block {block_number} is read by no head of its path")
 
     def sensitivity(self, norms: list[Tensor]) -> Tensor:
         """The sensitivities of all blocks, (total,), from their norms. Does not wait for the device."""

@@ -53,7 +53,13 @@ class Weight:
     gain: float = 1.0
 
     def __post_init__(self) -> None:
-        self._validate_param()
+        param: object = self.param
+        kind = param.dtype if isinstance(param, Tensor) else f"a {type(param).__name__}"
+        if kind not in DTYPES:
+            dtypes = "float16, bfloat16, float32 or float64"
+            raise ValueError(f"{self.name}: its parameter is {kind}; a weight on a path is a tensor of {dtypes}")
+        if self.param.numel() == 0:
+            raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(self.param.shape)}")
         validate_factor(self.name, "gain", self.gain)
         object.__setattr__(self, "dim", self._valid_dim())
         object.__setattr__(self, "block_of_row", self._valid_block_of_row())
@@ -64,15 +70,6 @@ class Weight:
         if not torch.equal(bias.rows_of_block, self.rows_of_block):
             raise ValueError(f"{self.name}: its bias must have as many rows in each block as its parameter")
         object.__setattr__(self, "bias", bias)
-
-    def _validate_param(self) -> None:
-        param: object = self.param
-        kind = param.dtype if isinstance(param, Tensor) else f"a {type(param).__name__}"
-        if kind not in DTYPES:
-            dtypes = "float16, bfloat16, float32 or float64"
-            raise ValueError(f"{self.name}: its parameter is {kind}; a weight on a path is a tensor of {dtypes}")
-        if self.param.numel() == 0:
-            raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(self.param.shape)}")
 
     def _valid_dim(self) -> int | tuple[int, ...]:
         dim, ndim = self.dim, self.param.ndim
