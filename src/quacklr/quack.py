@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quacklr.attach.attachment import Attachment, validate_not_attached_twice
-from quacklr.core.changes import HeadChange, LogitChanges
 from quacklr.core.local import original
 from quacklr.core.path import LogitPath, changed
 from quacklr.core.rule import NOT_A_STATE, VERSION, Rule
-from quacklr.core.sensitivity import CompiledPaths
+from quacklr.core.sensitivity import CompiledPaths, HeadChange, LogitChanges
 from quacklr.core.step_scaler import StepScaler
 from quacklr.describe import describe
 from quacklr.rules.paper import Paper

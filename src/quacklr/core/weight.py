@@ -90,15 +90,14 @@ class Weight:
 
     def _valid_block_of_row(self) -> Tensor:
         rows = math.prod(self.param.shape[dim] for dim in self.dims)
-        block_of_row = whole_numbers(self.block_of_row)
-        if block_of_row is None or block_of_row.shape != (rows,):
-            raise ValueError(f"{self.name}: block_of_row must be {rows} whole numbers, one for each row")
-        if block_of_row.min() < -1 or block_of_row.max() < 0 or not block_of_row[block_of_row >= 0].bincount().all():
+        numbers = whole_numbers(self.block_of_row)
+        fits = numbers is not None and numbers.shape == (rows,) and numbers.min() >= -1 and numbers.max() >= 0
+        if numbers is None or not fits or not numbers[numbers >= 0].bincount().all():
             raise ValueError(
-                f"{self.name}: block_of_row must number the blocks from 0 without gaps, with -1 for rows outside the "
-                "weight"
+                f"{self.name}: block_of_row must be {rows} whole numbers, one for each row, that number the blocks "
+                "from 0 without gaps; -1 for rows outside the weight"
             )
-        return block_of_row
+        return numbers
 
     def __repr__(self) -> str:
         rows = int((self.block_of_row >= 0).sum())

@@ -2,8 +2,8 @@
 
     rate = nats * (lr now / initial lr) / asked(h);   a block takes the smallest rate of the heads that read it
 
-`asked(h)` is what the optimizer's own step would change the logits of head h by (core/changes.py). It is measured after
-each step of the optimizer, so the rule needs no state, and no optimizer that is linear in lr.
+`asked(h)` is what the optimizer's own step would change the logits of head h by (core/sensitivity.py). It is measured
+after each step of the optimizer, so the rule needs no state, and no optimizer that is linear in lr.
 
 The initial lr is `initial_lr` of the param group, which torch's schedulers write, or `max_lr` if that is larger
 (OneCycleLR). If no scheduler has written it, it is the lr when QuacK was attached. This lr is kept in the param group
@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quacklr.core.changes import LogitChanges
 from quacklr.core.rule import Rule, Step, Stepped, validate_number
-from quacklr.core.sensitivity import CompiledPaths
+from quacklr.core.sensitivity import CompiledPaths, LogitChanges
 from quacklr.core.weight import Weight
 from quacklr.util.caller import warn
 
@@ -33,12 +32,10 @@ ABOVE_INITIAL = (
     "and grows with lr. If a warmup had lowered lr before QuacK was attached, set 'initial_lr' in the param group to "
     "the peak lr"
 )
-WARN_ABOVE = 1.5
 MOSTLY_ROUNDING = (
     "{} is {}, and the first step was scaled by up to {:.3g}. Such a step of the optimizer is mostly rounding in 16 "
     "bits, and scaling it makes the rounding larger. Keep the weights in float32 and train with autocast, or raise lr"
 )
-LARGE_FOR_16_BITS = 10.0
 
 
 class Budget(Rule):
@@ -59,7 +56,7 @@ class Budget(Rule):
     def __init__(self, nats: float = 0.02) -> None:
         self.nats = nats
         self._ever_stepped: set[int] = set()
-        self._warn_above = WARN_ABOVE
+        self._warn_above = 1.5
 
     @property
     def nats(self) -> float:
@@ -152,7 +149,7 @@ class Budget(Rule):
         for part, index in self._parts:
             if part.param.element_size() == 2 and id(part.param) in tensors:
                 rate = float(self.rates[index].max())
-                if rate > LARGE_FOR_16_BITS:
+                if rate > 10:
                     warn(MOSTLY_ROUNDING.format(part.name, str(part.param.dtype).removeprefix("torch."), rate))
                     return
 

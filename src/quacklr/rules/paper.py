@@ -246,8 +246,7 @@ def _validate_same_weights(own: Mapping[str, Mapping[str, Any]], state: Mapping[
     differences = [f"{name} is in the state but not in the model" for name in sorted(saved - names) if not partial]
     differences += [f"{name} is in the model but not in the state" for name in sorted(names - saved)]
     for name in sorted(names & saved):
-        for key in (key for key in own if state[key].get(name) != own[key][name]):
+        if key := next((key for key in own if state[key].get(name) != own[key][name]), ""):
             differences.append(f"{name} has {key} {state[key].get(name)} in the state, {own[key][name]} in the model")
-            break
     if differences:
         raise ValueError("the state is of another model: " + "; ".join(differences))
