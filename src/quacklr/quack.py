@@ -56,8 +56,8 @@ class QuacK:
     Sharded parameters are supported (FSDP1 and 2, tensor parallelism, DeepSpeed, Megatron): attach after sharding, in
     every process (docs/scaling.md). A step then takes one small all-reduce; with Limit or Budget also an all-to-all.
 
-    A step costs a copy of the rows on the paths (on the CPU its memory is kept for the next step), one pass over them
-    for the norms, and one to scale the step. Only the checks in the first step wait for the device.
+    A step costs a copy of the rows on the paths, one pass over them for the norms, and one to scale the step. Only the
+    checks in the first step wait for the device.
     """
 
     def __init__(

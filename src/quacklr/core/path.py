@@ -4,7 +4,7 @@
     GQA   q[h] . k[g(h)]                            one path, a group of heads reads one key block
     MLA   dq uq[h] . uk[h] dkv  +  dq qr[h] . kr    two paths; all heads read dq, dkv, kr
 
-QuacK uses only the paths of an attention: the rest of its code does not depend on the kind of attention.
+The rest of the code does not depend on the kind of attention.
 """
 
 from __future__ import annotations

@@ -56,8 +56,10 @@ class Weight:
         param: object = self.param
         kind = param.dtype if isinstance(param, Tensor) else f"a {type(param).__name__}"
         if kind not in DTYPES:
-            dtypes = "float16, bfloat16, float32 or float64"
-            raise ValueError(f"{self.name}: its parameter is {kind}; a weight on a path is a tensor of {dtypes}")
+            raise ValueError(
+                f"{self.name}: its parameter is {kind}; a weight on a path is a tensor of float16, bfloat16, float32 or "
+                "float64"
+            )
         if self.param.numel() == 0:
             raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(self.param.shape)}")
         validate_factor(self.name, "gain", self.gain)
