@@ -18,27 +18,15 @@ if TYPE_CHECKING:
     from quacklr.core.weight import Weight, packed
     from quacklr.find import logit_paths
     from quacklr.quack import QuacK
-    from quacklr.rules.budget import Budget
-    from quacklr.rules.constant_tau import ConstantTau
-    from quacklr.rules.limit import Limit
-    from quacklr.rules.paper import Paper
+    from quacklr.rules.budget import Budget, Limit
+    from quacklr.rules.paper import ConstantTau, Paper
     from quacklr.sharded.blocks import sensitivity
 
 __version__ = "0.2.0"
 
 __all__ = ["Budget", "ConstantTau", "Limit", "LogitPath", "Paper", "QuacK", "Rule", "Weight", "logit_paths"]
-__all__ += [
-    "LogitMonitor",
-    "LogitStats",
-    "QKClip",
-    "check",
-    "frobenius",
-    "mha",
-    "mla",
-    "packed",
-    "sensitivity",
-    "spectral",
-]
+__all__ += ["LogitMonitor", "LogitStats", "QKClip", "check", "frobenius", "mha", "mla", "packed", "sensitivity"]
+__all__ += ["spectral"]
 
 _MODULES = {
     "checking.check": ("check",),
@@ -51,10 +39,8 @@ _MODULES = {
     "attention.monitor": ("LogitMonitor", "LogitStats"),
     "core.rule": ("Rule",),
     "quack": ("QuacK",),
-    "rules.budget": ("Budget",),
-    "rules.constant_tau": ("ConstantTau",),
-    "rules.limit": ("Limit",),
-    "rules.paper": ("Paper",),
+    "rules.budget": ("Budget", "Limit"),
+    "rules.paper": ("ConstantTau", "Paper"),
 }
 
 

@@ -7,6 +7,7 @@ attach/attachment.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
@@ -14,15 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.attach.attachment import Attachment
-from quacklr.core.changes import HeadChange, LogitChanges
-from quacklr.core.flat_tensor import original
-from quacklr.core.path import LogitPath, all_rated
-from quacklr.core.rule import Rule
-from quacklr.core.sensitivity import CompiledPaths
-from quacklr.core.state import NOT_STARTED, validate_state
+from quacklr.attach.attachment import Attachment, validate_not_attached_twice
+from quacklr.core.local import original
+from quacklr.core.path import LogitPath, changed
+from quacklr.core.rule import NOT_A_STATE, VERSION, Rule
+from quacklr.core.sensitivity import CompiledPaths, HeadChange, LogitChanges
 from quacklr.core.step_scaler import StepScaler
-from quacklr.core.validate import validate_not_attached_twice
 from quacklr.describe import describe
 from quacklr.rules.paper import Paper
 from quacklr.sharded.blocks import ShardedBlocks, blocks_of
@@ -58,8 +56,8 @@ class QuacK:
     Sharded parameters are supported (FSDP1 and 2, tensor parallelism, DeepSpeed, Megatron): attach after sharding, in
     every process (docs/scaling.md). A step then takes one small all-reduce; with Limit or Budget also an all-to-all.
 
-    A step costs a copy of the rows on the paths (on the CPU its memory is kept for the next step), one pass over them
-    for the norms, and one to scale the step. Only the checks in the first step wait for the device.
+    A step costs a copy of the rows on the paths, one pass over them for the norms, and one to scale the step. Only the
+    checks in the first step wait for the device.
     """
 
     def __init__(
@@ -72,24 +70,22 @@ class QuacK:
         verify: bool = True,
     ) -> None:
         self.rule = chosen_rule(tau, rule)
-        if any(other.rule is self.rule for other in _attached):
-            raise ValueError(f"{self.rule} belongs to another QuacK; make a rule for each")
-        self._attachment = attachment = Attachment(
-            model, optimizer, linear=self.rule.linear, verify=verify, start=self._start
-        )
-        self.optimizers = attachment.optimizers
-        self._scaler = StepScaler(self.rule, self.optimizers, attachment.in_groups)
+        self._attachment = Attachment(model, optimizer, linear=self.rule.linear, verify=verify, start=self._start)
+        self.rule.attached = True
+        self.optimizers = self._attachment.optimizers
+        self._scaler = StepScaler(self.rule, self.optimizers, self._attachment)
         self._changes: LogitChanges | None = None
-        self._state: Mapping[str, Any] = NOT_STARTED  # loaded before the paths were known
-        self._scaler.first_step = attachment
-        if attachment.paths:
+        self._state: Mapping[str, Any] | None = None  # loaded before the paths were known
+        if self._attachment.paths:
             self._start()
         self._scaler.register()
         _attached.add(self._scaler)
 
     def _start(self) -> None:
         """Validate the paths that were found, and give them to the rule."""
-        paths = all_rated(self._attachment.paths) if self.rule.rates_all else self._attachment.paths
+        paths = self._attachment.paths
+        if self.rule.rates_all:
+            paths = changed(paths, lambda weight: weight if weight.rated else replace(weight, rated=True))
         compiled = CompiledPaths(paths, blocks_of)
         others = [each for each in _attached - {self._scaler} if not set(each.optimizers).isdisjoint(self.optimizers)]
         taken = [weight for other in others if other.paths is not None for weight in other.paths.weights]
@@ -98,8 +94,9 @@ class QuacK:
         with self._attachment.engine.filled_groups():
             self._scaler.set_paths(compiled)
         self._changes = None
-        self.load_state_dict(self._state)
-        self._state = NOT_STARTED
+        if self._state is not None:
+            self.load_state_dict(self._state)
+            self._state = None
 
     @property
     def left_alone(self) -> Mapping[str, str]:
@@ -115,9 +112,8 @@ class QuacK:
         """
         if self._scaler.paths is None:
             return {}
-        flat = self.rule.rates if last else self.rule.next_rates()
-        index = self._scaler.paths.blocks.flat_index
-        return {weight.name: flat[blocks] for weight, blocks in index.items() if self.rule.has_rates(weight)}
+        rates = self._scaler.paths.by_name(self.rule.rates if last else self.rule.next_rates())
+        return {each.name: rates[each.name] for each in self._scaler.paths.weights if self.rule.has_rates(each)}
 
     def changes(self) -> dict[str, HeadChange]:
         """How much the last step changes the logits of each head, in nats, by attention module.
@@ -139,15 +135,15 @@ class QuacK:
         collective call, except with Limit and Budget, and the result is a plain tensor for the whole parameter.
         """
         paths = self._scaler.paths
-        rated = [weight for weight in paths.weights if weight.rated] if paths is not None else []
-        parts = [(weight, part) for weight in rated for part in weight.parts if original(part.param) is param]
-        rates = self.rates() if parts and param.requires_grad else {}
-        if not rates or any(weight.name not in rates for weight, _ in parts):
+        weights = filter(self.rule.has_rates, paths.weights if paths is not None else ())
+        parts = [(weight.name, part) for weight in weights for part in weight.parts if original(part.param) is param]
+        if not parts or not param.requires_grad:
             return None
         of_row = torch.ones(len(parts[0][1].block_of_row), device=param.device, dtype=torch.float32)
-        for weight, part in parts:
+        rates = self.rates()
+        for name, part in parts:
             on_path = part.block_of_row >= 0
-            of_row[on_path] = rates[weight.name].to(param.device)[part.block_of_row[on_path]]
+            of_row[on_path] = rates[name].to(param.device)[part.block_of_row[on_path]]
         return parts[0][1].spread(of_row)
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +153,7 @@ class QuacK:
         not part of it. The other rules have no state, and this is only a version.
         """
         if self._scaler.paths is None:
-            return dict(self._state)
+            return dict(self._state or {"version": VERSION, "rule": None})
         return self.rule.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -165,7 +161,10 @@ class QuacK:
 
         If the attention will be measured on the first batch, the state is kept until then.
         """
-        validate_state(state_dict)
+        if not isinstance(state_dict, Mapping) or "rule" not in state_dict:
+            raise ValueError(NOT_A_STATE)
+        if (version := state_dict.get("version")) != VERSION:
+            raise ValueError(f"the state has version {version}, and this quacklr reads version {VERSION} only")
         if self._scaler.paths is None:
             self._state = state_dict
         elif state_dict["rule"] is not None:
@@ -214,4 +213,6 @@ def chosen_rule(tau: float | None, rule: Rule | None) -> Rule:
         )
     if not isinstance(rule, Rule):
         raise ValueError(f"rule={rule!r}: a rule is Paper(tau), ConstantTau(tau), Limit(nats), Budget(nats), or a Rule")
+    if rule.attached:
+        raise ValueError(f"{rule} was given to another QuacK, and keeps what it knows of that model; make a new rule")
     return rule

@@ -244,7 +244,7 @@ class InBackward(Optimizer):
 
 def test_an_optimizer_whose_hooks_can_never_run_is_refused() -> None:
     model = nn.Sequential(Separate())
-    with pytest.raises(ValueError, match="Unhooked.step runs no hooks"):
+    with pytest.raises(ValueError, match="or Unhooked.step runs no hooks"):
         QuacK(model, Unhooked(model.parameters()))
     with pytest.raises(ValueError, match="InBackward has no step of its own"):
         QuacK(model, InBackward(model.parameters()))

@@ -271,8 +271,6 @@ def test_settings_that_have_no_meaning_are_refused() -> None:
         assert rule.nats == 0.1
         with pytest.raises(ValueError, match="nats="):
             rule.nats = -1
-        with pytest.raises(ValueError, match="belongs to another QuacK"):
-            QuacK(attention(), SGD(model.parameters(), lr=0.1), rule=rule)
 
 
 @pytest.mark.parametrize("zeros", ["k", "qk"])

@@ -12,8 +12,16 @@ from torch import nn
 
 from models import assert_equal
 from quacklr import Weight
-from quacklr.core.flat_tensor import FlatTensor, flat_boxes, gradient_of, original
-from quacklr.core.local import is_sharded, local_boxes, local_tensor, shard_specs
+from quacklr.core.local import (
+    FlatTensor,
+    flat_boxes,
+    gradient_of,
+    is_sharded,
+    local_boxes,
+    local_tensor,
+    original,
+    shard_groups,
+)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
@@ -40,7 +48,7 @@ def test_a_flat_tensor_has_the_shape_of_the_whole_and_the_dtype_of_what_is_stepp
     assert tensor.dtype == torch.float32
     assert tensor.requires_grad
     assert is_sharded(tensor)
-    assert shard_specs(tensor) == ()
+    assert shard_groups(tensor) == []
     assert_equal(local_tensor(tensor), memory)
     assert_equal(gradient_of(tensor), memory * 2)
     assert original(tensor).dtype == torch.bfloat16

@@ -143,7 +143,7 @@ def test_a_weight_takes_lists_and_small_integers() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Weight("q", nn.Linear(2, 2), [0, 1]), "^q: its parameter is a Linear, not a tensor"),  # type: ignore[arg-type]
+        (lambda: Weight("q", nn.Linear(2, 2), [0, 1]), "^q: its parameter is a Linear; .* a tensor"),  # type: ignore[arg-type]
         (lambda: Weight("q", torch.empty(4, 0), torch.arange(4)), "^q: its parameter has no entries"),
         (
             lambda: packed(parametrizations.weight_norm(nn.Linear(3, 4)), ("q", 1, 2), ("k", 1, 2)),

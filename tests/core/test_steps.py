@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Latent, Separate, assert_equal, layers, train
-from quacklr import ConstantTau, Paper, QuacK, Weight, mha, spectral
+from quacklr import Budget, ConstantTau, Paper, QuacK, Rule, Weight, mha, spectral
 
 
 def parameters(model: nn.Module) -> list[Tensor]:
@@ -181,6 +182,57 @@ def test_an_iteration_ends_when_an_optimizer_steps_again() -> None:
         optimizers[optimizer].step()
         used = quack.rule.rates[quack.rule.paths.blocks.flat_index[quack.rule.paths.weights[0]]]
         assert torch.equal(used, fresh) == begins
+
+
+class Own(nn.Module):
+    """Attention of a class that is in no table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k = (project(x_BTD).unflatten(2, (2, 4)).transpose(1, 2) for project in (self.first, self.second))
+        return nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+class TextAndImages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.images = Own(), Own()
+
+    def forward(self, x_BTD: Tensor, images: bool = False) -> Tensor:
+        text_BTD: Tensor = self.text(x_BTD)
+        return text_BTD + self.images(x_BTD) if images else text_BTD
+
+
+@pytest.mark.parametrize("rule", [lambda: Paper(0.5), lambda: Budget(0.05)])
+def test_paths_that_are_found_between_two_steps_of_an_iteration_change_nothing_for_the_others(
+    rule: Callable[[], Rule],
+) -> None:
+    """Images run for the first time after the first optimizer has stepped. Judge: the run without images."""
+    found: list[Any] = []
+    for late in (False, True):
+        torch.manual_seed(0)
+        model, x_BTD = TextAndImages(), torch.randn(2, 5, 8)
+        text = [model.text.first.weight, model.text.second.weight]
+        first = torch.optim.SGD(text[:1], lr=1.0)
+        second = torch.optim.SGD([*text[1:], *model.images.parameters()], lr=1.0)
+        quack = QuacK(model, [first, second], rule=rule())
+        for iteration in range(2):
+            model(x_BTD)
+            quack.changes()
+            for param in text:
+                param.grad = torch.randn(8, 8)
+            first.step()
+            if late and iteration:
+                model(x_BTD, images=True)
+            second.step()
+        assert set(quack.changes()) == ({"text", "images"} if late else {"text"})
+        rates = quack.rates(last=True)
+        found.append((model.text.state_dict(), quack.changes()["text"], {n: rates[n] for n in rates if "text" in n}))
+        assert len(found[-1][2]) == 2
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_remove_leaves_the_optimizer_as_it_was() -> None:

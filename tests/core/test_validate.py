@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Latent, Separate, layers
-from quacklr import ConstantTau, LogitPath, Paper, QuacK, Weight, mha, mla, packed
+from quacklr import ConstantTau, Limit, LogitPath, Paper, QuacK, Rule, Weight, check, mha, mla, packed
 
 
 def param(*shape: int) -> nn.Parameter:
@@ -33,9 +34,9 @@ def row(name: str, rows: int, blocks: int = 1, bias: bool = False) -> Weight:
         (lambda: q([0, 0, 1]), "layer.q: block_of_row must be 4 whole numbers, one for each row"),
         (lambda: q([[0, 0], [1, 1]]), "layer.q: block_of_row must be 4 whole numbers"),
         (lambda: q([0.0, 0.0, 1.0, 1.0]), "layer.q: block_of_row must be 4 whole numbers"),
-        (lambda: q([0, 0, -2, 1]), "layer.q: block_of_row must number the blocks from 0"),
-        (lambda: q([-1, -1, -1, -1]), "layer.q: block_of_row must number the blocks from 0"),
-        (lambda: q([0, 0, 2, 2]), "layer.q: block_of_row must number the blocks from 0 without gaps"),
+        (lambda: q([0, 0, -2, 1]), "layer.q: block_of_row must be 4 .* number the blocks from 0"),
+        (lambda: q([-1, -1, -1, -1]), "layer.q: block_of_row must be 4 .* number the blocks from 0"),
+        (lambda: q([0, 0, 2, 2]), "layer.q: block_of_row must be 4 whole numbers, .* from 0 without gaps"),
         (lambda: q(dim=2), r"layer.q: dim=2, but its parameter has shape \(4, 3\)"),
         (lambda: q(bias=param(3)), "layer.q.bias: block_of_row must be 3 whole numbers"),
         (lambda: q(bias=Weight("b", param(4), torch.tensor([0, 1, 1, 1]))), "layer.q: its bias must have as many rows"),
@@ -153,10 +154,30 @@ def test_a_second_quack_on_the_same_weights_is_refused_until_the_first_is_remove
     with pytest.raises(ValueError, match=r"^0.q: another QuacK is attached .* \(as 0.q\); call remove\(\)"):
         QuacK(model, optimizer)
     QuacK(model, torch.optim.AdamW(model.parameters()))  # another optimizer's steps are its own
-    with pytest.raises(ValueError, match=r"^Paper\(tau=1\) belongs to another QuacK; make a rule for each"):
-        QuacK(nn.Sequential(Separate()), optimizer, rule=first.rule)
     first.remove()
     QuacK(model, optimizer)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_rule_is_for_one_quack_also_after_it_was_removed(waits: bool) -> None:
+    """It would keep the sensitivities of the first model. That model may not even have run its first batch."""
+
+    def attach(rule: Rule) -> QuacK:
+        model = nn.Sequential(nn.Linear(16, 16) if waits else Separate())
+        return QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1), rule=rule)
+
+    for rule in (Paper(), Limit()):
+        for _ in range(2):
+            attach(copy.copy(rule)).remove()  # as callbacks do
+        first = attach(rule)
+        model, refused = nn.Sequential(Separate()), "was given to another QuacK, .*; make a new rule$"
+        for removed in (False, True):
+            with pytest.raises(ValueError, match=refused):
+                attach(rule)
+            with pytest.raises(ValueError, match=refused):
+                check(model, torch.optim.SGD(model.parameters()), torch.randn(1, 4, 16), rule=rule)
+            if not removed:
+                first.remove()
 
 
 def test_two_quacks_may_share_an_optimizer_but_no_weight() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quacklr import Budget, Paper, QKClip, QuacK, Rule, spectral
-from quacklr.core.flat_tensor import FlatTensor
+from quacklr.core.local import FlatTensor
 
 STEPS = 3
 TAU = 0.5

@@ -23,10 +23,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from crew import Crew
 from models import assert_equal
 from muon_by_hand import reference_step
-from quacklr.core.local import shard_specs
 from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.lab.optim import Muon, MuonRecipe, muon, optimizers, orthogonalise
-from quacklr.lab.optim.shard_exchange import shard_shapes
+from quacklr.lab.optim.shard_exchange import shard_shapes, shard_specs
 
 SHAPES = [(24, 24), (16, 40), (24, 24), (40, 16), (24, 24), (8, 40), (16, 40)]
 UNEVEN = [(10, 8), (3, 8), (10, 8), (5, 8), (1, 6), (10, 8), (3, 8)]

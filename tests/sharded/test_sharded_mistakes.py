@@ -58,7 +58,7 @@ def wrong_order(_: int) -> None:
     ):
         train(model, optimizer)
     quack.remove()
-    with pytest.raises(ValueError, match=r"attention.q: its parameter is sharded, and in none of the optimizers"):
+    with pytest.raises(ValueError, match=r"attention.q: its parameter is in none of the optimizers given; sharding"):
         QuacK(model, optimizer)
 
 

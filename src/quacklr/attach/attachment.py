@@ -15,13 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.attach.optimizers import as_optimizers, validate_linear
-from quacklr.core.flat_tensor import gradient_of, original
-from quacklr.core.local import local_tensor
-from quacklr.core.path import LogitPath, as_paths
-from quacklr.core.rule import Step
-from quacklr.core.stepped import Stepped
-from quacklr.core.validate import validate_stepped
+from quacklr.attach.optimizers import as_optimizers, validate_linear, validate_stepped
+from quacklr.core.local import gradient_of, local_tensor, original
+from quacklr.core.path import LogitPath, as_paths, changed
+from quacklr.core.rule import Step, Stepped
 from quacklr.core.weight import Weight
 from quacklr.find.discover import LogitPaths, found_by_table, validate_controls
 from quacklr.find.finding import Finding
@@ -83,20 +80,18 @@ class Attachment:
         self.in_groups: Stepped = self.engine.stepped
         reshard(self.module)
         found: Mapping[str, Finding] = getattr(model, "found", {})
-        if self._given is None and self.module is not None:
-            with self.engine.whole_shapes():
+        with self.engine.whole_shapes():
+            if self._given is None and self.module is not None:
                 found = found_by_table(self.module)
-        elif isinstance(model, LogitPaths) and self.module is not None:
-            with self.engine.whole_shapes():
+            elif isinstance(model, LogitPaths) and self.module is not None:
                 self._given = relocated(model, self.module, self.engine.shards)
         self._first_batch = None
         if self.module is not None:
             self._first_batch = FirstBatch(self.module, found, self.engine.gathers, verify)
             found = self._first_batch.found
+            if not self.waits or (found and not any(finding.pending for finding in found.values())):
+                validate_controls(found, self.module)
         self._set_found(found)
-        known = found and not any(finding.pending for finding in found.values())
-        if self.module is not None and (known or not self.waits):
-            validate_controls(found, self.module)
         self._start, self._more = start, False  # _more: paths were found that are not used yet
         self._parts: list[Weight] = []  # the weights and biases that are controlled
         self._of_model: list[Weight] = []  # those whose parameters are the model's
@@ -197,9 +192,8 @@ class Attachment:
         had_gradient = any(gradient_of(param) is not None or id(param) in self._had_gradient for param in params)
         if not params or had_gradient or step.blocks.have_moved(step.copies):
             return
-        ids, in_groups = {id(part.param) for part in self._parts}, self.in_groups
-        others = [other for other in self.optimizers if other is not step.optimizer]
-        if all(in_groups.by(other).isdisjoint(ids) for other in others):
+        of_others = (self.in_groups.by(other) for other in self.optimizers if other is not step.optimizer)
+        if {id(part.param) for part in self._parts}.isdisjoint(set().union(*of_others)):
             raise RuntimeError(NO_GRADIENT.format(""))
         warn(NO_GRADIENT.format(f" of {type(step.optimizer).__name__}"))
 
@@ -218,13 +212,11 @@ class Attachment:
 
 
 def _check_lost(weights: Sequence[Weight], left: Collection[Weight], where: str) -> None:
-    lost = [weight for weight in weights if weight not in left]
-    if not lost:
-        return
-    message = LOST.format(lost[0].name, len(lost), len(weights), where)
-    if not left:
-        raise RuntimeError(message)
-    warn(message)
+    if lost := [weight for weight in weights if weight not in left]:
+        message = LOST.format(lost[0].name, len(lost), len(weights), where)
+        if not left:
+            raise RuntimeError(message)
+        warn(message)
 
 
 @torch.no_grad()
@@ -252,5 +244,16 @@ def relocated(paths: LogitPaths, model: nn.Module, flat: Container[int]) -> list
             )
         return weight if param is weight.param and bias is weight.bias else replace(weight, param=param, bias=bias)
 
-    weights = {weight: at_place(weight) for path in paths for weight in path.weights}
-    return [replace(path, weights=tuple(weights[weight] for weight in path.weights)) for path in paths]
+    return changed(paths, at_place)
+
+
+def validate_not_attached_twice(weights: Iterable[Weight], taken: Iterable[Weight], who: str = "QuacK") -> None:
+    """No parameter may be on the paths of two QuacKs on one optimizer: its step would be scaled twice."""
+    others = {id(original(part.param)): part.name for weight in reversed(list(taken)) for part in weight.parts}
+    for part in (part for weight in weights for part in weight.parts):
+        param = id(original(part.param))
+        if param in others:
+            raise ValueError(
+                f"{part.name}: another {who} is attached to its parameter (as {others[param]}); "
+                "call remove() on that one first"
+            )

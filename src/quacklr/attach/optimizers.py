@@ -15,14 +15,17 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from quacklr.core.stepped import Group, Stepped
+from quacklr.core.local import is_sharded
+from quacklr.core.rule import Group, Stepped
+from quacklr.core.weight import Weight
 from quacklr.sharded.engines.engine import unwrapped_optimizer
 from quacklr.util.caller import warn
 from quacklr.util.modules import run_uncompiled
@@ -45,13 +48,10 @@ SHAPES = {1: (64,), 2: (64, 64), 3: (4, 32, 32), 4: (64, 16, 2, 2)}  # some opti
 NO_SETTINGS = ("params", "param_names", "lr", "initial_lr")
 OTHER_KERNELS = ("fused", "capturable")  # options that choose a kernel, which may not exist for the CPU
 
-NO_OPTIMIZER = "no optimizer given; pass the one (or the list of those) that train the model"
-NOT_AN_OPTIMIZER = "{} is not a torch.optim.Optimizer; call QuacK(model, optimizer)"
 NO_HOOKS = (
-    "{}.step runs no hooks, because its constructor does not call that of torch.optim.Optimizer, so QuacK would never "
-    "see a step; pass the optimizer that moves the weights"
+    "{0} has no step of its own, or {0}.step runs no hooks, because its constructor does not call that of "
+    "torch.optim.Optimizer, so QuacK would never see a step; pass the optimizer that moves the weights"
 )
-NO_STEP = "{} has no step of its own, so QuacK would never see one: its weights move elsewhere"
 UNKNOWN_WRAPPER = (
     "{0} has a {1} inside, and QuacK scales the steps of that {1}; wrappers are not tested. This is right if {0} calls "
     "the step of {1} at the weights of the model, and uses neither lr nor the size of that step itself"
@@ -81,16 +81,13 @@ def as_optimizers(given: object, linear: bool) -> list[Optimizer]:
     """
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, Optimizer) else [given]
     if not several:
-        raise ValueError(NO_OPTIMIZER)
+        raise ValueError("no optimizer given; pass the one (or the list of those) that train the model")
     optimizers = list(dict.fromkeys(inner for each in several for inner in _optimizers_to_hook(each, linear, several)))
     for optimizer in optimizers:
-        name, step = type(optimizer).__name__, type(optimizer).step
         if not _runs_hooks(optimizer):
-            raise ValueError(NO_HOOKS.format(name))
-        if getattr(step, "__wrapped__", step) is getattr(Optimizer.step, "__wrapped__", Optimizer.step):
-            raise ValueError(NO_STEP.format(name))
+            raise ValueError(NO_HOOKS.format(type(optimizer).__name__))
         if hasattr(optimizer, "second_step"):
-            warn(BY_HAND.format(name))
+            warn(BY_HAND.format(type(optimizer).__name__))
     return optimizers
 
 
@@ -98,7 +95,7 @@ def _optimizers_to_hook(given: Any, linear: bool, several: list[Any]) -> list[Op
     given = unwrapped_optimizer(given)
     name, inner = type(given).__name__, _inner_optimizers(given)
     if not isinstance(given, Optimizer) and not (inner and hasattr(given, "step") and hasattr(given, "zero_grad")):
-        raise ValueError(NOT_AN_OPTIMIZER.format(name))
+        raise ValueError(f"{name} is not a torch.optim.Optimizer; call QuacK(model, optimizer)")
     if not inner or name in SHARD_STATE or all(any(each is other for other in several) for each in inner):
         return [given]
     if not linear and isinstance(given, Optimizer) and _runs_hooks(given):
@@ -122,8 +119,26 @@ def _ids_in_groups(optimizer: Any) -> set[int]:
 
 
 def _runs_hooks(optimizer: Optimizer) -> bool:
-    """Whether its `step` runs hooks; not if its constructor does not call that of torch.optim.Optimizer."""
-    return getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_post_hooks")
+    """Whether it has a `step` that runs hooks; not if its constructor does not call that of torch.optim.Optimizer."""
+    step, inherited = (getattr(each, "__wrapped__", each) for each in (type(optimizer).step, Optimizer.step))
+    hooked = getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_post_hooks")
+    return hooked and step is not inherited
+
+
+def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
+    """Every parameter on a path must have values, and must be in one of the optimizers if it is not frozen."""
+    for part in (part for weight in weights for part in weight.parts):
+        if part.param.device.type == "meta":
+            raise ValueError(f"{part.name}: its parameter is on the meta device; attach after materialising the model")
+    if not any(weight.trains for weight in weights):
+        raise ValueError(f"{weights[0].name} and all others on a path are frozen, so there is nothing to control")
+    stepped = set().union(*map(in_groups.by, optimizers))
+    for part in (part for weight in weights if weight.rated for part in weight.parts):
+        if part.param.requires_grad and id(part.param) not in stepped:
+            way_out = "pass the one that steps it too, or freeze it with requires_grad_(False)"
+            if is_sharded(part.param):
+                way_out = "sharding replaces parameters, so make the optimizer after it, then attach"
+            raise ValueError(f"{part.name}: its parameter is in none of the optimizers given; {way_out}")
 
 
 def validate_linear(optimizers: Iterable[Optimizer], params: Iterable[Tensor], in_groups: Stepped) -> None:
@@ -184,16 +199,16 @@ def _deviation(optimizer: Optimizer, groups: list[Group]) -> float:
 def _trajectories(optimizer: Optimizer, groups: list[Group], lr_rate: float, step_rate: float) -> list[Tensor]:
     """For each small parameter, its values at the start and after every step."""
     torch.default_generator.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
-    small = _constructed(optimizer, groups, lr_rate, generator)
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    small = _constructed(optimizer, groups, lr_rate, random)
     if hasattr(small, "train"):
         small.train()  # schedule-free optimizers step only in this mode
     params: list[nn.Parameter] = [param for group in small.param_groups for param in group["params"]]
-    means = [_random(param.shape, generator) for param in params]  # some adapt only after progress
+    means = [random(param.shape) for param in params]  # some adapt only after progress
     values = [[param.detach().clone() for param in params]]
     for _ in range(STEPS):
         for param, mean in zip(params, means, strict=True):
-            param.grad = mean + _random(param.shape, generator)
+            param.grad = mean + random(param.shape)
         small.step()
         with torch.no_grad():
             for param, before in zip(params, values[-1], strict=True):
@@ -202,7 +217,7 @@ def _trajectories(optimizer: Optimizer, groups: list[Group], lr_rate: float, ste
     return [torch.stack(each) for each in zip(*values, strict=True)]
 
 
-def _constructed(optimizer: Optimizer, groups: list[Group], rate: float, generator: torch.Generator) -> Any:
+def _constructed(optimizer: Optimizer, groups: list[Group], rate: float, random: Callable[..., Tensor]) -> Any:
     """A new optimizer of the same class with lr * rate, on one small parameter for each number of dimensions.
 
     Of param groups that differ in lr alone, the one with the largest is taken.
@@ -217,13 +232,9 @@ def _constructed(optimizer: Optimizer, groups: list[Group], rate: float, generat
     for group in sorted(groups, key=_lr):
         settings = _settings(group)
         shapes = {param.ndim: SHAPES.get(param.ndim, (4,) * param.ndim) for param in group["params"]}
-        params = [nn.Parameter(0.02 * _random(shape, generator)) for shape in shapes.values()]
+        params = [nn.Parameter(0.02 * random(shape)) for shape in shapes.values()]
         kinds[repr((settings, sorted(shapes)))] = {**settings, "params": params, "lr": rate * _lr(group)}
     return type(optimizer)(list(kinds.values()), **arguments)
-
-
-def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 def _settings(given: Group) -> Group:

@@ -21,15 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quacklr.attach.attachment import Attachment
+from quacklr.attach.attachment import Attachment, validate_not_attached_twice
 from quacklr.attention.interceptor import SUPPORTED, AttentionInterceptor
 from quacklr.attention.logits import HeadAxes, Logits, head_axes, last_axis
-from quacklr.core.flat_tensor import original
-from quacklr.core.local import local_boxes
+from quacklr.core.local import local_boxes, original
 from quacklr.core.path import LogitPath
-from quacklr.core.step_scaler import steps_on_stack
-from quacklr.core.stepped import is_idle
-from quacklr.core.validate import validate_not_attached_twice, validate_number
+from quacklr.core.rule import validate_number
+from quacklr.core.step_scaler import is_idle, steps_on_stack
 from quacklr.core.weight import Weight, distinct
 from quacklr.find.discover import validate_controls
 from quacklr.sharded import collectives

@@ -17,9 +17,8 @@ from quacklr.attention.logits import MASKED
 from quacklr.attention.monitor import LogitMonitor
 from quacklr.core.local import is_sharded
 from quacklr.core.path import LogitPath, attentions_of, module_of
-from quacklr.core.rule import Rule
+from quacklr.core.rule import Rule, validate_number
 from quacklr.core.step_scaler import first_after_step
-from quacklr.core.validate import validate_number
 from quacklr.core.weight import Weight
 from quacklr.find.discover import logit_paths
 from quacklr.find.finding import contradiction, differences, is_inside

@@ -9,9 +9,9 @@ Shapes: B blocks, R rows, C columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,13 +100,8 @@ class LocalBlocks:
         self.weight, self.blocks = weight, blocks
         parts = parts or [(part, local_boxes(part.param)[0]) for part in weight.parts]
         self.parts = [BlockRows(part, blocks, box) for part, box in parts]  # the columns of [W b]
-        self.widths = [rows.size[2] for rows in self.parts]
-        self._rows_first = weight.dims[0] == 0  # the entries of a row are together in memory
+        self.tensors = {id(rows.tensor) for rows in self.parts} if weight.rated else set[int]()
         self._spare: Tensor | None = None  # memory for the next copy
-
-    def contains(self, tensors: Container[int]) -> bool:
-        """Whether the weight has a rate and some of these tensors (by id) are its parameters."""
-        return self.weight.rated and any(id(rows.tensor) in tensors for rows in self.parts)
 
     def copy(self) -> Tensor:
         """(B, R, C): a copy of the rows, with the memory layout of the parameter."""
@@ -116,7 +111,7 @@ class LocalBlocks:
             out = None
         if out is not None and len(parts_BRC) == 1:
             return out.copy_(parts_BRC[0])
-        if self._rows_first:
+        if self.weight.dims[0] == 0:  # the entries of a row are together in memory
             return torch.cat(parts_BRC, 2, out=out)
         out_CBR = out.permute(2, 0, 1) if out is not None else None
         return torch.cat([part_BRC.permute(2, 0, 1) for part_BRC in parts_BRC], out=out_CBR).permute(1, 2, 0)
@@ -126,24 +121,18 @@ class LocalBlocks:
         parts_BRC = [rows.read() for rows in self.parts]
         return torch.cat(parts_BRC, 2) if len(parts_BRC) > 1 else parts_BRC[0]
 
-    def scale_step(self, old_BRC: Tensor, rate_B11: Tensor, tensors: Container[int]) -> None:
+    def scale_step(self, old_BRC: Tensor, rate_B11: Tensor, tensors: Set[int]) -> None:
         """Set the rows of these tensors (by id) to old + rate * (new - old).
 
         On the CPU, keep the memory of `old_BRC` for the next copy: allocating pages costs more than copying.
         """
-        copies = old_BRC.split_with_sizes(self.widths, 2) if len(self.parts) > 1 else (old_BRC,)
+        widths, moved = [rows.size[2] for rows in self.parts], self.tensors & tensors
+        copies = old_BRC.split_with_sizes(widths, 2) if len(widths) > 1 else (old_BRC,)
         for rows, old in zip(self.parts, copies, strict=True):
-            if self.weight.rated and id(rows.tensor) in tensors:
+            if id(rows.tensor) in moved:
                 rows.scale_step(old, rate_B11)
         if old_BRC.device.type == "cpu":
             self._spare = old_BRC
-
-
-class BlockGroup(NamedTuple):
-    """The blocks of one weight that have the same number of rows; almost always all of its blocks."""
-
-    weight: Weight
-    blocks: Tensor
 
 
 def by_size(blocks: Tensor, sizes: Tensor) -> Iterator[Tensor]:
@@ -153,11 +142,15 @@ def by_size(blocks: Tensor, sizes: Tensor) -> Iterator[Tensor]:
 
 
 class Blocks:
-    """All blocks of some weights. In flat vectors they are in the order of `groups`."""
+    """All blocks of some weights.
+
+    `groups` are the blocks of a weight that have the same number of rows, almost always all of them. In flat vectors
+    the blocks are in this order.
+    """
 
     def __init__(self, weights: Iterable[Weight]) -> None:
         self.groups = [
-            BlockGroup(weight, blocks)
+            (weight, blocks)
             for weight in weights
             for blocks in by_size(torch.arange(weight.blocks, device="cpu"), weight.rows_of_block)
         ]
@@ -168,7 +161,7 @@ class Blocks:
             index = self.flat_index.setdefault(weight, torch.empty(weight.blocks, dtype=torch.long, device="cpu"))
             index[blocks] = torch.arange(self.total, self.total + len(blocks), device="cpu")
             self.total += len(blocks)
-        self.device = self.groups[0].weight.param.device
+        self.device = self.groups[0][0].param.device
         self._split: tuple[Tensor, Sequence[Tensor]] | None = None
         self._scratch: dict[Any, Tensor] = {}
 
@@ -181,9 +174,9 @@ class Blocks:
             self._split = flat, flat.view(-1, 1, 1).split_with_sizes([len(each.blocks) for each in self.local])
         return self._split[1]
 
-    def copy(self, tensors: Container[int]) -> Copies:
+    def copy(self, tensors: Set[int]) -> Copies:
         """Copies of the rows of these tensors (by id), one for each of `local`; None for other tensors."""
-        return [each.copy() if each.contains(tensors) else None for each in self.local]
+        return [None if each.tensors.isdisjoint(tensors) else each.copy() for each in self.local]
 
     def have_moved(self, copies: Copies) -> bool:
         """Whether any row differs from its copy. Waits for the device."""
@@ -195,13 +188,8 @@ class Blocks:
 
         The norm of each copy is computed as soon as the copy is made, while it is in the CPU's cache.
         """
-        copies: Copies = []
-        norms: list[Tensor] = []
-        for each in self.local:
-            copy_BRC = each.copy()
-            copies.append(copy_BRC)
-            norms.append(norm(copy_BRC).to(self.device, torch.float32))
-        return copies, norms
+        pairs = [(copy_BRC, norm(copy_BRC)) for copy_BRC in map(LocalBlocks.copy, self.local)]
+        return [copy_BRC for copy_BRC, _ in pairs], [norm_B.to(self.device, torch.float32) for _, norm_B in pairs]
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
         """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
@@ -217,7 +205,8 @@ class Blocks:
         largest = iter(largest_singular_values(grams))
         pairs = zip(norms, copies, strict=True)
         steps = [torch.zeros_like(norm_B) if old is None else next(largest) for norm_B, old in pairs]
-        return self._flat(norms), self._flat(steps)
+        of_groups = ([each.to(self.device, torch.float32) for each in vectors] for vectors in (norms, steps))
+        return torch.cat(next(of_groups)), torch.cat(next(of_groups))
 
     def _difference(self, now_BRC: Tensor, old_BRC: Tensor) -> Tensor:
         """now - old. On the CPU it is valid until the next call: its memory is kept."""
@@ -228,11 +217,7 @@ class Blocks:
             self._scratch[key] = torch.empty_like(old_BRC)
         return torch.sub(now_BRC, old_BRC, out=self._scratch[key])
 
-    def _flat(self, of_groups: Sequence[Tensor]) -> Tensor:
-        """One flat vector of fp32 from a vector for each of `local`."""
-        return torch.cat([each.to(self.device, torch.float32) for each in of_groups])
-
-    def scale_step(self, copies: Copies, rates: Tensor, tensors: Container[int]) -> None:
+    def scale_step(self, copies: Copies, rates: Tensor, tensors: Set[int]) -> None:
         """Set every row of these tensors (by id) to old + rate of its block * (new - old)."""
         for each, old_BRC, rate_B11 in zip(self.local, copies, self.split(rates), strict=True):
             if old_BRC is not None:

@@ -1,23 +1,107 @@
-"""The local part of a parameter, as boxes. No other module of the core uses DTensor.
+"""The part of a parameter that is in this process. No other module of the core uses DTensor.
 
 A box is a part of a parameter whose entries are identified by global indices, one vector for each dimension. Under
-FSDP2, HSDP or tensor parallelism a parameter is a DTensor, and its local shard is one box. Under ZeRO, Megatron or
-FSDP1 a process has a flat range of it, which is a few boxes (flat_tensor.py). A box may therefore end in the middle of
-a head, hold no row at all, or have some of the columns only.
+FSDP2, HSDP or tensor parallelism a parameter is a DTensor, and its local shard is one box. DeepSpeed's ZeRO, Megatron's
+DistributedOptimizer and FSDP1 divide a flat vector of parameters among processes. A flat range of a matrix is at most
+three boxes:
+
+    . . . a a     a   the end of a row
+    b b b b b     b   whole rows
+    b b b b b
+    c c . . .     c   the beginning of a row
+
+A box may therefore end in the middle of a head, hold no row at all, or have some of the columns only.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
 
-from quacklr.core.flat_tensor import FlatTensor, flat_boxes
+Ranges = tuple[tuple[int, int], ...]  # (start, end) for each dimension
+
+
+class FlatTensor(Tensor):
+    """A tensor with the shape of the whole parameter, of which this process holds some consecutive entries.
+
+    It only describes the parameter, as the global shape of a DTensor does; there are no operations on it. It has the
+    dtype and the device of what the optimizer steps, which may be an fp32 copy of a bf16 parameter.
+
+    Attributes:
+        param: the model's parameter.
+        start: the index of the first local entry in the flattened parameter.
+        count: the number of local entries; 0 if this process has none.
+        group: the process group that the entries are divided among; None if this process has all of them.
+        entries: a function that returns the local entries, in the memory that the optimizer writes to.
+        gradient: a function that returns their gradient, or None.
+    """
+
+    param: Tensor
+    start: int
+    count: int
+    group: Any
+    entries: Callable[[], Tensor]
+    gradient: Callable[[], Tensor | None]
+
+    @staticmethod
+    def __new__(
+        cls,
+        param: Tensor,
+        shape: Sequence[int],
+        entries: Callable[[], Tensor],
+        start: int,
+        group: Any,
+        gradient: Callable[[], Tensor | None] = lambda: None,
+    ) -> Self:
+        """Describe the entries from `start` of a parameter that has this shape as a whole."""
+        local = entries()
+        made: Self = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
+        made.param, made.start, made.count, made.group = param, start, local.numel(), group
+        made.entries, made.gradient = entries, gradient
+        return made
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """That of the model's parameter."""
+        return self.param.requires_grad
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FlatTensor({self.start}:{self.start + self.count} of {tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> NoReturn:
+        raise TypeError(f"{func}: a FlatTensor only describes which entries of a parameter a process has")
+
+
+def flat_boxes(start: int, end: int, shape: Sequence[int]) -> list[Ranges]:
+    """The boxes that the entries from `start` to `end` of a flattened tensor are, at most 2 n - 1 for n dimensions."""
+    if start >= end:
+        return []
+    if len(shape) <= 1:
+        return [((start, end),) * len(shape)]
+    size = math.prod(shape[1:])
+    row = start // size
+    if end <= (row + 1) * size and end - start < size:  # within one row
+        return [((row, row + 1), *box) for box in flat_boxes(start - row * size, end - row * size, shape[1:])]
+    first, last = -(-start // size), end // size
+    whole = [((first, last), *((0, n) for n in shape[1:]))] if first < last else []
+    return [*flat_boxes(start, first * size, shape), *whole, *flat_boxes(last * size, end, shape)]
+
+
+def original(tensor: Tensor) -> Tensor:
+    """The model's parameter, if the tensor is a FlatTensor; otherwise the tensor itself."""
+    return tensor.param if isinstance(tensor, FlatTensor) else tensor
+
+
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """The gradient that the optimizer steps a parameter with."""
+    return tensor.gradient() if isinstance(tensor, FlatTensor) else tensor.grad
 
 
 class Box(NamedTuple):
@@ -81,45 +165,22 @@ def _local_indices(tensor: Any, dim: int) -> Tensor:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     of_vector: list[Any] = [Replicate()] * tensor.device_mesh.ndim
-    for i, placement in _shards(tensor):
+    for i, placement in sharded_dims(tensor):
         if placement.dim == dim:  # under TP and FSDP2 together it is torch's own _StridedShard
             strided = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
             of_vector[i] = type(placement)(0, **strided)
     return local_tensor(distribute_tensor(indices, tensor.device_mesh, of_vector, src_data_rank=None)).cpu()
 
 
-class ShardSpec(NamedTuple):
-    """One sharding of a tensor.
-
-    Attributes:
-        group: the process group that the tensor is sharded over.
-        dim: the dimension that is sharded; -1 for a flat range (a FlatTensor), which is of no dimension.
-        factor: torch's split_factor, of a strided shard; else 1.
-    """
-
-    group: Any
-    dim: int
-    factor: int
-
-
-def shard_specs(tensor: Any) -> tuple[ShardSpec, ...]:
-    """How a tensor is sharded, in the order of the mesh's dimensions; without groups of a single process."""
+def shard_groups(tensor: Any) -> list[Any]:
+    """The process groups over which a tensor is sharded; without groups of a single process."""
     if isinstance(tensor, FlatTensor):
-        return () if tensor.group is None or tensor.group.size() == 1 else (ShardSpec(tensor.group, -1, 1),)
-    return tuple(
-        ShardSpec(tensor.device_mesh.get_group(i), placement.dim, getattr(placement, "split_factor", 1))
-        for i, placement in _shards(tensor)
-        if tensor.device_mesh.size(i) > 1
-    )
+        return [] if tensor.group is None or tensor.group.size() == 1 else [tensor.group]
+    return [tensor.device_mesh.get_group(i) for i, _ in sharded_dims(tensor) if tensor.device_mesh.size(i) > 1]
 
 
-def shard_counts(tensor: Any) -> list[int]:
-    """The numbers of shards along the mesh dimensions over which a tensor is sharded."""
-    return [tensor.device_mesh.size(i) for i, _ in _shards(tensor)]
-
-
-def _shards(tensor: Any) -> list[tuple[int, Any]]:
-    """The mesh dimensions over which a tensor is sharded, with the placements."""
+def sharded_dims(tensor: Any) -> list[tuple[int, Any]]:
+    """The mesh dimensions over which a DTensor is sharded, with the placements; none for another tensor."""
     placements = enumerate(tensor.placements if is_dtensor(tensor) else ())
     return [(i, each) for i, each in placements if not each.is_replicate() and not each.is_partial()]
 

@@ -4,12 +4,12 @@
     GQA   q[h] . k[g(h)]                            one path, a group of heads reads one key block
     MLA   dq uq[h] . uk[h] dkv  +  dq qr[h] . kr    two paths; all heads read dq, dkv, kr
 
-QuacK uses only the paths of an attention: the rest of its code does not depend on the kind of attention.
+The rest of the code does not depend on the kind of attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -103,11 +103,10 @@ def as_paths(given: object, demand: str) -> list[LogitPath]:
     return paths
 
 
-def all_rated(paths: Sequence[LogitPath]) -> list[LogitPath]:
-    """The same paths, with `rated=True` for all of their weights, so that all of them have rates."""
-    weights = dict.fromkeys(weight for path in paths for weight in path.weights)
-    rated = {weight: weight if weight.rated else replace(weight, rated=True) for weight in weights}
-    return [replace(path, weights=tuple(rated[weight] for weight in path.weights)) for path in paths]
+def changed(paths: Sequence[LogitPath], change: Callable[[Weight], Weight]) -> list[LogitPath]:
+    """The same paths, with a change of each weight."""
+    weights = {weight: change(weight) for weight in dict.fromkeys(weight for path in paths for weight in path.weights)}
+    return [replace(path, weights=tuple(weights[weight] for weight in path.weights)) for path in paths]
 
 
 def module_of(path: LogitPath) -> str:

@@ -13,7 +13,7 @@ rules/; examples/own_rule.py is a rule that a user could write.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,40 @@ from torch.optim import Optimizer
 
 from quacklr.core.blocks import Blocks, Copies
 from quacklr.core.sensitivity import CompiledPaths
-from quacklr.core.state import VERSION
-from quacklr.core.stepped import Stepped
 from quacklr.core.weight import Weight
+
+Group = dict[str, Any]
+VERSION = 3  # of the format of a state
+NOT_A_STATE = "this is not the state of a QuacK of this version"
+FLOAT32 = torch.finfo(torch.float32)
+
+
+class Stepped:
+    """Maps param groups to the parameters that they step, given by id.
+
+    Usually a param group has the parameters themselves. The engines that flatten parameters put flat tensors into it,
+    and each steps the ranges of many parameters. `of_tensor` has, by the id of a flat tensor, the ids of all parameters
+    that it may hold a range of. That is the same in all processes, also in one whose range is empty: they all take part
+    in the collectives of a step.
+    """
+
+    def __init__(self, of_tensor: Mapping[int, Collection[int]] | None = None) -> None:
+        self._of_tensor = dict(of_tensor or {})
+        self.is_plain = not self._of_tensor
+        self.known = {i for ids in self._of_tensor.values() for i in ids}
+        """The ids of all parameters that are stepped through flat tensors, whatever is in the param groups now."""
+
+    def of(self, tensor: object) -> Collection[int]:
+        """The ids of the parameters that a tensor in a param group stands for."""
+        return self._of_tensor.get(id(tensor), (id(tensor),))
+
+    def groups(self, optimizer: Optimizer) -> list[tuple[Group, set[int]]]:
+        """The param groups that the optimizer has now, each with the ids of its parameters."""
+        return [(group, {i for tensor in group["params"] for i in self.of(tensor)}) for group in optimizer.param_groups]
+
+    def by(self, optimizer: Optimizer) -> set[int]:
+        """The ids of all parameters in the param groups that the optimizer has now."""
+        return set().union(*(ids for _, ids in self.groups(optimizer)))
 
 
 @dataclass(slots=True, eq=False)
@@ -60,32 +91,37 @@ class Step:
 
 
 class Rule(ABC):
-    """Decides the rates of all blocks in every step. A rule belongs to one QuacK.
+    """Decides the rates of all blocks in every step. A rule belongs to one QuacK, also after that is removed.
 
     Attributes:
         linear: whether the rule needs optimizers whose step is linear in lr.
         measures: whether `after` measures the step.
         has_state: whether a resumed run needs `state_dict()`.
         rates_all: whether weights have rates that were declared with `rated=False`, such as LoRA's A.
+        first_rate: the rate of weights that have not stepped.
         paths, optimizers, in_groups: the compiled paths, and what steps them; from `start` on.
         rates: (blocks,), those of the last step.
         stepped: ids of the tensors that have stepped in this iteration. QuacK writes it.
+        attached: whether a QuacK has the rule. QuacK writes it.
     """
 
     linear = False
     measures = False
     has_state = False
     rates_all = False
+    first_rate = 1.0
     paths: CompiledPaths
     optimizers: Sequence[Optimizer]
     in_groups: Stepped
     rates: Tensor
-    stepped: set[int]
+    stepped: Set[int] = frozenset()
+    attached = False
 
     def start(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
         """Begin a run with these paths. Called before the first step; again if a part of the model runs later."""
-        self.paths, self.optimizers, self.in_groups, self.stepped = paths, optimizers, in_groups, set()
-        self.rates = torch.ones(paths.blocks.total, device=paths.blocks.device, dtype=torch.float32)
+        known = self.paths.by_name(self.rates) if hasattr(self, "paths") else {}
+        self.paths, self.optimizers, self.in_groups = paths, optimizers, in_groups
+        self.rates = paths.flat(known, self.first_rate)
 
     def before(self, step: Step) -> Copies:
         """Copies of the rows that the step will move."""
@@ -118,3 +154,12 @@ class Rule(ABC):
 
         `partial`: the state may have weights that are on no path yet, because their part of the model has not run.
         """
+
+
+def validate_number(name: str, value: object, meaning: str, *, zero: bool = False, infinite: bool = False) -> None:
+    """A setting must be a positive number that float32 can hold; with `zero` also 0, with `infinite` also inf."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    exceptions = [0.0] * zero + [float("inf")] * infinite
+    if not is_number or not (FLOAT32.tiny <= value <= FLOAT32.max or value in exceptions):  # type: ignore[operator]
+        kinds = "0 or a positive number" if zero else "a positive number"
+        raise ValueError(f"{name}={value!r}: {meaning} must be {kinds} that float32 can hold")

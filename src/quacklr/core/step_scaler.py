@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quacklr.core.rule import Rule, Step
+from quacklr.core.rule import Rule, Step, Stepped
 from quacklr.core.sensitivity import CompiledPaths
-from quacklr.core.stepped import Stepped, is_idle
 from quacklr.util.autocast import without_autocast
 
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # every class's step is wrapped by this function
@@ -34,14 +33,15 @@ class StepScaler:
     `measures` is True.
     """
 
-    def __init__(self, rule: Rule, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
-        self.rule, self.optimizers, self.in_groups = rule, optimizers, in_groups
+    def __init__(self, rule: Rule, optimizers: Sequence[Optimizer], attachment: Any) -> None:
+        self.rule, self.optimizers = rule, optimizers
+        self.in_groups: Stepped = attachment.in_groups
         self.paths: CompiledPaths | None = None
         self.on_paths: set[int] = set()
         self.running: dict[Optimizer, Step] = {}
-        self.first_step: Any = None  # the Attachment, until each optimizer has stepped
+        self.first_step = attachment  # None when each optimizer has stepped
         self.measures = rule.measures
-        self.measured: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.measured: list[list[Tensor]] = []
         self._hooks: list[Any] = []
 
     def register(self) -> None:
@@ -54,6 +54,9 @@ class StepScaler:
 
     def set_paths(self, paths: CompiledPaths) -> None:
         """Scale the weights on these paths from now on. Called again if more paths are found."""
+        if self.paths is not None:
+            before = self.paths
+            self.measured = [[paths.flat(before.by_name(flat)) for flat in step] for step in self.measured]
         self.rule.start(paths, self.optimizers, self.in_groups)
         self.paths, self.on_paths = paths, {id(part.param) for part in paths.parts}
 
@@ -110,7 +113,7 @@ class StepScaler:
         if self.measures:
             step.measure()
         if step.measured is not None:
-            self.measured.append((*step.measured, rates))
+            self.measured.append([*step.measured, rates])
         step.blocks.scale_step(step.copies, rates, step.tensors)
 
     def _loaded(self, optimizer: Optimizer) -> None:
@@ -129,6 +132,15 @@ class StepScaler:
         for hook in self._hooks:
             hook.remove()
         self.running.clear()
+
+
+def is_idle(optimizer: Optimizer) -> bool:
+    """Whether the next step moves nothing because every lr is 0, as in the first step of a warmup.
+
+    A learning rate that is a tensor on an accelerator is not read, because that would wait for the device.
+    """
+    lrs = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    return all((not isinstance(lr, Tensor) or lr.device.type == "cpu") and lr == 0 for lr in lrs)
 
 
 def steps_on_stack(optimizer: Optimizer) -> int:

@@ -53,7 +53,15 @@ class Weight:
     gain: float = 1.0
 
     def __post_init__(self) -> None:
-        self._validate_param()
+        param: object = self.param
+        kind = param.dtype if isinstance(param, Tensor) else f"a {type(param).__name__}"
+        if kind not in DTYPES:
+            raise ValueError(
+                f"{self.name}: its parameter is {kind}; a weight on a path is a tensor of float16, bfloat16, float32 or "
+                "float64"
+            )
+        if self.param.numel() == 0:
+            raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(self.param.shape)}")
         validate_factor(self.name, "gain", self.gain)
         object.__setattr__(self, "dim", self._valid_dim())
         object.__setattr__(self, "block_of_row", self._valid_block_of_row())
@@ -65,28 +73,17 @@ class Weight:
             raise ValueError(f"{self.name}: its bias must have as many rows in each block as its parameter")
         object.__setattr__(self, "bias", bias)
 
-    def _validate_param(self) -> None:
-        param: object = self.param
-        if not isinstance(param, Tensor):
-            raise ValueError(f"{self.name}: its parameter is a {type(param).__name__}, not a tensor")
-        if param.dtype not in DTYPES:
-            raise ValueError(
-                f"{self.name}: its parameter is {param.dtype}; a weight on a path is float16, bfloat16, float32 or "
-                "float64"
-            )
-        if param.numel() == 0:
-            raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(param.shape)}")
-
     def _valid_dim(self) -> int | tuple[int, ...]:
-        param = self.param
-        if isinstance(self.dim, tuple):
-            if self.dim != tuple(range(param.ndim))[: len(self.dim)] or len(self.dim) < 2:
-                raise ValueError(f"{self.name}: dim={self.dim}; several dimensions are the first ones: (0, 1)")
-            self._validate_contiguous(param)
-            return self.dim
-        if not -param.ndim <= self.dim < param.ndim:
-            raise ValueError(f"{self.name}: dim={self.dim}, but its parameter has shape {tuple(param.shape)}")
-        return self.dim % param.ndim
+        dim, ndim = self.dim, self.param.ndim
+        if isinstance(dim, int) and -ndim <= dim < ndim:
+            return dim % ndim
+        if isinstance(dim, int) or dim != tuple(range(ndim))[: len(dim)] or len(dim) < 2:
+            raise ValueError(
+                f"{self.name}: dim={dim}, but its parameter has shape {tuple(self.param.shape)}; several dimensions "
+                "are the first ones: (0, 1)"
+            )
+        self._validate_contiguous(self.param)
+        return dim
 
     def _validate_contiguous(self, tensor: Tensor) -> None:
         """`flatten` of a tensor that is not contiguous makes a copy, and writing to a copy would have no effect."""
@@ -95,15 +92,14 @@ class Weight:
 
     def _valid_block_of_row(self) -> Tensor:
         rows = math.prod(self.param.shape[dim] for dim in self.dims)
-        block_of_row = whole_numbers(self.block_of_row)
-        if block_of_row is None or block_of_row.shape != (rows,):
-            raise ValueError(f"{self.name}: block_of_row must be {rows} whole numbers, one for each row")
-        if block_of_row.min() < -1 or block_of_row.max() < 0 or not block_of_row[block_of_row >= 0].bincount().all():
+        numbers = whole_numbers(self.block_of_row)
+        fits = numbers is not None and numbers.shape == (rows,) and numbers.min() >= -1 and numbers.max() >= 0
+        if numbers is None or not fits or not numbers[numbers >= 0].bincount().all():
             raise ValueError(
-                f"{self.name}: block_of_row must number the blocks from 0 without gaps, with -1 for rows outside the "
-                "weight"
+                f"{self.name}: block_of_row must be {rows} whole numbers, one for each row, that number the blocks "
+                "from 0 without gaps; -1 for rows outside the weight"
             )
-        return block_of_row
+        return numbers
 
     def __repr__(self) -> str:
         rows = int((self.block_of_row >= 0).sum())

@@ -2,8 +2,8 @@
 
     rate = nats * (lr now / initial lr) / asked(h);   a block takes the smallest rate of the heads that read it
 
-`asked(h)` is what the optimizer's own step would change the logits of head h by (core/changes.py). It is measured after
-each step of the optimizer, so the rule needs no state, and no optimizer that is linear in lr.
+`asked(h)` is what the optimizer's own step would change the logits of head h by (core/sensitivity.py). It is measured
+after each step of the optimizer, so the rule needs no state, and no optimizer that is linear in lr.
 
 The initial lr is `initial_lr` of the param group, which torch's schedulers write, or `max_lr` if that is larger
 (OneCycleLR). If no scheduler has written it, it is the lr when QuacK was attached. This lr is kept in the param group
@@ -21,11 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quacklr.core.changes import LogitChanges
-from quacklr.core.rule import Rule, Step
-from quacklr.core.sensitivity import CompiledPaths
-from quacklr.core.stepped import Stepped
-from quacklr.core.validate import validate_number
+from quacklr.core.rule import Rule, Step, Stepped, validate_number
+from quacklr.core.sensitivity import CompiledPaths, LogitChanges
 from quacklr.core.weight import Weight
 from quacklr.util.caller import warn
 
@@ -35,12 +32,10 @@ ABOVE_INITIAL = (
     "and grows with lr. If a warmup had lowered lr before QuacK was attached, set 'initial_lr' in the param group to "
     "the peak lr"
 )
-WARN_ABOVE = 1.5
 MOSTLY_ROUNDING = (
     "{} is {}, and the first step was scaled by up to {:.3g}. Such a step of the optimizer is mostly rounding in 16 "
     "bits, and scaling it makes the rounding larger. Keep the weights in float32 and train with autocast, or raise lr"
 )
-LARGE_FOR_16_BITS = 10.0
 
 
 class Budget(Rule):
@@ -55,10 +50,13 @@ class Budget(Rule):
 
     measures = True
     rates_all = True
+    first_rate = math.nan
     largest_rate = 100.0  # a head with almost no gradient has a step of rounding errors, which must not become large
 
     def __init__(self, nats: float = 0.02) -> None:
         self.nats = nats
+        self._ever_stepped: set[int] = set()
+        self._warn_above = 1.5
 
     @property
     def nats(self) -> float:
@@ -73,12 +71,9 @@ class Budget(Rule):
     def start(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
         """Keep the initial lrs."""
         super().start(paths, optimizers, in_groups)
-        self.rates.fill_(torch.nan)
         self._changes = LogitChanges(paths)
         self._parts = [(part, index) for weight, index in paths.blocks.flat_index.items() for part in weight.parts]
-        self._ever_stepped: set[int] = set()
         self._blocks_in, self._share = cache(self._new_mask), cache(self._new_share)
-        self._warn_above = WARN_ABOVE
         for optimizer in optimizers:
             self.optimizer_loaded(optimizer)
 
@@ -111,7 +106,7 @@ class Budget(Rule):
         self.rates = rates.where(self._blocks_in(tensors), self.rates)
         if not self._ever_stepped.issuperset(step.tensors):
             self._warn_of_rounding(step.tensors)
-        self._ever_stepped |= step.tensors
+        self._ever_stepped = self._ever_stepped | step.tensors  # copies of the rule share the old set
         return rates
 
     def _limited(self, changes: Tensor, share: Tensor, allowed: Tensor) -> Tensor:
@@ -126,13 +121,11 @@ class Budget(Rule):
 
     def _allowed(self, step: Step) -> Tensor:
         """By block, the budget in nats, times lr / initial lr of its param group."""
-        groups = [(group, ids & step.tensors) for group, ids in self.in_groups.groups(step.optimizer)]
-        factors = [(self._relative_lr(step.optimizer, group), ids) for group, ids in groups if ids]
-        first, allowed = factors[0][0], torch.zeros_like(self.rates)
-        if all(not isinstance(factor, Tensor) and factor == first for factor, _ in factors):
-            return allowed.fill_(self.nats * first)
-        for factor, ids in factors:
-            allowed = torch.maximum(allowed, torch.where(self._blocks_in(frozenset(ids)), self.nats * factor, 0.0))
+        allowed = torch.zeros_like(self.rates)
+        for group, ids in self.in_groups.groups(step.optimizer):
+            if tensors := step.tensors.intersection(ids):
+                nats = self.nats * self._relative_lr(step.optimizer, group)
+                allowed = torch.where(self._blocks_in(frozenset(tensors)), allowed.clamp(min=nats), allowed)
         return allowed
 
     def _relative_lr(self, optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor:
@@ -156,16 +149,20 @@ class Budget(Rule):
         for part, index in self._parts:
             if part.param.element_size() == 2 and id(part.param) in tensors:
                 rate = float(self.rates[index].max())
-                if rate > LARGE_FOR_16_BITS:
+                if rate > 10:
                     warn(MOSTLY_ROUNDING.format(part.name, str(part.param.dtype).removeprefix("torch."), rate))
                     return
 
+    def _sizes(self, tensors: Collection[int]) -> Tensor:
+        """(blocks,): the sum of sqrt(columns) of those of these tensors (by id) that have rows of a block."""
+        sizes = torch.zeros(len(self.rates), device="cpu", dtype=torch.float32)
+        for part, index in self._parts:
+            sizes[index] += math.sqrt(part.columns) * (id(part.param) in tensors)
+        return sizes
+
     def _new_mask(self, tensors: frozenset[int]) -> Tensor:
         """(blocks,): whether a block has rows in these tensors (by id)."""
-        mask = torch.zeros(len(self.rates), dtype=torch.bool, device="cpu")
-        for part, index in self._parts:
-            mask[index] |= id(part.param) in tensors
-        return mask.to(self.rates.device)
+        return (self._sizes(tensors) > 0).to(self.rates.device)
 
     def _new_share(self, tensors: frozenset[int], trained: frozenset[int]) -> Tensor:
         """(heads,): the share of the budget for a step of these tensors (by id); 1 if a head trains no others.
@@ -174,17 +171,26 @@ class Budget(Rule):
         columns of each parameter. The first steps of AdamW have norms in this proportion, so the rates are nearly those
         of a single optimizer.
         """
-        of_step, of_all = torch.zeros(2, len(self.rates), device="cpu", dtype=torch.float32)
-        for part, index in self._parts:
-            of_step[index] += math.sqrt(part.columns) * (id(part.param) in tensors)
-            of_all[index] += math.sqrt(part.columns) * (id(part.param) in trained)
         head, block = torch.stack([self._changes.head, self._changes.block]).cpu().unique(dim=1)
-        zeros = of_step.new_zeros(self._changes.total_heads)
-        step, total = (zeros.index_add(0, head, each[block]) for each in (of_step, of_all))
+        zeros = torch.zeros(self._changes.total_heads, device="cpu", dtype=torch.float32)
+        step, total = (zeros.index_add(0, head, self._sizes(each)[block]) for each in (tensors, trained))
         return (step / total.clamp(min=1)).to(self.rates.device)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.nats:g})"
+
+
+class Limit(Budget):
+    """What `clip_grad_norm_` is to gradients: the step of a head is scaled down if it would change the head's logits by
+    more than `nats`, otherwise not at all.
+
+        rate = min(1, nats * (lr now / initial lr) / asked(h))
+
+    Where nothing is limited, the step is bitwise the optimizer's own. `Limit(inf)` limits nothing: it only measures,
+    for `quack.changes()`. The number is that of `Budget`, and follows the schedule of lr in the same way.
+    """
+
+    largest_rate = 1.0
 
 
 def remember_lr(group: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quacklr.core.blocks import Blocks, Copies, LocalBlocks, by_size
-from quacklr.core.local import Box, is_partial, is_sharded, local_boxes, shard_specs
+from quacklr.core.local import Box, is_partial, is_sharded, local_boxes, shard_groups
 from quacklr.core.norms import Norm, frobenius, gram, largest_singular_values
 from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import CompiledPaths
@@ -66,7 +66,7 @@ class ShardedBlocks(Blocks):
         for part in parts:
             if is_partial(part.param):
                 raise ValueError(PARTIAL.format(part.name))
-        self._process_groups = list(dict.fromkeys(group for part in parts for group in process_groups_of(part)))
+        self._process_groups = list(dict.fromkeys(group for part in parts for group in shard_groups(part.param)))
         self._all_ranks = merged_group(self._process_groups)
         super().__init__(weights)
         self._flat_indices = indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
@@ -148,7 +148,7 @@ def shards_of(weight: Weight) -> list[Shard]:
     boxes = [(part, box) for part in weight.parts for box in local_boxes(part.param)]
     starts = dict(zip(weight.parts, accumulate((part.columns for part in weight.parts), initial=0), strict=False))
     columns = [starts[part] + part.columns_in(box) for part, box in boxes]
-    process_groups = [process_groups_of(part) for part, _ in boxes]
+    process_groups = [shard_groups(part.param) for part, _ in boxes]
     if [part for part, _ in boxes] == list(weight.parts) and are_alike(boxes, process_groups):
         return [Shard(boxes, torch.cat(columns), process_groups[0])]
     return [Shard([box], held, groups) for box, held, groups in zip(boxes, columns, process_groups, strict=True)]
@@ -161,11 +161,6 @@ def are_alike(boxes: Sequence[tuple[Weight, Box]], process_groups: Sequence[Grou
         torch.equal(part.rows_in(box), first.rows_in(first_box)) and torch.equal(part.block_of_row, first.block_of_row)
         for part, box in others
     )
-
-
-def process_groups_of(part: Weight) -> Groups:
-    """The process groups over which a parameter is sharded."""
-    return [spec.group for spec in shard_specs(part.param)]
 
 
 def _shape(weight: Weight, blocks: Tensor) -> tuple[int, int]:

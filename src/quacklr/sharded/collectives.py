@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from quacklr.core.local import is_sharded, shard_counts
+from quacklr.core.local import is_sharded, sharded_dims
 from quacklr.util.caller import warn
 from quacklr.util.modules import wrappers
 
@@ -114,8 +114,9 @@ def validate_no_tensor_parallel(model: nn.Module, who: str, by_engine: bool = Fa
     """Under tensor parallelism each process computes only some heads; under FSDP2 every process computes all heads."""
     by_data = {id(param) for module in fully_sharded(model) for param in module.parameters()}
     for name, param in model.named_parameters():
-        sizes = shard_counts(param)[id(param) in by_data :]  # the first count may be FSDP2's
-        if by_engine or any(size > 1 for size in sizes):
+        mesh: Any = getattr(param, "device_mesh", None)
+        cuts = sharded_dims(param)[id(param) in by_data :]  # the first shard may be FSDP2's
+        if by_engine or any(mesh.size(i) > 1 for i, _ in cuts):
             raise ValueError(
                 f"{name}: its parameter is cut by tensor parallelism, so no process has all heads, and {who} needs "
                 "them; use DistributedDataParallel or FSDP2"

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from quacklr.core.local import ShardSpec, local_tensor
+from quacklr.core.local import local_tensor
 from quacklr.lab.optim.compositional import Composition
 from quacklr.lab.optim.newton_schulz import orthogonalise, precision
-from quacklr.lab.optim.shard_exchange import ShardExchange, local_gradient, shard_spec, validate_sharding
+from quacklr.lab.optim.shard_exchange import ShardExchange, ShardSpec, local_gradient, shard_spec, validate_sharding
 
 UpdateScale = Literal["jordan", "rms"]
 SCALES: dict[str, Callable[[int, int], float]] = {

@@ -16,15 +16,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quacklr.core.local import ShardSpec, is_partial, is_sharded, local_tensor, shard_specs
+from quacklr.core.local import is_partial, is_sharded, local_tensor, sharded_dims
 
 RowsColumns = tuple[int, ...]
+
+
+class ShardSpec(NamedTuple):
+    """One sharding of a tensor.
+
+    Attributes:
+        group: the process group that the tensor is sharded over.
+        dim: the dimension that is sharded.
+        factor: torch's split_factor, of a strided shard; else 1.
+    """
+
+    group: Any
+    dim: int
+    factor: int
+
+
+def shard_specs(tensor: Any) -> tuple[ShardSpec, ...]:
+    """How a tensor is sharded, in the order of the mesh's dimensions; without groups of a single process."""
+    return tuple(
+        ShardSpec(tensor.device_mesh.get_group(i), placement.dim, getattr(placement, "split_factor", 1))
+        for i, placement in sharded_dims(tensor)
+        if tensor.device_mesh.size(i) > 1
+    )
 
 
 def shard_spec(param: Tensor) -> ShardSpec | None:

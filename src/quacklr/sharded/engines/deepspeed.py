@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quacklr.core.flat_tensor import FlatTensor
-from quacklr.core.stepped import Group, Stepped
+from quacklr.core.local import FlatTensor
+from quacklr.core.rule import Group, Stepped
 from quacklr.sharded.engines.engine import (
     NOT_READ,
     Engine,

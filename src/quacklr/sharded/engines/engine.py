@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from quacklr.core.flat_tensor import FlatTensor
-from quacklr.core.path import LogitPath
-from quacklr.core.stepped import PLAIN, Stepped
+from quacklr.core.local import FlatTensor
+from quacklr.core.path import LogitPath, changed
+from quacklr.core.rule import Stepped
 from quacklr.core.weight import Weight
 from quacklr.sharded.collectives import Groups
 
@@ -41,7 +41,7 @@ class Engine:
 
     optimizers: list[Any] | None = None
     shards: Mapping[int, FlatTensor] = field(default_factory=dict)
-    stepped: Stepped = PLAIN
+    stepped: Stepped = field(default_factory=Stepped)
     data_groups: Groups | None = None
     gathers: bool = False
     tensor_parallel: bool = False
@@ -53,10 +53,7 @@ class Engine:
         paths = list(paths)
         for weight in dict.fromkeys(weight for path in paths for weight in path.weights):
             self.validate_weight(weight)
-        if not self.shards:
-            return paths
-        weights = {weight: self._located(weight) for path in paths for weight in path.weights}
-        return [replace(path, weights=tuple(weights[weight] for weight in path.weights)) for path in paths]
+        return changed(paths, self._located) if self.shards else paths
 
     def _located(self, weight: Weight) -> Weight:
         bias = self._located(weight.bias) if isinstance(weight.bias, Weight) else None

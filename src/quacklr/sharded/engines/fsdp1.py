@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quacklr.core.flat_tensor import FlatTensor
-from quacklr.core.stepped import Stepped
+from quacklr.core.local import FlatTensor
+from quacklr.core.rule import Stepped
 from quacklr.sharded.engines.engine import Engine, class_names
 
 CLASS = "torch.FullyShardedDataParallel"
