@@ -32,7 +32,7 @@ from quacklr.core.validate import validate_not_attached_twice, validate_number
 from quacklr.core.weight import Weight, distinct
 from quacklr.find.discover import validate_known
 from quacklr.sharded.collectives import (
-    all_reduce_max,
+    all_reduce,
     groups_of,
     is_distributed,
     validate_no_tensor_parallel,
@@ -164,7 +164,7 @@ class QKClip:
         if self._groups:
             device = original(next(iter(self._canonical)).param).device
             none = {name: torch.full((each[0].heads,), -torch.inf, device=device) for name, each in self._paths.items()}
-            found = zip(none, all_reduce_max(list((none | maxima).values()), self._groups), strict=True)
+            found = zip(none, all_reduce(list((none | maxima).values()), self._groups, "MAX"), strict=True)
             maxima = {name: of for name, of in found if name in maxima or bool((of > -torch.inf).any())}
         if not maxima and not idle:
             raise RuntimeError(UNSEEN)

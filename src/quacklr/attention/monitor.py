@@ -24,8 +24,7 @@ from quacklr.find.tables.facts import int_attributes
 from quacklr.find.tables.naming import HEADS
 from quacklr.sharded.collectives import (
     all_ranks_agree,
-    all_reduce_max,
-    all_reduce_sum,
+    all_reduce,
     groups_of,
     resharded,
     validate_no_tensor_parallel,
@@ -137,7 +136,7 @@ class LogitMonitor:
         warn_if_alone(groups, "LogitMonitor")
         maxima = [torch.cat([part.max_BH for part in parts]).amax(0) for parts in found.values()]
         sums = [torch.stack([part.sums for part in parts]).sum(0) for parts in found.values()]
-        maxima, sums = all_reduce_max(maxima, groups), all_reduce_sum(sums, groups)
+        maxima, sums = all_reduce(maxima, groups, "MAX"), all_reduce(sums, groups, "SUM")
         means = [totals / counts for totals, counts in (each.chunk(2) for each in sums)]
         return {name: LogitStats(max_H, *of) for name, max_H, of in zip(found, maxima, means, strict=True)}
 

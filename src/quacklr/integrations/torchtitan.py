@@ -18,10 +18,6 @@ from quacklr.quack import QuacK
 
 BuildFn = Callable[[Any, list[nn.Module], Any], None]
 KEY = "quack"
-SEVERAL_PARTS = (
-    "this rank has {} parts of the model, as with an interleaved pipeline of torchtitan, which QuacK does not support; "
-    "use a schedule with one part for each rank"
-)
 
 
 def with_quack(model_spec: Any, **settings: Any) -> Any:
@@ -50,7 +46,10 @@ class QuacKBuildFn:
         if self._before is not None:
             self._before(optimizers, model_parts, parallel_dims)
         if len(model_parts) > 1:
-            raise ValueError(SEVERAL_PARTS.format(len(model_parts)))
+            raise ValueError(
+                f"this rank has {len(model_parts)} parts of the model, as with an interleaved pipeline of torchtitan, "
+                "which QuacK does not support; use a schedule with one part for each rank"
+            )
         self._attach = lambda: QuacK(model_parts[0], list(optimizers), **self._settings)
         self.quack = self._attach()
         self._first_step = optimizers.register_step_pre_hook(self._before_first_step)

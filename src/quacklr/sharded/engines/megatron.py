@@ -29,8 +29,8 @@ from quacklr.sharded.engines.engine import (
     validate_settings,
 )
 
-CHAIN, DISTRIBUTED = "megatron.ChainedOptimizer", "megatron.DistributedOptimizer"
-WITH_COPIES, PLAIN = "megatron.Float16OptimizerWithFloat16Params", "megatron.FP32Optimizer"
+DISTRIBUTED, PLAIN = "megatron.DistributedOptimizer", "megatron.FP32Optimizer"
+WITH_COPIES = "megatron.Float16OptimizerWithFloat16Params"
 USE_DISTRIBUTED = "use its DistributedOptimizer"
 REFUSED = {
     "use_precision_aware_optimizer": ("precision-aware optimizer", "set use_precision_aware_optimizer=False"),
@@ -38,20 +38,15 @@ REFUSED = {
     "use_megatron_fsdp": ("FSDP", f"{USE_DISTRIBUTED} without it"),
 }
 OF_ALL_HEADS = ("dq", "dkv", "kr")
-SHARED_HEADS = (
-    "{}: all heads read it, and tensor parallelism divides the heads among ranks, so its rate needs the heads of other "
-    "ranks, which QuacK cannot read; use tensor parallel size 1, or the paths without it"
-)
 
 
 def megatron_optimizers(given: Any) -> list[Any]:
     """Megatron's optimizers, if the given object is one, or a chain of them; else none."""
     found = unwrapped_optimizer(given)
-    if CHAIN in class_names(found):
-        if type(found).__name__ != CHAIN.split(".")[1]:
-            raise ValueError(NOT_READ.format("Megatron", type(found).__name__, USE_DISTRIBUTED))
-        return [each for one in found.chained_optimizers for each in megatron_optimizers(one)]
-    return [found] if type(found).__module__.startswith("megatron.core.optimizer") else []
+    if not any(name.startswith("megatron.") for name in class_names(found)):
+        return []
+    chain = found.chained_optimizers if type(found).__name__ == "ChainedOptimizer" else None
+    return [found] if chain is None else [each for one in chain for each in megatron_optimizers(one)]
 
 
 def read_megatron(optimizers: Sequence[Any]) -> Engine:
@@ -109,7 +104,11 @@ def _validate_heads(weight: Weight) -> None:
     """A weight that all heads read cannot be rated where heads are divided among ranks."""
     divided = getattr(weight.param, "tensor_model_parallel", False) and weight.name.split(".")[-1] not in OF_ALL_HEADS
     if not divided and _is_tensor_parallel():
-        raise ValueError(SHARED_HEADS.format(weight.name))
+        raise ValueError(
+            f"{weight.name}: all heads read it, and tensor parallelism divides the heads among ranks, so its rate "
+            "needs the heads of other ranks, which QuacK cannot read; use tensor parallel size 1, or the paths without "
+            "it"
+        )
 
 
 def _is_tensor_parallel() -> bool:
