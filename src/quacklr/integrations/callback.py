@@ -18,8 +18,7 @@ class CallbackBase:
     """The settings of a QuacK that is attached later, and the QuacK once it is attached.
 
     `paths` is a function of the model that returns the paths to control; the default is to let QuacK find them.
-    `lambda model: logit_paths(model, batch)` measures them. `quack` is the attached QuacK. After training its hooks
-    are removed, and its rates can still be read.
+    After training the hooks of `quack` are removed, and its rates can still be read.
     """
 
     quack: QuacK | None = None

@@ -12,6 +12,7 @@ Shapes: B blocks, R rows, C columns.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import groupby
@@ -53,7 +54,7 @@ class BlockExchange:
         device: torch.device,
     ) -> None:
         self._process_group, self._device = process_group, device
-        size_of = [rows * columns for rows, columns in shapes]
+        size_of = [math.prod(shape) for shape in shapes]
         self._whole = [
             torch.tensor([part.block for part in each], device=device)
             if each and each[0].size == size_of[each[0].block]
@@ -96,10 +97,8 @@ class BlockExchange:
         """
         pairs = zip(self._whole, rows, strict=True)
         found = [(blocks, each) for blocks, each in pairs if blocks is not None and each is not None]
-        return [*found, *self._assembled(rows)] if self._anything_cut else found
-
-    def _assembled(self, rows: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """The flat indices and the rows, (B, R, C), of the cut blocks that this rank owns."""
+        if not self._anything_cut:
+            return found
         none = torch.zeros(0, device=self._device, dtype=torch.float32)
         local = [
             none.new_zeros(size) if each is None else each.flatten().to(none)
@@ -107,11 +106,10 @@ class BlockExchange:
             if size
         ]
         entries = self._received(torch.cat([none, *local])).index_select(0, self._receive_order)
-        sizes = [len(blocks) * rows * columns for blocks, (rows, columns) in self._owned]
-        return [
-            (blocks, flat.view(len(blocks), *shape))
-            for (blocks, shape), flat in zip(self._owned, entries.split(sizes), strict=True)
-        ]
+        of_shapes = entries.split([len(blocks) * math.prod(shape) for blocks, shape in self._owned])
+        for (blocks, shape), flat in zip(self._owned, of_shapes, strict=True):
+            found.append((blocks, flat.view(len(blocks), *shape)))
+        return found
 
     def _received(self, entries: Tensor) -> Tensor:
         """What all ranks send to this one of their cut blocks."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, compress
 
 import torch
 import torch.distributed as dist
@@ -59,19 +59,14 @@ class ShardedBlocks(Blocks):
         self._all_ranks = merged_group(self._process_groups)
         super().__init__(weights)
         self._flat_indices = indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
-        counted = [
-            counted for each, (_, counted) in zip(self.local, self._placements, strict=True) for _ in each.blocks
-        ]
-        self._flat_of_local = torch.cat([torch.empty(0, dtype=torch.long, device="cpu"), *indices]).to(self.device)
-        self._not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
+        none = torch.empty(0, dtype=torch.long, device="cpu")
+        self._flat_of_local = torch.cat([none, *indices]).to(self.device)
+        self._flat_of_counted = torch.cat([none, *compress(indices, self._counted)]).to(self.device)
 
     def _local_blocks(self) -> list[LocalBlocks]:
-        """LocalBlocks for each shard of a block group and number of local rows.
-
-        Also sets `_placements`: for each of them the local columns of [W b], and whether sums over ranks count it. They
-        count only one of several replicas.
-        """
-        self._placements: list[tuple[Tensor, bool]] = []
+        """LocalBlocks for each shard of a block group and number of local rows."""
+        self._columns: list[Tensor] = []  # of each, the local columns of [W b]
+        self._counted: list[bool] = []  # whether sums over ranks count it; they count only one of several replicas
         local = []
         for weight, blocks in self.groups:
             for parts, columns in shards_of(weight):
@@ -81,7 +76,8 @@ class ShardedBlocks(Blocks):
                 counted = all(dist.get_rank(other) == 0 for other in self._process_groups if other not in own_groups)
                 for same_size in by_size(blocks, sizes) if len(columns) else ():
                     local.append(LocalBlocks(weight, same_size, parts))
-                    self._placements.append((columns, counted))
+                    self._columns.append(columns)
+                    self._counted.append(counted)
         return local
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
@@ -114,9 +110,15 @@ class ShardedBlocks(Blocks):
     def _exchange(self) -> BlockExchange:
         """The exchange among all ranks. Making it is a collective call."""
         parts: list[list[BlockPart]] = []
-        for each, flat, (columns, counted) in zip(self.local, self._flat_indices, self._placements, strict=True):
-            held = zip(flat.tolist(), rows_in_blocks(each), strict=True) if counted else ()
-            parts.append([BlockPart(block, rows, columns) for block, rows in held])
+        for each, flat, columns, counted in zip(
+            self.local, self._flat_indices, self._columns, self._counted, strict=True
+        ):
+            weight, box, index = each.parts[0].weight, each.parts[0].box, each.parts[0].index.cpu()
+            parts.append([])
+            held = zip(flat.tolist(), each.blocks, weight.rows_in(box)[index], strict=True)
+            for place, block, rows in held if counted else ():
+                of_block = (weight.block_of_row == block).nonzero().squeeze(1)
+                parts[-1].append(BlockPart(place, torch.searchsorted(of_block, rows), columns))
         shapes: list[tuple[int, int]] = []
         for weight, blocks in self.groups:
             shape = int(weight.rows_of_block[blocks[0]]), sum(part.columns for part in weight.parts)
@@ -138,8 +140,8 @@ class ShardedBlocks(Blocks):
     def _squares(self, rows: list[Tensor]) -> Tensor:
         """(total,): for each block, the sum of squares of its local rows, without those that another rank counts."""
         zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
-        norms = torch.cat([zeros[:0], *(frobenius(rows_BRC).to(zeros) for rows_BRC in rows)])
-        return zeros.index_add(0, self._flat_of_local, norms.square_().masked_fill_(self._not_counted, 0))
+        norms = torch.cat([zeros[:0], *(frobenius(rows_BRC).to(zeros) for rows_BRC in compress(rows, self._counted))])
+        return zeros.index_add(0, self._flat_of_counted, norms.square_())
 
 
 def shards_of(weight: Weight) -> list[tuple[list[tuple[Weight, Box]], Tensor]]:
@@ -160,12 +162,3 @@ def shards_of(weight: Weight) -> list[tuple[list[tuple[Weight, Box]], Tensor]]:
 def process_groups_of(part: Weight) -> Groups:
     """The process groups over which a parameter is sharded."""
     return [spec.group for spec in shard_specs(part.param)]
-
-
-def rows_in_blocks(local: LocalBlocks) -> Tensor:
-    """(B, R): each local row's index within its block."""
-    part, box = local.parts[0].weight, local.parts[0].box
-    row_in_block = torch.empty(len(part.block_of_row), dtype=torch.long, device="cpu")
-    for block, rows in enumerate(part.rows_of_block.tolist()):
-        row_in_block[part.block_of_row == block] = torch.arange(rows, device="cpu")
-    return row_in_block[part.rows_in(box)][local.parts[0].index.cpu()]
