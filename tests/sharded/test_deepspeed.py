@@ -195,8 +195,10 @@ def forgotten(_: int, folder: Path) -> None:
         with QuacK(engine.module, engine, TAU):
             ds.quietly(engine.load_checkpoint, folder)
             ds.backward(engine, 0)
-            with pytest.warns(UserWarning, match="the optimizer's state was loaded but QuacK's was not"):
+            with warnings.catch_warnings(record=True) as seen:  # pytest.warns would raise torch's warnings
+                warnings.simplefilter("always")
                 engine.step()
+            assert any("the optimizer's state was loaded but QuacK's was not" in str(each.message) for each in seen)
 
 
 def test_a_checkpoint_without_the_state_triggers_a_warning(ranks: Crew, tmp_path: Path) -> None:
