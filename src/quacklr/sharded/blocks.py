@@ -110,9 +110,8 @@ class ShardedBlocks(Blocks):
     def _exchange(self) -> BlockExchange:
         """The exchange among all ranks. Making it is a collective call."""
         parts: list[list[BlockPart]] = []
-        for each, flat, columns, counted in zip(
-            self.local, self._flat_indices, self._columns, self._counted, strict=True
-        ):
+        places = zip(self.local, self._flat_indices, self._columns, self._counted, strict=True)
+        for each, flat, columns, counted in places:
             weight, box, index = each.parts[0].weight, each.parts[0].box, each.parts[0].index.cpu()
             parts.append([])
             held = zip(flat.tolist(), each.blocks, weight.rows_in(box)[index], strict=True)

@@ -87,9 +87,7 @@ def _flats(zero: Any) -> list[Flat]:
     name = type(zero).__name__
     validate_settings("DeepSpeed", [zero], REFUSED)
     if getattr(zero, "zero_hpz_partition_size", 1) > 1:
-        raise ValueError(
-            NOT_READ.format("DeepSpeed", "ZeRO++ (zero_hpz_partition_size)", "use ZeRO stage 3 without it")
-        )
+        raise ValueError(NOT_READ.format("DeepSpeed", "ZeRO++ (zero_hpz_partition_size)", "use stage 3 without it"))
     if name == STAGE_3:
         return _stage_3(zero)
     if name in FLATTENED:
