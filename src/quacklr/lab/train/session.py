@@ -51,7 +51,7 @@ class Session:
         self.val_BT = evaluation_batch(corpus.tokens("val"), config.watch.eval_sequences, config.shape.context)
         self.bytes_per_token = corpus.bytes_per_token("val")
         probe_BT = evaluation_batch(corpus.tokens("probe"), config.watch.probe_sequences, config.shape.context)
-        self.probe = LogitProbe(self.model, probe_BT[:, :-1].to(self.device))
+        self.probe = LogitProbe(self.trained, probe_BT[:, :-1].to(self.device))
         self.step = 0
         self.first_val_loss: float | None = None
 

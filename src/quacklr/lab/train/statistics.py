@@ -6,7 +6,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quacklr import LogitMonitor, LogitStats
 from quacklr.lab.methods import Attached, rates
@@ -69,7 +69,7 @@ def max_logit(logits: dict[str, Any]) -> float | None:
 class LogitProbe:
     """A LogitMonitor, and the step at which it last stored the logits."""
 
-    def __init__(self, model: Decoder, tokens_BT: Tensor) -> None:
+    def __init__(self, model: nn.Module, tokens_BT: Tensor) -> None:
         self.monitor = LogitMonitor(model, tokens_BT)
         self.kept_at = 0
         self._before: dict[str, LogitStats] = {}
