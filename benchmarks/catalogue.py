@@ -26,10 +26,10 @@ from torch.optim import SGD
 from layout import layout, query_and_key
 from perturbation import judged, rated
 from quacklr import QuacK
-from quacklr.find.compare import differences
 from quacklr.find.discover import found_by_table, logit_paths
-from quacklr.find.finding import NO_SOFTMAX, Finding
+from quacklr.find.finding import NO_SOFTMAX, Finding, differences
 from quacklr.find.measure.assemble import measured_paths
+from quacklr.util.modules import named_parameters
 from tiny_models import CAUSAL, build, sections
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +87,9 @@ def examined(name: str, section: str) -> Row:
     except ValueError as error:
         return _row(name, model, ruled, without, f"{FAILED} fails: {_told(error)}", "-")
     known = {name: finding for name, finding in {**seen, **_known(ruled)}.items() if not finding.unknown}
-    wrong = [differences(ruled[n].paths, seen[n].paths, model) for n in _known(ruled).keys() & _known(seen).keys()]
+    parameters = {id(parameter): name for name, parameter in named_parameters(model)}
+    both = _known(ruled).keys() & _known(seen).keys()
+    wrong = [differences(ruled[n].paths, seen[n].paths, parameters) for n in both]
     wrong = [f"rule and measurement differ: {difference}" for difference in wrong if difference]
     more = [n for n in {**ruled, **seen} if n not in _known(ruled)]
     with_sample = SAME if not more else _by_rule(known.values())

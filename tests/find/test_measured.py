@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from quacklr import LogitPath, QuacK, logit_paths
-from quacklr.find.compare import chains
 from quacklr.find.discover import found_by_table
+from quacklr.find.finding import chains
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.lab.model import MHA, MLA, Shape, build
 from quacklr.util.modules import named_parameters
@@ -132,7 +132,7 @@ def test_a_sample_that_does_not_fit_is_one_clear_error_and_nothing_is_attached(s
 
 def test_a_model_without_attention_is_an_error_with_a_sample_too() -> None:
     with pytest.raises(
-        ValueError, match=r"^Linear: no attention was seen in a forward of the sample\. .*Mamba.* eager"
+        ValueError, match=r"^Linear: no softmax attention was seen in a forward of the sample\. .*Mamba.* eager"
     ):
         logit_paths(nn.Linear(2, 2), torch.randn(3, 2))
 

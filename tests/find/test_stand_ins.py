@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quacklr import logit_paths
-from quacklr.find.compare import chains
 from quacklr.find.discover import found_by_table
+from quacklr.find.finding import chains
 from quacklr.find.first_batch import FirstBatch
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.util.modules import named_parameters

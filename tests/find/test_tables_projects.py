@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quacklr import logit_paths
-from quacklr.find.compare import differences
+from quacklr.find.finding import differences
 from quacklr.find.tables import by_table
 from stand_ins_kit import called, linear
 
@@ -109,4 +109,5 @@ def test_an_entry_for_a_projects_class_is_what_is_measured(make: Callable[[], nn
     found = by_table(module)
     assert found is not None
     assert found.paths
-    assert not differences(found.paths, logit_paths(module, torch.randn(2, 5, W), rules=False), module)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    assert not differences(found.paths, logit_paths(module, torch.randn(2, 5, W), rules=False), names)

@@ -13,15 +13,16 @@ from timm_without_torchvision import stand_in
 SCRIPT = """
 import json, sys, timm, torch
 from quacklr.find.measure.assemble import measured_paths
-from quacklr.find.compare import differences
 from quacklr.find.discover import found_by_table
+from quacklr.find.finding import differences
+from quacklr.util.modules import named_parameters
 
-def outcome_of(ruled, seen, model):
+def outcome_of(ruled, seen, parameters):
     if ruled is None:
         return "not found"
     if ruled.unknown:
         return "measured: " + ("paths" if seen.paths else seen.reason.split(":")[0])
-    return differences(ruled.paths, seen.paths, model) or ("agree: paths" if ruled.paths else "agree: none")
+    return differences(ruled.paths, seen.paths, parameters) or ("agree: paths" if ruled.paths else "agree: none")
 
 torch.manual_seed(0)
 outcome = {}
@@ -29,7 +30,8 @@ for case in sys.argv[1:]:
     name, *options = case.split()
     model = timm.create_model(name, pretrained=False, **dict.fromkeys(options, True))
     ruled, seen = found_by_table(model), measured_paths(model, torch.randn(1, *model.default_cfg["input_size"]))
-    outcome[case] = sorted({outcome_of(ruled.get(module), finding, model) for module, finding in seen.items()})
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
+    outcome[case] = sorted({outcome_of(ruled.get(module), finding, names) for module, finding in seen.items()})
 print(json.dumps(outcome))
 """
 EXPECTED = {

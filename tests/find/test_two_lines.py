@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from quacklr import QuacK
-from quacklr.find.compare import chains
 from quacklr.find.discover import found_by_table
-from quacklr.find.finding import MEASURED
+from quacklr.find.finding import MEASURED, chains
 from quacklr.find.first_batch import FirstBatch
 from quacklr.util.modules import named_parameters
 

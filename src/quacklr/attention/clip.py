@@ -30,7 +30,7 @@ from quacklr.core.step_scaler import steps_on_stack
 from quacklr.core.stepped import is_idle
 from quacklr.core.validate import validate_not_attached_twice, validate_number
 from quacklr.core.weight import Weight, distinct
-from quacklr.find.discover import validate_known
+from quacklr.find.discover import validate_controls
 from quacklr.sharded.collectives import (
     all_reduce,
     groups_of,
@@ -86,7 +86,7 @@ class QKClip:
         self.optimizers, module, engine = attachment.optimizers, attachment.module, attachment.engine
         if module is None or isinstance(module, nn.DataParallel):
             raise ValueError(NO_MODEL if module is None else REPLICAS)
-        validate_known(attachment.found, module)
+        validate_controls(attachment.found, module)
         validate_no_tensor_parallel(module, "QK clip", engine.tensor_parallel)
         weights = [weight for path in attachment.paths for weight in path.weights]
         attachment.control(weights)

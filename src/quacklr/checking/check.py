@@ -20,12 +20,11 @@ from quacklr.core.rule import Rule
 from quacklr.core.step_scaler import first_after_step
 from quacklr.core.validate import validate_number
 from quacklr.core.weight import Weight
-from quacklr.find.compare import contradiction, differences
 from quacklr.find.discover import logit_paths
-from quacklr.find.finding import is_inside
+from quacklr.find.finding import contradiction, differences, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.quack import QuacK, chosen_rule
-from quacklr.util.modules import named_modules, run, run_uncompiled, untouched, unwrapped
+from quacklr.util.modules import named_modules, named_parameters, run, run_uncompiled, untouched, unwrapped
 from quacklr.util.torch_functions import tensors_in
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -108,6 +107,7 @@ def _copied(model: nn.Module, optimizers: list[Optimizer], paths: Any) -> tuple[
 def _unmeasured(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dict[str, str]:
     """By module, why its rows could not be measured. ValueError if the rows are not those measured."""
     modules, measured, unmeasured = dict(named_modules(model)), measured_paths(model, batch), dict[str, str]()
+    parameters = {id(parameter): name for name, parameter in named_parameters(model)}
     layers = dict.fromkeys(map(module_of, paths))
     for name in layers:
         given = [path for path in paths if module_of(path) == name]
@@ -116,7 +116,7 @@ def _unmeasured(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dic
         if reasons or not found:
             reason = next(iter(reasons), "no attention was seen in the module that they are named after")
             unmeasured[name] = f"its rows could not be measured: {reason}"
-        elif wrong := differences(given, [path for finding in found for path in finding.paths], model):
+        elif wrong := differences(given, [path for finding in found for path in finding.paths], parameters):
             raise contradiction("what is declared", name, modules[name], wrong)
     return unmeasured
 

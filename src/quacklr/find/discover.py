@@ -14,25 +14,18 @@ from weakref import ref
 from torch import nn
 
 from quacklr.core.path import LogitPath, as_paths
-from quacklr.find.compare import verified
-from quacklr.find.finding import BY_TABLE, DECLARED, MEASURED, VERIFIED, Finding, is_inside
+from quacklr.find.finding import BY_TABLE, DECLARED, MEASURED, VERIFIED, Finding, is_inside, verified
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.tables import by_table, scaled
 from quacklr.util.caller import warn
 from quacklr.util.modules import evaluating, named_modules, named_parameters
 
+IF_IT_HAS = ". If it has none (Mamba, RWKV, linear attention), train it without QuacK. If it has: "
 UNSEEN = (
-    "no attention was seen in a forward of the sample. If the model has no softmax attention (Mamba, RWKV, linear "
-    "attention), train it without QuacK. If it has: scaled_dot_product_attention and a softmax that the model calls "
-    "are seen, other kernels such as flash or flex attention are not; switch the model to sdpa or eager, or pass no "
-    "sample"
+    f"no softmax attention was seen in a forward of the sample{IF_IT_HAS}scaled_dot_product_attention and a softmax "
+    "that the model calls are seen, other kernels such as flash or flex attention are not; switch the model to sdpa or "
+    "eager, or pass no sample"
 )
-NONE = (
-    ": no module looks like softmax attention. If it has none (Mamba, RWKV, linear attention), train it without QuacK. "
-    "If it has"
-)
-NOT_SEEN = "not recognised, and not seen to attend in a forward of the batch"
-DECLARED_NONE = "declares no path: its logit does not depend on the scale of its weights"
 WAYS_OUT = (
     "give the module a method logit_paths(), or measure the model on a batch, before it is sharded or compiled, and "
     "pass the paths: QuacK(logit_paths(model, batch), optimizer)"
@@ -76,9 +69,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
     declared or measured.
     """
     if not rules and sample is None:
-        raise ValueError(
-            "rules=False takes what is measured, so it needs a batch: logit_paths(model, batch, rules=False)"
-        )
+        raise ValueError("rules=False takes what is measured, so it needs a batch: logit_paths(model, batch)")
     found = found_by_table(model)
     if not rules:
         found = {name: finding for name, finding in found.items() if finding.declared or finding.pending}
@@ -87,7 +78,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
         if not measured:
             raise ValueError(f"{type(model).__name__}: {UNSEEN}")
         found = without_pending(completed(found, measured, model), measured, model)
-    validate_known(found, model)
+    validate_controls(found, model)
     warn_unknown(found)
     return LogitPaths(found, model)
 
@@ -109,8 +100,8 @@ def found_by_table(model: nn.Module) -> dict[str, Finding]:
 
 def completed(found: Mapping[str, Finding], measured: Mapping[str, Finding], model: nn.Module) -> dict[str, Finding]:
     """Findings by table, completed by a measurement. ValueError if it contradicts a table."""
-    modules = dict(named_modules(model))
-    complete = dict(found)
+    modules, complete = dict(named_modules(model)), dict(found)
+    parameters = {id(parameter): name for name, parameter in named_parameters(model)}
     declared = [name for name, finding in found.items() if finding.declared]
     for name, finding in measured.items():
         known = found.get(name)
@@ -119,7 +110,7 @@ def completed(found: Mapping[str, Finding], measured: Mapping[str, Finding], mod
         if known is None or known.unknown:
             complete[name] = replace(scaled(finding, modules[name]), origin=MEASURED)
         elif known.origin in (BY_TABLE, VERIFIED):
-            complete[name] = verified(known, finding, name, modules[name], model)
+            complete[name] = verified(known, finding, name, modules[name], parameters)
     return {name: complete[name] for name in modules if name in complete}
 
 
@@ -133,16 +124,16 @@ def without_pending(
 
     A pending module is dropped if it contains an attention that was measured, or has weights of one.
     """
-    modules = dict(named_modules(model))
+    modules, left = dict(named_modules(model)), dict[str, Finding]()
     weights = [w for finding in measured.values() for path in finding.paths for w in path.weights]
     on_paths = {id(part.param) for weight in weights for part in weight.parts}
-    left: dict[str, Finding] = {}
     for name, finding in found.items():
         attends = any(is_inside(other, name) for other in measured)
         if not finding.pending or not ran(name):
             left[name] = finding
         elif not attends and on_paths.isdisjoint(map(id, modules[name].parameters())):
-            left[name] = Finding(reason=NOT_SEEN, unknown=True, origin=MEASURED)
+            why = "not recognised, and not seen to attend in a forward of the batch"
+            left[name] = Finding(reason=why, unknown=True, origin=MEASURED)
     return left
 
 
@@ -153,25 +144,21 @@ def not_known(names: Sequence[str], found: Mapping[str, Finding], why: str = "")
     return f"{names[0] or 'the model'}{more}: {found[names[0]].note}, so it has to be measured{but}; {WAYS_OUT}"
 
 
-def validate_known(found: Mapping[str, Finding], model: nn.Module) -> None:
-    """ValueError if some attention has to be measured, or if none has a path."""
+def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:
+    """ValueError if some attention has to be measured, or if none has a path: the reasons, and what to do."""
     if not_measured := [name for name, finding in found.items() if finding.pending]:
         raise ValueError(not_known(not_measured, found))
-    validate_controls(found, model)
-
-
-def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:
-    """ValueError if no attention has a path: the reasons, and what to do."""
     if any(finding.paths for finding in found.values()):
         return
-    first_with: dict[str, str] = {}
-    for name, finding in found.items():
-        first_with.setdefault(finding.reason, name)
-    kind, reasons = type(model).__name__, "".join(f" ({n or 'the model'}: {why})" for why, n in first_with.items())
+    first_with = {finding.reason: name or "the model" for name, finding in reversed(list(found.items()))}
+    kind, reasons = type(model).__name__, "".join(f" ({name}: {why})" for why, name in first_with.items())
     if found and not any(finding.unknown or finding.declared for finding in found.values()):
-        nothing = f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}"
-        raise ValueError(f"{nothing}; train it without QuacK")
-    raise ValueError(f"{kind} has no attention that QuacK can control{reasons or NONE}: {WAYS_OUT}")
+        raise ValueError(
+            f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}; "
+            "train it without QuacK"
+        )
+    why = f"{reasons}: " if reasons else f": no module looks like softmax attention{IF_IT_HAS}"
+    raise ValueError(f"{kind} has no attention that QuacK can control{why}{WAYS_OUT}")
 
 
 def warn_unknown(found: Mapping[str, Finding]) -> None:
@@ -187,7 +174,8 @@ def _declared(module: Any, name: str) -> Finding | None:
     if not callable(getattr(module, "logit_paths", None)):
         return None
     paths = as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'} must return")
-    return Finding(paths, "" if paths else DECLARED_NONE, origin=DECLARED)
+    reason = "" if paths else "declares no path: its logit does not depend on the scale of its weights"
+    return Finding(paths, reason, origin=DECLARED)
 
 
 def _renamed(paths: Sequence[LogitPath], module: str) -> list[LogitPath]:

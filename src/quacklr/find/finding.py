@@ -1,23 +1,25 @@
-"""The result of looking for the paths of one attention module."""
+"""The result of looking for the paths of one attention module, and what two results differ in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
 
 from quacklr.core.path import LogitPath
+
+NamedRows = tuple[str, object, tuple[int, ...]]  # parameter, dimension, rows
 
 # reasons for having no path
 QK_NORM = "QK norm: its logit does not depend on the scale of its queries and keys"
 NO_SOFTMAX = "no softmax attention"
 NOT_LINEAR = "comes before a norm or another nonlinear function, or is a gate"
 NO_WEIGHTS = "its queries and keys are not made of weights of its own"
-LATENT_NORM = "cut off by the norm on the latent: the logit does not depend on its scale"
-WILL_BE_MEASURED = "will be measured on the first batch"
 
 # how an attention was found
-DECLARED, BY_TABLE, VERIFIED, MEASURED, GIVEN = "declared", "by table", "verified", "measured", "given"
-PENDING = "pending"
+DECLARED, BY_TABLE, VERIFIED = "declared", "by table", "verified"
+MEASURED, GIVEN, PENDING = "measured", "given", "pending"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +54,60 @@ class Finding:
 def is_inside(name: str, outer: str) -> bool:
     """Whether the module with this name is the outer one or a part of it."""
     return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def verified(by_table: Finding, measured: Finding, name: str, module: nn.Module, names: Mapping[int, str]) -> Finding:
+    """The finding of a table, verified by a measurement. ValueError if it contradicts. `names` are by id."""
+    if measured.undecided:
+        return replace(by_table, note=f"not verified: {measured.reason}")
+    wrong = differences(by_table.paths, measured.paths, names)
+    if measured.unknown:
+        said = "that it is on a path" if by_table.paths else by_table.reason
+        wrong = f"it says {said}, but the measurement says: {measured.reason}"
+    if wrong:
+        raise contradiction("the table", name, module, wrong)
+    return replace(by_table, origin=VERIFIED, note="")
+
+
+def contradiction(source: str, name: str, module: nn.Module, wrong: str) -> ValueError:
+    """The error for paths that a measurement contradicts. `source` is where the paths are from."""
+    return ValueError(
+        f"{name or 'the model'}: {source} for {type(module).__name__} is wrong here; {wrong}; to use what was "
+        "measured, pass the paths that logit_paths(model, batch, rules=False) returns; or give the module a method "
+        "logit_paths(), whose paths are used as they are"
+    )
+
+
+def differences(said: Iterable[LogitPath], measured: Iterable[LogitPath], parameters: Mapping[int, str]) -> str:
+    """Text with given and with measured paths, if they differ; otherwise empty. `parameters` are names by id."""
+    one, other = chains(said, parameters), chains(measured, parameters)
+    if one == other:
+        return ""
+    return f"it says {_described(one - other or one)}, but the measurement says {_described(other - one or other)}"
+
+
+def chains(paths: Iterable[LogitPath], parameters: Mapping[int, str]) -> set[frozenset[NamedRows]]:
+    """The parameter rows that each head of each path reads. Names of weights and the order of heads do not matter."""
+    return {
+        frozenset(
+            (parameters[id(part.param)], part.dim, tuple((part.block_of_row == block).nonzero().flatten().tolist()))
+            for weight, block in zip(path.weights, read, strict=True)
+            for part in weight.parts
+        )
+        for path in paths
+        for read in path.reads.T.tolist()
+    }
+
+
+def _described(chains: set[frozenset[NamedRows]]) -> str:
+    """The first chain, in words."""
+    if not chains:
+        return "that it is on no path"
+    first = min(chains, key=lambda chain: sorted((name, rows) for name, _, rows in chain))
+    return "that a head reads " + " and ".join(f"{name}[{_ranges(rows)}]" for name, _, rows in sorted(first, key=str))
+
+
+def _ranges(rows: Sequence[int]) -> str:
+    starts = [row for row in rows if row - 1 not in rows]
+    ends = [row + 1 for row in rows if row + 1 not in rows]
+    return ", ".join(f"{start}:{end}" for start, end in zip(starts, ends, strict=True))

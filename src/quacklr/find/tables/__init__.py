@@ -12,13 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from quacklr.find.finding import PENDING, WILL_BE_MEASURED, Finding
-from quacklr.find.tables.facts import ATTENTION_CALL, UnreadableError, calls, is_trusted
-from quacklr.find.tables.fused import fused, multihead
+from quacklr.find.finding import PENDING, Finding
+from quacklr.find.tables.facts import ATTENTION_CALL, UnreadableError, is_trusted, names_used
+from quacklr.find.tables.heads import fused, multihead, separate
 from quacklr.find.tables.latent import latent
-from quacklr.find.tables.separate import separate
 
-TABLES = (fused, latent, separate)
 QUERY_OR_KEY = re.compile(r"(\w+_)?[wc]?_?(q|k|qk|qkv|kv|query|key|query_key_value|attn)(_\w+)?|in_proj", re.I)
 KERNEL = re.compile(r"scaled_dot_product_attention|multi_head_attention_forward|flash_attn|attention_interface")
 
@@ -28,45 +26,34 @@ def by_table(module: nn.Module) -> Finding | None:
 
     None if it does not look like one.
     """
+    tables = [multihead] if is_trusted(module, {"torch"}) else [fused, latent, separate] if is_trusted(module) else []
     try:
-        if (found := _in_tables(module)) is not None:
-            return scaled(found, module)
+        for table in tables:
+            if (found := table(module)) is not None:
+                return scaled(found, module)
         if not _looks_like_attention(module):
             return None
         note = f"no table has the class {type(module).__name__}"
     except UnreadableError as reason:
         note = str(reason)
-    return Finding(reason=WILL_BE_MEASURED, unknown=True, origin=PENDING, note=note)
+    return Finding(reason="will be measured on the first batch", unknown=True, origin=PENDING, note=note)
 
 
 def scaled(finding: Finding, module: nn.Module) -> Finding:
     """The finding with the scale of its paths, if the module has the attribute `scaling` of transformers' attention."""
-    scale = _scale(module)
+    scale: Any = getattr(module, "scaling", 0)
+    match type(module).__name__:
+        case "GPTNeoSelfAttention":  # its logits are not scaled
+            scale = 1.0
+        case "EsmSelfAttention" | "EvollaSaProtSelfAttention":  # they multiply the query by 1 / sqrt(head size)
+            scale = None
+        case "OpenAIPrivacyFilterAttention":  # it multiplies the query and the key
+            scale = scale**2
+        case "MptAttention":
+            scale = getattr(module, "softmax_scale", None)
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
         return finding
     return replace(finding, paths=[replace(path, scale=scale) for path in finding.paths])
-
-
-def _scale(module: nn.Module) -> object:
-    scaling: Any = getattr(module, "scaling", 0)
-    match type(module).__name__:
-        case "GPTNeoSelfAttention":  # its logits are not scaled
-            return 1.0
-        case "EsmSelfAttention" | "EvollaSaProtSelfAttention":  # they multiply the query by 1 / sqrt(head size)
-            return None
-        case "OpenAIPrivacyFilterAttention":  # it multiplies the query and the key
-            return scaling**2
-        case "MptAttention":
-            return getattr(module, "softmax_scale", None)
-        case _:
-            return scaling
-
-
-def _in_tables(module: nn.Module) -> Finding | None:
-    if is_trusted(module, {"torch"}):
-        return multihead(module)
-    found = (table(module) for table in TABLES) if is_trusted(module) else ()
-    return next((finding for finding in found if finding is not None), None)
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
@@ -74,4 +61,5 @@ def _looks_like_attention(module: nn.Module) -> bool:
     matrices = [name for name, parameter in module.named_parameters() if parameter.ndim > 1]
     own = {name.split(".")[0] for name in matrices if name.count(".") <= 2}  # a projection may have one level of parts
     named = any(QUERY_OR_KEY.fullmatch(name) for name in own)
-    return (named or len(own) > 1) and calls(module, ATTENTION_CALL if named else KERNEL)
+    pattern = ATTENTION_CALL if named else KERNEL
+    return (named or len(own) > 1) and any(map(pattern.search, names_used(module)))

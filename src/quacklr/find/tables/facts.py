@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import partial
 from inspect import unwrap
-from types import CodeType, FunctionType, NoneType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -100,7 +100,7 @@ def names_used(module: nn.Module) -> set[str]:
         function = unwrap(waiting.pop())
         code = getattr(function, "__code__", None)
         if code is not None and code not in seen:
-            names = set(_names_in(code))
+            names = _names_in(code)
             seen.add(code)
             found |= names
             waiting += [called for name in names for called in _called(name, function, module)]
@@ -124,33 +124,24 @@ def _called(name: str, function: Any, module: nn.Module) -> list[Any]:
     return [called, vars(type(called)).get("__call__")]
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def _names_in(code: CodeType) -> set[str]:
     """The names that a code object uses, including those of nested functions."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
-
-
-def calls(module: nn.Module, pattern: re.Pattern[str] = ATTENTION_CALL) -> bool:
-    """Whether the module's forward uses a name like this: a softmax, or an attention kernel."""
-    return any(pattern.search(name) for name in names_used(module))
+    nested = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names}.union(*map(_names_in, nested))
 
 
 def norm_calls(module: nn.Module) -> list[str]:
     """Names in the forward that look like a norm function, and are neither a part nor a setting of the module.
 
     The usual names of query and key norms are not listed: where the module lacks such a part, the norm is disabled.
-    Megatron's code has norms that it does not call.
     """
-    if is_trusted(module, {"megatron"}):
+    if is_trusted(module, {"megatron"}):  # its code has norms that it does not call
         return []
-    settings = (nn.Module, int, float, NoneType)
     return sorted(
         name
         for name in names_used(module) - {*Q_NORM, *K_NORM}
         if NORM_CALL.fullmatch(name)
-        and not isinstance(getattr(module, name, ""), settings)
+        and not isinstance(getattr(module, name, ""), nn.Module | int | float | None)
         and not hasattr(getattr(module, "config", None), name)
     )
 

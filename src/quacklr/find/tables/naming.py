@@ -24,21 +24,16 @@ HARMLESS = {
     *("o_proj", "out_proj", "output", "out", "o", "wo", "Wo", "w_o", "w_out", "W_o", "W_O", "c_proj", "to_out"),
     *("dense", "dense_bias", "out_lin", "out_linear", "linear_out", "linear_o", "linear_proj", "proj", "post_proj"),
     *("projection_layer", "attention_out", "output_proj"),
-    # gates of the output
-    *("gate", "gate_proj", "g_proj", "o_gate", "gate_bias", "ve_gate", "to_gates", "w_g"),
+    *("gate", "gate_proj", "g_proj", "o_gate", "gate_bias", "ve_gate", "to_gates", "w_g"),  # of the output
     # norms of the values or of the output
     *("LayerNorm", "v_norm", "o_norm", "out_norm", "sub_norm", "attn_sub_norm", "groupnorm", "inner_attn_ln"),
     # terms that are added to the logits, and their temperature
     *("sinks", "relative_attention_bias", "relative_pos_embeddings", "relative_position_bias_table"),
     *("relative_position_bias", "rel_attn_embed", "gru_rel_pos_linear", "gru_rel_pos_const", "logit_scale"),
-    # differential attention mixes heads after the softmax
-    *("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
-    # a convolution, with a norm of its own, that shortens the sequence of keys
-    *("sequence_reduction", "sr", "spatial_reduction"),
-    # ConvBERT's convolution next to the attention
-    *("key_conv_attn_layer", "conv_kernel_layer", "conv_out_layer"),
-    # the selection of keys, and rotary embeddings
-    *("indexer", "rotary_emb"),
+    *("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),  # differential attention mixes heads after the softmax
+    *("sequence_reduction", "sr", "spatial_reduction"),  # a convolution that shortens the sequence of keys
+    *("key_conv_attn_layer", "conv_kernel_layer", "conv_out_layer"),  # ConvBERT's, next to the attention
+    *("indexer", "rotary_emb"),  # the selection of keys
 }
 
 HEAD_SIZE = (
@@ -54,7 +49,3 @@ GROUPS = (
     *("num_query_groups_per_partition", "num_query_groups", "n_query_groups", "n_groups"),
     *("kv_n_heads", "effective_n_kv_heads"),
 )
-# multi-head latent attention: the parts of a head without and with rotary embedding, and its value
-NOPE_SIZE = ("qk_nope_head_dim", "nope_head_dim", "qk_head_dim")  # the last is Megatron's name
-ROPE_SIZE = ("qk_rope_head_dim", "rope_head_dim", "qk_pos_emb_head_dim")
-VALUE_SIZE = ("v_head_dim", "value_head_dim")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quacklr.core.path import LogitPath
 from quacklr.core.weight import Segment, Weight, packed
-from quacklr.find.finding import Finding
 from quacklr.find.tables.facts import is_trusted
 
 PACKAGES = {"transformers", "megatron", "transformer_engine"}
@@ -21,8 +20,7 @@ LINEAR = re.compile(r"FalconLinear|TELinear|(TE|TELayerNorm)?ColumnParallelLinea
 Chain = tuple[Weight, ...]  # from the weight next to the logit to the one that reads the input
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ProjectionWeight:
+class ProjectionWeight(NamedTuple):
     """One term of a projection: a weight whose rows are its output. The input goes through `before` first."""
 
     weight: Tensor
@@ -49,10 +47,13 @@ def chains(terms: Sequence[ProjectionWeight], *segments: Segment, repeat: int = 
     return found
 
 
-def finding_from(q: Sequence[Chain], k: Sequence[Chain]) -> Finding:
-    """The finding with one path for each pair of a query chain and a key chain."""
-    joined = [(*one[::-1], *other) for one, other in product(q, k)]
-    return Finding([LogitPath(chain, max(weight.blocks for weight in chain)) for chain in joined])
+def joined(
+    q: Sequence[Chain], k: Sequence[Chain], before_q: Sequence[Chain] = ((),), before_k: Sequence[Chain] = ((),)
+) -> list[LogitPath]:
+    """One path for each pair of a query chain and a key chain, each extended by every chain before it."""
+    parts = product(q, before_q, k, before_k)
+    chained = [(*earlier[::-1], *of_q[::-1], *of_k, *before) for of_q, earlier, of_k, before in parts]
+    return [LogitPath(chain, max(weight.blocks for weight in chain)) for chain in chained]
 
 
 def projection_weights(projection: nn.Module | Tensor | None) -> list[ProjectionWeight]:
@@ -71,21 +72,20 @@ def projection_weights(projection: nn.Module | Tensor | None) -> list[Projection
 
 
 def _plain(module: Any) -> list[ProjectionWeight]:
-    """A linear layer, or a convolution with kernel size 1; not one with a parametrised weight."""
+    """A linear layer, or a convolution with kernel size 1; not one with a parametrised weight.
+
+    A forward hook may change the output. Those of FSDP2, tensor parallelism and ZeRO only communicate.
+    """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | None) or _is_hooked(module):
+    hooks = [str(getattr(hook, "__module__", "")) for hook in module._forward_hooks.values()]
+    changed = not all(package.startswith(("torch.distributed.", "deepspeed.")) for package in hooks)
+    if changed or not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | None):
         return []
     pointwise = isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}
     known = type(module).__name__ if is_trusted(module, PACKAGES) else ""
     transposed = weight.ndim == 2 and known == "Conv1D"  # transformers'
     linear = weight.ndim == 2 and (type(module).forward is nn.Linear.forward or LINEAR.fullmatch(known))
     return [ProjectionWeight(weight, bias, dim=int(transposed))] if pointwise or linear or transposed else []
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Whether a forward hook may change the output. Those of FSDP2, tensor parallelism and ZeRO only communicate."""
-    packages = [str(getattr(hook, "__module__", "")) for hook in module._forward_hooks.values()]
-    return not all(package.startswith(("torch.distributed.", "deepspeed.")) for package in packages)
 
 
 def _lora(module: Any) -> list[ProjectionWeight]:
@@ -96,17 +96,13 @@ def _lora(module: Any) -> list[ProjectionWeight]:
     found = projection_weights(module.base_layer)
     if module.merged or module.disable_adapters:
         return found
-    for adapter in module.active_adapters:
-        if adapter not in module.lora_A:
-            continue
-        if adapter in getattr(module, "lora_variant", {}):
-            return []
+    for adapter in [each for each in module.active_adapters if each in module.lora_A]:
         a, b = module.lora_A[adapter], module.lora_B[adapter]
-        if not isinstance(a, nn.Linear) or not isinstance(b, nn.Linear) or b.bias is not None:
+        is_plain = isinstance(a, nn.Linear) and isinstance(b, nn.Linear) and b.bias is None
+        if not is_plain or adapter in getattr(module, "lora_variant", {}):
             return []
         suffix = "" if adapter == "default" else f"_{adapter}"
         one_block = torch.zeros(a.weight.shape[0], dtype=torch.long)
-        gain = float(module.scaling[adapter])
-        before = Weight(f"lora_A{suffix}", a.weight, one_block, rated=False, gain=gain)
+        before = Weight(f"lora_A{suffix}", a.weight, one_block, rated=False, gain=float(module.scaling[adapter]))
         found.append(ProjectionWeight(b.weight, before=(before,), suffix=f"_lora_B{suffix}"))
     return found
