@@ -159,6 +159,20 @@ def test_a_checkpoint_without_its_state_triggers_a_warning_and_rates_start_there
     continued(QuacKCallback(rule=Budget(1e-3)))  # no warning: a budget has no state to miss
 
 
+class SaveFirst(Callback):
+    """Saves a checkpoint before the first step."""
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/first.ckpt")
+
+
+def test_a_checkpoint_from_before_the_first_step_has_no_state_to_miss(tmp_path: Path) -> None:
+    fit(make_trainer(tmp_path, SaveFirst(), max_epochs=1), Regression())
+    callback = QuacKCallback()
+    fit(make_trainer(tmp_path, callback, max_epochs=1), Regression(), tmp_path / "first.ckpt")  # no warning
+    torch.testing.assert_close(start(callback), key_norms(Regression()))
+
+
 def test_afterwards_optimizers_are_free_and_a_second_fit_starts_from_its_weights(tmp_path: Path) -> None:
     first, checkpoint = make_trainer(tmp_path, QuacKCallback(), max_epochs=1), tmp_path / "first.ckpt"
     fit(first, Regression())

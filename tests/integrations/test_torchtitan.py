@@ -19,6 +19,7 @@ import engine_runs as runs
 import torchtitan_runs as tt
 from crew import Crew
 from engine_runs import TAU, Result
+from quacklr import Paper
 from quacklr.integrations.torchtitan import QuacKBuildFn, with_quack
 
 
@@ -32,7 +33,7 @@ def ranks() -> Iterator[Crew]:
 
 def made(name: str, tensor_parallel: int = 1) -> tuple[Any, Any, Any]:
     """The model, its optimizers, and the build function with QuacK attached."""
-    spec = with_quack(tt.spec_of(name), tau=TAU)
+    spec = with_quack(tt.spec_of(name), rule=Paper(TAU))
     model, dims = tt.parallel_model(spec, tensor_parallel)
     optimizers = tt.optimizers_of(model)
     spec.post_optimizer_build_fn(optimizers, [model], dims)

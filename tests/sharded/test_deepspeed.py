@@ -188,6 +188,23 @@ def test_a_checkpoint_goes_on_with_the_same_rates_and_a_universal_one_with_anoth
             assert runs.difference(here, there) <= (2e-6 if universal else 0)
 
 
+def forgotten(_: int, folder: Path) -> None:
+    with ds.engine_of("AdamW", 2) as engine:
+        list(ds.train(engine, (0,)))
+        ds.quietly(engine.save_checkpoint, folder)
+        with QuacK(engine.module, engine, TAU):
+            ds.quietly(engine.load_checkpoint, folder)
+            ds.backward(engine, 0)
+            with warnings.catch_warnings(record=True) as seen:  # pytest.warns would raise torch's warnings
+                warnings.simplefilter("always")
+                engine.step()
+            assert any("the optimizer's state was loaded but QuacK's was not" in str(each.message) for each in seen)
+
+
+def test_a_checkpoint_without_the_state_triggers_a_warning(ranks: Crew, tmp_path: Path) -> None:
+    ranks(forgotten, tmp_path)
+
+
 def attached_early(_: int, stage: int) -> None:
     model = runs.llama()
     optimizer = runs.optimizer_of(model, "SGD")

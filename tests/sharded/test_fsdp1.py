@@ -121,6 +121,27 @@ def test_in_bf16_fsdp1_steps_as_one_process_does(two: Crew) -> None:
         runs.assert_near_alone(found, control, wanted, plain)
 
 
+def resumed(_: int, state: Any, weights: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Rates before and after QuacK's state is loaded; QuacK was attached to other weights."""
+    model = wrapped()
+    for param in model.parameters():
+        param.data.mul_(2)
+    with QuacK(model, runs.optimizer_of(model, "SGD"), runs.TAU) as quack:
+        with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(weights[name_of(name)])
+        before = quack.rates()
+        quack.load_state_dict(state)
+        return [before, quack.rates()]
+
+
+def test_a_state_of_one_process_goes_on_under_fsdp1(two: Crew) -> None:
+    wanted = runs.alone("SGD", "frobenius")
+    for before, after in two(resumed, wanted.state, wanted.weights):
+        assert runs.difference(after, wanted.rates[-1]) <= 2e-6
+        assert runs.difference(after, before) > 1e-3
+
+
 def clipped(rank: int, of: str, strategy: str, different: bool) -> dict[str, Tensor]:
     """With `different`, each rank has batches of its own."""
     model = wrapped(of, strategy)

@@ -157,7 +157,7 @@ class QKClip:
         if self._groups:
             device = original(next(iter(self._canonical)).param).device
             none = {name: torch.full((each[0].heads,), -torch.inf, device=device) for name, each in self._paths.items()}
-            found = zip(none, collectives.all_reduce_max(list((none | maxima).values()), self._groups), strict=True)
+            found = zip(none, collectives.all_reduce(list((none | maxima).values()), self._groups, "MAX"), strict=True)
             maxima = {name: of for name, of in found if name in maxima or bool((of > -torch.inf).any())}
         if not maxima and not idle:
             raise RuntimeError(UNSEEN)

@@ -152,7 +152,7 @@ class LogitMonitor:
         collectives.warn_if_alone(groups, "LogitMonitor")
         maxima = [torch.cat([part.max_BH for part in parts]).amax(0) for parts in found.values()]
         sums = [torch.stack([part.sums for part in parts]).sum(0) for parts in found.values()]
-        maxima, sums = collectives.all_reduce_max(maxima, groups), collectives.all_reduce_sum(sums, groups)
+        maxima, sums = collectives.all_reduce(maxima, groups, "MAX"), collectives.all_reduce(sums, groups, "SUM")
         means = [totals / counts for totals, counts in (each.chunk(2) for each in sums)]
         return {name: LogitStats(max_H, *of) for name, max_H, of in zip(found, maxima, means, strict=True)}
 

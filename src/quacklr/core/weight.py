@@ -57,8 +57,8 @@ class Weight:
         kind = param.dtype if isinstance(param, Tensor) else f"a {type(param).__name__}"
         if kind not in DTYPES:
             raise ValueError(
-                f"{self.name}: its parameter is {kind}; a weight on a path is a tensor of float16, bfloat16, float32 or "
-                "float64"
+                f"{self.name}: its parameter is {kind}; a weight on a path is a tensor of float16, bfloat16, float32 "
+                "or float64"
             )
         if self.param.numel() == 0:
             raise ValueError(f"{self.name}: its parameter has no entries, its shape is {tuple(self.param.shape)}")

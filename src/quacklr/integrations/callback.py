@@ -7,25 +7,18 @@ from copy import copy
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from quacklr.core.path import LogitPath
 from quacklr.core.rule import Rule
 from quacklr.quack import QuacK, chosen_rule
 from quacklr.util.caller import warn
 
-NO_STATE = (
-    "the checkpoint holds no state of QuacK, so all rates start again from tau, relative to the weights in it; to "
-    "continue a run exactly, resume from a checkpoint written with this callback, the optimizer's state included"
-)
-
 
 class CallbackBase:
     """The settings of a QuacK that is attached later, and the QuacK once it is attached.
 
     `paths` is a function of the model that returns the paths to control; the default is to let QuacK find them.
-    `lambda model: logit_paths(model, batch)` measures them. `quack` is the attached QuacK. After training its hooks
-    are removed, and its rates can still be read.
+    After training the hooks of `quack` are removed, and its rates can still be read.
     """
 
     quack: QuacK | None = None
@@ -40,16 +33,14 @@ class CallbackBase:
     ) -> None:
         self._rule, self._verify, self._paths = chosen_rule(tau, rule), verify, paths
 
-    def _attach(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | Iterable[Optimizer],
-        state: Mapping[str, Any] | None,
-        resumed: bool,
-    ) -> QuacK:
+    def _attach(self, model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None, resumed: bool) -> QuacK:
         self._detach()  # if an earlier training raised an exception, its QuacK is still attached
         if resumed and state is None and self._rule.has_state:
-            warn(NO_STATE)
+            warn(
+                "the checkpoint holds no state of QuacK, so all rates start again from tau, relative to the weights in "
+                "it; to continue a run exactly, resume from a checkpoint written with this callback, the optimizer's "
+                "state included"
+            )
         given = self._paths(model) if self._paths else model
         quack = QuacK(given, optimizer, rule=copy(self._rule), verify=self._verify)
         quack.rule.start_is_known()

@@ -23,7 +23,7 @@ class QuacKCallback(CallbackBase, Callback):
     Rates are relative to the weights at the start of `trainer.fit()`. QuacK's state is saved in the checkpoint with
     those of the other callbacks; `trainer.fit(..., ckpt_path=...)` continues the rates of the saved run, bitwise. A
     checkpoint made without this callback triggers a warning, and rates start from tau at its weights, as they do in a
-    second `fit` without `ckpt_path`. A model that QuacK cannot be attached to raises ValueError when training starts.
+    second `fit` without `ckpt_path`.
     """
 
     _saved: dict[str, Any] | None = None

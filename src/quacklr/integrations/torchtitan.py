@@ -9,6 +9,7 @@ again before the first step, and rates are relative to the loaded weights.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +19,6 @@ from quacklr.quack import QuacK
 
 BuildFn = Callable[[Any, list[nn.Module], Any], None]
 KEY = "quack"
-SEVERAL_PARTS = (
-    "this rank has {} parts of the model, as with an interleaved pipeline of torchtitan, which QuacK does not support; "
-    "use a schedule with one part for each rank"
-)
 
 
 def with_quack(model_spec: Any, **settings: Any) -> Any:
@@ -43,15 +40,19 @@ class QuacKBuildFn:
 
     def __init__(self, before: BuildFn | None = None, **settings: Any) -> None:
         self._before, self._settings = before, settings
-        self._loaded = False
 
     def __call__(self, optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
         """Attach QuacK. `optimizers` is torchtitan's OptimizersContainer."""
         if self._before is not None:
             self._before(optimizers, model_parts, parallel_dims)
         if len(model_parts) > 1:
-            raise ValueError(SEVERAL_PARTS.format(len(model_parts)))
-        self._attach = lambda: QuacK(model_parts[0], list(optimizers), **self._settings)
+            raise ValueError(
+                f"this rank has {len(model_parts)} parts of the model, as with an interleaved pipeline of torchtitan, "
+                "which QuacK does not support; use a schedule with one part for each rank"
+            )
+        self._attach = lambda: QuacK(
+            model_parts[0], list(optimizers), **{name: copy(each) for name, each in self._settings.items()}
+        )
         self.quack = self._attach()
         self._first_step = optimizers.register_step_pre_hook(self._before_first_step)
         self._state_dict, self._load_state_dict = optimizers.state_dict, optimizers.load_state_dict
@@ -63,11 +64,9 @@ class QuacKBuildFn:
         self.quack.remove()
 
     def _before_first_step(self, *_: Any) -> None:
-        """Attach again, unless a state was loaded: weights may have been loaded since."""
-        self._first_step.remove()
-        if not self._loaded:
-            self.quack.remove()
-            self.quack = self._attach()
+        """Attach again: weights may have been loaded since. A loaded state removes this hook."""
+        self.remove()
+        self.quack = self._attach()
 
     def _with_state(self) -> dict[str, Any]:
         return {**self._state_dict(), KEY: self.quack.state_dict()}
@@ -75,4 +74,4 @@ class QuacKBuildFn:
     def _load_with_state(self, state_dict: dict[str, Any]) -> None:
         self.quack.load_state_dict(state_dict[KEY])
         self._load_state_dict({name: value for name, value in state_dict.items() if name != KEY})
-        self._loaded = True
+        self._first_step.remove()

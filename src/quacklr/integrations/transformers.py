@@ -9,7 +9,6 @@ loading the state of a sharded optimizer drops entries that the new optimizer do
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
@@ -31,8 +30,7 @@ class QuacKCallback(CallbackBase, TrainerCallback):
     Rates are relative to the weights at the start of `trainer.train()`. `trainer.train(resume_from_checkpoint=...)`
     continues the rates of the saved run, bitwise. A checkpoint without QuacK's state, made with `save_only_model` or
     without this callback, triggers a warning: rates are then relative to the weights of the checkpoint, and start at
-    tau. A second `trainer.train()` of the same trainer also starts at tau. A model that QuacK cannot be attached to
-    raises ValueError when training begins.
+    tau. A second `trainer.train()` of the same trainer also starts at tau.
 
     The smallest and the largest rate are logged with the loss, as `quack/rate_min` and `quack/rate_max`, to the console
     and to `trainer.state.log_history`. The trackers of `report_to` do not get them: they are called before this
@@ -45,15 +43,11 @@ class QuacKCallback(CallbackBase, TrainerCallback):
     ) -> None:
         """Attach. Weights and optimizer are loaded and on their device, and no step was taken yet."""
         self._state: Any = state
-        quack = self._attach(kwargs["model"], kwargs["optimizer"], self._saved_state(), state.global_step > 0)
+        step, saved, loaded = state.global_step, self._state.stateful_callbacks.pop(KEY, None), None
+        if saved is not None and saved["step"] == step > 0:  # else of an older step: training continued without QuacK
+            loaded = torch.load(BytesIO(b64decode(saved["state"])), map_location="cpu", weights_only=True)
+        quack = self._attach(kwargs["model"], kwargs["optimizer"], loaded, step > 0)
         self._saving = quack.optimizers[0].register_state_dict_post_hook(self._add_state)
-
-    def _saved_state(self) -> Mapping[str, Any] | None:
-        """QuacK's state in the loaded checkpoint, if it was saved at the step that training resumes from."""
-        step, saved = self._state.global_step, self._state.stateful_callbacks.pop(KEY, None)
-        if saved is None or step == 0 or saved["step"] != step:  # an older step: training continued without QuacK
-            return None
-        return torch.load(BytesIO(b64decode(saved["state"])), map_location="cpu", weights_only=True)
 
     def _add_state(self, *_: Any) -> None:
         """Add QuacK's state to a checkpoint. Trainer saves the optimizer's state before its own."""

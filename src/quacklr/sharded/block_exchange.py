@@ -14,40 +14,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Ranges = list[tuple[int, int]]
-
 
 class BlockPart(NamedTuple):
-    """What one rank holds of a block: the flat index of the block, and the ranges of its rows and columns."""
+    """What one rank holds of a block: the flat index of the block, and the indices of its rows and columns."""
 
     block: int
-    rows: Ranges
-    columns: Ranges
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The numbers of rows and columns."""
-        return _length(self.rows), _length(self.columns)
+    rows: Tensor
+    columns: Tensor
 
     @property
     def size(self) -> int:
         """The number of entries."""
-        return math.prod(self.shape)
-
-    def entries(self, width: int) -> Tensor:
-        """The index of each entry in the block, whose rows have `width` entries."""
-        rows, columns = (
-            torch.cat([torch.arange(*each, device="cpu") for each in ranges]) for ranges in (self.rows, self.columns)
-        )
-        return (rows[:, None] * width + columns).flatten()
+        return len(self.rows) * len(self.columns)
 
 
 class BlockExchange:
@@ -67,33 +53,42 @@ class BlockExchange:
         process_group: Any,
         device: torch.device,
     ) -> None:
-        self._process_group, self._device, self._total = process_group, device, len(shapes)
-        whole = [bool(each) and each[0].shape == shapes[each[0].block] for each in parts]
+        self._process_group, self._device = process_group, device
+        size_of = [math.prod(shape) for shape in shapes]
         self._whole = [
-            torch.tensor([part.block for part in each], device=device) if is_whole else None
-            for each, is_whole in zip(parts, whole, strict=True)
+            torch.tensor([part.block for part in each], device=device)
+            if each and each[0].size == size_of[each[0].block]
+            else None
+            for each in parts
         ]
-        cut = [() if is_whole else each for each, is_whole in zip(parts, whole, strict=True)]
+        cut = [each if whole is None else () for each, whole in zip(parts, self._whole, strict=True)]
         self._sizes = [sum(part.size for part in each) for each in cut]
         sent = [part for each in cut for part in each]
-        of_rank: list[list[BlockPart]] = [[] for _ in range(dist.get_world_size(process_group))]
-        dist.all_gather_object(of_rank, sent, group=process_group)
+        of_rank: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size(process_group))]
+        dist.all_gather_object(of_rank, [(part.block, part.size) for part in sent], group=process_group)
         self._anything_cut = any(of_rank)
+        if not self._anything_cut:
+            return
         owner, rank = owners(of_rank), dist.get_rank(process_group)
-        to = _vector(owner[part.block] for part in sent).repeat_interleave(_vector(part.size for part in sent))
-        self._send_order = to.argsort(stable=True).to(device, torch.int32)
-        self._send_sizes = torch.bincount(to, minlength=len(of_rank)).tolist()
-        received = [[part for part in each if owner[part.block] == rank] for each in of_rank]
-        self._receive_sizes = [sum(part.size for part in each) for each in received]
-        owned = sorted({part.block for each in received for part in each}, key=lambda block: (shapes[block], block))
-        starts = accumulate((math.prod(shapes[block]) for block in owned), initial=0)
-        start = dict(zip(owned, starts, strict=False))
-        places = [part.entries(shapes[part.block][1]) + start[part.block] for each in received for part in each]
-        self._receive_order = torch.cat([_vector(()), *places]).argsort().to(device, torch.int32)
+        owned: list[int] = []
+        starts, filled = dict[int, int](), Counter[int]()  # where a block is in the memory of its owner
+        for block in sorted(owner, key=lambda block: (shapes[block], block)):
+            starts[block] = filled[owner[block]]
+            filled[owner[block]] += size_of[block]
+            owned += [block] if owner[block] == rank else []
         self._owned = [
             (torch.tensor(list(blocks), device=device), shape)
             for shape, blocks in groupby(owned, key=lambda block: shapes[block])
         ]
+        none = torch.empty(0, dtype=torch.long, device="cpu")
+        to = torch.cat([none, *(torch.full((part.size,), owner[part.block], device="cpu") for part in sent)])
+        self._send_order = to.argsort(stable=True).to(device, torch.int32)
+        self._send_sizes = torch.bincount(to, minlength=len(of_rank)).tolist()
+        self._receive_sizes = [sum(size for block, size in each if owner[block] == rank) for each in of_rank]
+        places = [
+            (starts[block] + rows[:, None] * shapes[block][1] + columns).flatten() for block, rows, columns in sent
+        ]
+        self._receive_order = self._received(torch.cat([none, *places]).to(device)).argsort().to(torch.int32)
 
     def whole_blocks(self, rows: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
         """Flat indices and rows, (B, R, C), of the blocks that this rank owns. A collective call.
@@ -102,54 +97,36 @@ class BlockExchange:
         """
         pairs = zip(self._whole, rows, strict=True)
         found = [(blocks, each) for blocks, each in pairs if blocks is not None and each is not None]
-        return [*found, *self._assembled(rows)] if self._anything_cut else found
-
-    def flat(self, values: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """(total,): a flat vector from flat indices and values; 0 for blocks of other ranks, so that ranks can add."""
-        flat = torch.zeros(self._total, device=self._device, dtype=torch.float32)
-        for blocks, of_blocks in values:
-            flat[blocks] = of_blocks.to(flat)
-        return flat
-
-    def _assembled(self, rows: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """The flat indices and the rows, (B, R, C), of the cut blocks that this rank owns."""
+        if not self._anything_cut:
+            return found
         none = torch.zeros(0, device=self._device, dtype=torch.float32)
         local = [
             none.new_zeros(size) if each is None else each.flatten().to(none)
             for each, size in zip(rows, self._sizes, strict=True)
             if size
         ]
-        sent = torch.cat([none, *local]).index_select(0, self._send_order)
+        entries = self._received(torch.cat([none, *local])).index_select(0, self._receive_order)
+        of_shapes = entries.split([len(blocks) * math.prod(shape) for blocks, shape in self._owned])
+        for (blocks, shape), flat in zip(self._owned, of_shapes, strict=True):
+            found.append((blocks, flat.view(len(blocks), *shape)))
+        return found
+
+    def _received(self, entries: Tensor) -> Tensor:
+        """What all ranks send to this one of their cut blocks."""
+        sent = entries.index_select(0, self._send_order)
         received = sent.new_empty(sum(self._receive_sizes))
         dist.all_to_all_single(received, sent, self._receive_sizes, self._send_sizes, group=self._process_group)
-        entries = received.index_select(0, self._receive_order)
-        sizes = [len(blocks) * rows * columns for blocks, (rows, columns) in self._owned]
-        return [
-            (blocks, flat.view(len(blocks), *shape))
-            for (blocks, shape), flat in zip(self._owned, entries.split(sizes), strict=True)
-        ]
+        return received
 
 
-def owners(of_rank: Sequence[Sequence[BlockPart]]) -> dict[int, int]:
-    """The owner of each cut block: the rank that holds most of it. If several hold equally much, the index decides."""
+def owners(of_rank: Sequence[Sequence[tuple[int, int]]]) -> dict[int, int]:
+    """The owner of each cut block: the rank that holds most of it. If several hold equally much, the index decides.
+
+    `of_rank` has for each rank the blocks and sizes of its parts.
+    """
     held: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for rank, parts in enumerate(of_rank):
-        for part in parts:
-            held[part.block][rank] += part.size
+        for block, size in parts:
+            held[block][rank] += size
     most = {block: [rank for rank in ranks if ranks[rank] == max(ranks.values())] for block, ranks in held.items()}
     return {block: ranks[block % len(ranks)] for block, ranks in most.items()}
-
-
-def ranges(indices: Tensor) -> Ranges:
-    """Indices as runs of consecutive numbers, (start, end), in their order."""
-    numbers = indices.tolist()
-    starts = [i for i in range(len(numbers)) if i == 0 or numbers[i] != numbers[i - 1] + 1]
-    return [(numbers[i], numbers[j - 1] + 1) for i, j in zip(starts, [*starts[1:], len(numbers)], strict=True)]
-
-
-def _length(ranges: Ranges) -> int:
-    return sum(end - start for start, end in ranges)
-
-
-def _vector(numbers: Iterable[int]) -> Tensor:
-    return torch.tensor(list(numbers), dtype=torch.long, device="cpu")

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, compress
 
 import torch
 import torch.distributed as dist
@@ -26,13 +25,8 @@ from quacklr.core.norms import Norm, frobenius, gram, largest_singular_values
 from quacklr.core.path import LogitPath
 from quacklr.core.sensitivity import CompiledPaths
 from quacklr.core.weight import Weight
-from quacklr.sharded.block_exchange import BlockExchange, BlockPart, ranges
-from quacklr.sharded.collectives import Groups, merged_group
-
-PARTIAL = (
-    "{}: its parameter is a sum that has not been added up over its processes (a Partial DTensor); redistribute it "
-    "first"
-)
+from quacklr.sharded.block_exchange import BlockExchange, BlockPart
+from quacklr.sharded.collectives import merged_group
 
 
 def blocks_of(weights: Sequence[Weight]) -> Blocks:
@@ -49,14 +43,6 @@ def sensitivity(paths: Iterable[LogitPath], norm: Norm = frobenius) -> dict[Weig
     return {weight: flat[compiled.blocks.flat_index[first]] for weight, first in compiled.canonical.items()}
 
 
-class Shard(NamedTuple):
-    """A box of a weight or its bias; or one of each, if this process has the same rows of both."""
-
-    parts: list[tuple[Weight, Box]]
-    columns: Tensor  # indices of the local columns of [W b]
-    process_groups: Groups  # over which the parameters are sharded
-
-
 class ShardedBlocks(Blocks):
     """All blocks of some weights, of which this process holds some rows and columns."""
 
@@ -65,33 +51,33 @@ class ShardedBlocks(Blocks):
         parts = [part for weight in weights for part in weight.parts]
         for part in parts:
             if is_partial(part.param):
-                raise ValueError(PARTIAL.format(part.name))
+                raise ValueError(
+                    f"{part.name}: its parameter is a sum that has not been added up over its processes (a Partial "
+                    "DTensor); redistribute it first"
+                )
         self._process_groups = list(dict.fromkeys(group for part in parts for group in shard_groups(part.param)))
         self._all_ranks = merged_group(self._process_groups)
         super().__init__(weights)
         self._flat_indices = indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
-        counted = [
-            counted for each, (_, counted) in zip(self.local, self._placements, strict=True) for _ in each.blocks
-        ]
-        self._flat_of_local = torch.cat([torch.empty(0, dtype=torch.long, device="cpu"), *indices]).to(self.device)
-        self._not_counted = ~torch.tensor(counted, dtype=torch.bool, device=self.device)
+        none = torch.empty(0, dtype=torch.long, device="cpu")
+        self._flat_of_local = torch.cat([none, *indices]).to(self.device)
+        self._flat_of_counted = torch.cat([none, *compress(indices, self._counted)]).to(self.device)
 
     def _local_blocks(self) -> list[LocalBlocks]:
-        """LocalBlocks for each shard of a block group and number of local rows.
-
-        Also sets `_placements`: for each of them the local columns, and whether sums over ranks count it. They count
-        only one of several replicas.
-        """
-        self._placements: list[tuple[Tensor, bool]] = []
+        """LocalBlocks for each shard of a block group and number of local rows."""
+        self._columns: list[Tensor] = []  # of each, the local columns of [W b]
+        self._counted: list[bool] = []  # whether sums over ranks count it; they count only one of several replicas
         local = []
         for weight, blocks in self.groups:
-            for parts, columns, own_groups in shards_of(weight):
-                block_of_row = parts[0][0].blocks_in(parts[0][1])
+            for parts, columns in shards_of(weight):
+                (part, box), *_ = parts
+                block_of_row, own_groups = part.blocks_in(box), shard_groups(part.param)
                 sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
                 counted = all(dist.get_rank(other) == 0 for other in self._process_groups if other not in own_groups)
                 for same_size in by_size(blocks, sizes) if len(columns) else ():
                     local.append(LocalBlocks(weight, same_size, parts))
-                    self._placements.append((columns, counted))
+                    self._columns.append(columns)
+                    self._counted.append(counted)
         return local
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
@@ -104,7 +90,7 @@ class ShardedBlocks(Blocks):
         if norm is frobenius:
             return list(copies), [self._sum(self._squares(copies)).sqrt_()]
         whole = self._exchange.whole_blocks(copies)
-        return list(copies), [self._sum(self._exchange.flat((blocks, norm(rows_BRC)) for blocks, rows_BRC in whole))]
+        return list(copies), [self._sum(self._flat_of((blocks, norm(rows_BRC)) for blocks, rows_BRC in whole))]
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
         """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
@@ -116,7 +102,7 @@ class ShardedBlocks(Blocks):
         before = [now if old is None else old for now, old in zip(rows, copies, strict=True)]
         whole = self._exchange.whole_blocks(steps)
         largest = largest_singular_values([gram(step_BRC) for _, step_BRC in whole])
-        values = self._exchange.flat(zip([blocks for blocks, _ in whole], largest, strict=True))
+        values = self._flat_of(zip([blocks for blocks, _ in whole], largest, strict=True))
         sums = self._sum(torch.cat([self._squares(before), values]))
         return sums[: self.total].sqrt(), sums[self.total :]
 
@@ -124,11 +110,18 @@ class ShardedBlocks(Blocks):
     def _exchange(self) -> BlockExchange:
         """The exchange among all ranks. Making it is a collective call."""
         parts: list[list[BlockPart]] = []
-        for each, flat, (columns, counted) in zip(self.local, self._flat_indices, self._placements, strict=True):
-            held = ranges(columns)
-            rows_of = zip(flat.tolist(), rows_in_blocks(each), strict=True) if counted else ()
-            parts.append([BlockPart(block, ranges(rows), held) for block, rows in rows_of])
-        shapes = [shape for weight, blocks in self.groups for shape in [_shape(weight, blocks)] * len(blocks)]
+        places = zip(self.local, self._flat_indices, self._columns, self._counted, strict=True)
+        for each, flat, columns, counted in places:
+            weight, box, index = each.parts[0].weight, each.parts[0].box, each.parts[0].index.cpu()
+            parts.append([])
+            held = zip(flat.tolist(), each.blocks, weight.rows_in(box)[index], strict=True)
+            for place, block, rows in held if counted else ():
+                of_block = (weight.block_of_row == block).nonzero().squeeze(1)
+                parts[-1].append(BlockPart(place, torch.searchsorted(of_block, rows), columns))
+        shapes: list[tuple[int, int]] = []
+        for weight, blocks in self.groups:
+            shape = int(weight.rows_of_block[blocks[0]]), sum(part.columns for part in weight.parts)
+            shapes += [shape] * len(blocks)
         return BlockExchange(parts, shapes, self._all_ranks, self.device)
 
     def _sum(self, flat: Tensor) -> Tensor:
@@ -136,42 +129,30 @@ class ShardedBlocks(Blocks):
             dist.all_reduce(flat, group=self._all_ranks)
         return flat
 
+    def _flat_of(self, values: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """(total,): a flat vector from flat indices and values; 0 for blocks of other ranks, so that ranks can add."""
+        flat = torch.zeros(self.total, device=self.device, dtype=torch.float32)
+        for blocks, of_blocks in values:
+            flat[blocks] = of_blocks.to(flat)
+        return flat
+
     def _squares(self, rows: list[Tensor]) -> Tensor:
         """(total,): for each block, the sum of squares of its local rows, without those that another rank counts."""
         zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
-        norms = torch.cat([zeros[:0], *(frobenius(rows_BRC).to(zeros) for rows_BRC in rows)])
-        return zeros.index_add(0, self._flat_of_local, norms.square_().masked_fill_(self._not_counted, 0))
+        norms = torch.cat([zeros[:0], *(frobenius(rows_BRC).to(zeros) for rows_BRC in compress(rows, self._counted))])
+        return zeros.index_add(0, self._flat_of_counted, norms.square_())
 
 
-def shards_of(weight: Weight) -> list[Shard]:
-    """One shard for the weight and its bias if this process has the same rows of both, else one for each box."""
+def shards_of(weight: Weight) -> list[tuple[list[tuple[Weight, Box]], Tensor]]:
+    """The boxes of a weight and its bias, each with its columns of [W b]; together, if they have the same rows."""
     boxes = [(part, box) for part in weight.parts for box in local_boxes(part.param)]
     starts = dict(zip(weight.parts, accumulate((part.columns for part in weight.parts), initial=0), strict=False))
     columns = [starts[part] + part.columns_in(box) for part, box in boxes]
-    process_groups = [shard_groups(part.param) for part, _ in boxes]
-    if [part for part, _ in boxes] == list(weight.parts) and are_alike(boxes, process_groups):
-        return [Shard(boxes, torch.cat(columns), process_groups[0])]
-    return [Shard([box], held, groups) for box, held, groups in zip(boxes, columns, process_groups, strict=True)]
-
-
-def are_alike(boxes: Sequence[tuple[Weight, Box]], process_groups: Sequence[Groups]) -> bool:
-    """Whether all boxes have the same rows, with the same blocks."""
-    (first, first_box), *others = boxes
-    return all(groups == process_groups[0] for groups in process_groups) and all(
-        torch.equal(part.rows_in(box), first.rows_in(first_box)) and torch.equal(part.block_of_row, first.block_of_row)
-        for part, box in others
-    )
-
-
-def _shape(weight: Weight, blocks: Tensor) -> tuple[int, int]:
-    """The numbers of rows and columns of these blocks; the bias is a column."""
-    return int(weight.rows_of_block[blocks[0]]), sum(part.columns for part in weight.parts)
-
-
-def rows_in_blocks(local: LocalBlocks) -> Tensor:
-    """(B, R): each local row's index within its block."""
-    part, box = local.parts[0].weight, local.parts[0].box
-    row_in_block = torch.empty(len(part.block_of_row), dtype=torch.long, device="cpu")
-    for block, rows in enumerate(part.rows_of_block.tolist()):
-        row_in_block[part.block_of_row == block] = torch.arange(rows, device="cpu")
-    return row_in_block[part.rows_in(box)][local.parts[0].index.cpu()]
+    if [part for part, _ in boxes] == list(weight.parts) and all(
+        shard_groups(part.param) == shard_groups(weight.param)
+        and torch.equal(part.rows_in(box), weight.rows_in(boxes[0][1]))
+        and torch.equal(part.block_of_row, weight.block_of_row)
+        for part, box in boxes[1:]
+    ):
+        return [(boxes, torch.cat(columns))]
+    return [([box], held) for box, held in zip(boxes, columns, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,6 @@ from quacklr.util.caller import warn
 from quacklr.util.modules import wrappers
 
 Groups = Sequence[Any]
-ALONE = (
-    "{} was given a model that is neither DistributedDataParallel nor sharded, but there are several ranks: each rank "
-    "uses the logits of its own data and of its own heads only, so a clip would make replicas different; wrap the "
-    "model first, then pass it"
-)
 
 
 def is_distributed() -> bool:
@@ -40,18 +35,8 @@ def groups_of(model: nn.Module) -> Groups:
     return [] if sharded is None else list(sharded.device_mesh.get_all_groups())
 
 
-def all_reduce_max(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-    """The elementwise maximum over all ranks."""
-    return _all_reduce(tensors, groups, "MAX")
-
-
-def all_reduce_sum(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-    """The elementwise sum over all ranks."""
-    return _all_reduce(tensors, groups, "SUM")
-
-
-def _all_reduce(tensors: Sequence[Tensor], groups: Groups, operation: str) -> list[Tensor]:
-    """Reduce all tensors as one flat vector: a single collective for each group."""
+def all_reduce(tensors: Sequence[Tensor], groups: Groups, operation: Literal["MAX", "SUM"]) -> list[Tensor]:
+    """The elementwise maximum or sum over all ranks: a single collective for each group, of one flat vector."""
     if not groups:
         return list(tensors)
     flat = torch.cat([tensor.flatten() for tensor in tensors])
@@ -64,7 +49,7 @@ def _all_reduce(tensors: Sequence[Tensor], groups: Groups, operation: str) -> li
 def all_ranks_agree(values: Sequence[object], groups: Groups, device: torch.device) -> bool:
     """Whether all ranks have the same values. Call it before a reduction of tensors that may differ in size."""
     checksum = zlib.crc32(repr(values).encode())
-    most, least = all_reduce_max([torch.tensor([checksum, -checksum], device=device)], groups)[0].tolist()
+    most, least = all_reduce([torch.tensor([checksum, -checksum], device=device)], groups, "MAX")[0].tolist()
     return bool(most == checksum == -least)
 
 
@@ -126,4 +111,8 @@ def validate_no_tensor_parallel(model: nn.Module, who: str, by_engine: bool = Fa
 def warn_if_alone(groups: Groups, who: str) -> None:
     """Warn if there are several processes, but none with which this one combines its logits."""
     if not groups and is_distributed():
-        warn(ALONE.format(who))
+        warn(
+            f"{who} was given a model that is neither DistributedDataParallel nor sharded, but there are several "
+            "ranks: each rank uses the logits of its own data and of its own heads only, so a clip would make replicas "
+            "different; wrap the model first, then pass it"
+        )

@@ -30,5 +30,4 @@ def engine_of(model: nn.Module | None, optimizer: Any) -> Engine:
         return read_deepspeed(zero)
     if found := megatron_optimizers(optimizer):
         return read_megatron(found)
-    of_model = None if model is None else read_fsdp1(model)
-    return of_model or Engine()
+    return Engine() if model is None else read_fsdp1(model)

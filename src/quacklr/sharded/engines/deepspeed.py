@@ -10,9 +10,9 @@ param group or sub-group. Its post-step hooks run before the ranges are copied t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -32,11 +32,6 @@ from quacklr.sharded.engines.engine import (
 )
 
 ENGINES = {"deepspeed.DeepSpeedEngine", "deepspeed.PipelineEngine"}
-NO_OPTIMIZER = "the DeepSpeed engine has no optimizer; pass one to deepspeed.initialize"
-REPLACED = (
-    "DeepSpeed has put other tensors into the param groups since QuacK was attached, so QuacK would not scale their "
-    "steps; attach a new one"
-)
 REFUSED = {
     "swap_optimizer": ("offload of the optimizer to NVMe", "offload it to the CPU"),
     "backup_optimizer": ("partial offload (a ratio below 1)", "offload all or nothing"),
@@ -63,8 +58,8 @@ def deepspeed_optimizer(given: Any) -> Any:
     found = unwrapped_optimizer(given)
     if class_names(found) & ENGINES:
         if found.optimizer is None:
-            raise ValueError(NO_OPTIMIZER)
-        return unwrapped_optimizer(found.optimizer) if _is_deepspeed(found.optimizer) else found
+            raise ValueError("the DeepSpeed engine has no optimizer; pass one to deepspeed.initialize")
+        return found.optimizer if _is_deepspeed(found.optimizer) else found
     return found if _is_deepspeed(found) and not hasattr(found, "register_step_pre_hook") else None
 
 
@@ -74,16 +69,16 @@ def _is_deepspeed(given: object) -> bool:
 
 def read_deepspeed(zero: Any) -> Engine:
     """The ranges that DeepSpeed steps. `zero` is its optimizer, or for stage 0 its engine."""
-    from deepspeed.utils import groups  # type: ignore[import-untyped]
+    groups: Any = sys.modules["deepspeed.utils.groups"]  # a module of the package that made the optimizer
 
-    engine = Engine(optimizers=[zero.optimizer], data_groups=[groups._get_sequence_data_parallel_group()])
-    if class_names(zero) & ENGINES:
-        return engine
-    flats, is_stage_3 = _flats(zero), type(zero).__name__ == STAGE_3
-    return replace(
-        engine,
+    flats = [] if class_names(zero) & ENGINES else _flats(zero)
+    of_tensor = {id(flat): [id(shard) for shard in shards] for flat, shards in flats}
+    is_stage_3 = type(zero).__name__ == STAGE_3
+    return Engine(
+        optimizers=[zero.optimizer],
+        data_groups=[groups._get_sequence_data_parallel_group()],
         shards={id(shard.param): shard for _, shards in flats for shard in shards},
-        stepped=OnlyFlat({id(flat): [id(shard) for shard in shards] for flat, shards in flats}),
+        stepped=OnlyFlat(of_tensor) if flats else Stepped(),
         gathers=is_stage_3,
         filled_groups=partial(_filled, zero) if is_stage_3 else nullcontext,
     )
@@ -93,9 +88,7 @@ def _flats(zero: Any) -> list[Flat]:
     name = type(zero).__name__
     validate_settings("DeepSpeed", [zero], REFUSED)
     if getattr(zero, "zero_hpz_partition_size", 1) > 1:
-        raise ValueError(
-            NOT_READ.format("DeepSpeed", "ZeRO++ (zero_hpz_partition_size)", "use ZeRO stage 3 without it")
-        )
+        raise ValueError(NOT_READ.format("DeepSpeed", "ZeRO++ (zero_hpz_partition_size)", "use stage 3 without it"))
     if name == STAGE_3:
         return _stage_3(zero)
     if name in FLATTENED:
@@ -154,5 +147,8 @@ class OnlyFlat(Stepped):
     def groups(self, optimizer: Optimizer) -> list[tuple[Group, set[int]]]:
         """The param groups that the optimizer has now, each with the ids of its parameters."""
         if any(id(tensor) not in self._of_tensor for group in optimizer.param_groups for tensor in group["params"]):
-            raise RuntimeError(REPLACED)
+            raise RuntimeError(
+                "DeepSpeed has put other tensors into the param groups since QuacK was attached, so QuacK would not "
+                "scale their steps; attach a new one"
+            )
         return super().groups(optimizer)

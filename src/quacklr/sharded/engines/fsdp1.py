@@ -16,34 +16,27 @@ from quacklr.core.local import FlatTensor
 from quacklr.core.rule import Stepped
 from quacklr.sharded.engines.engine import Engine, class_names
 
-CLASS = "torch.FullyShardedDataParallel"
-FLATTENED = (
-    "the model is wrapped in FullyShardedDataParallel (FSDP1) with use_orig_params=False, so its optimizer steps one "
-    "vector of many parameters; wrap it with use_orig_params=True, or use fully_shard (FSDP2) from "
-    "torch.distributed.fsdp"
-)
-GATHERED = (
-    "a parameter has {} entries, and its range in this process {}: FSDP1 has gathered it; call QuacK outside of "
-    "summon_full_params, and not between forward and backward"
-)
 
-
-def read_fsdp1(model: nn.Module) -> Engine | None:
-    """The ranges that FSDP1 steps; None without FSDP1. ValueError if they are not of single parameters."""
-    wrappers: list[Any] = [module for module in model.modules() if CLASS in class_names(module)]
+def read_fsdp1(model: nn.Module) -> Engine:
+    """The ranges that FSDP1 steps; no engine without FSDP1. ValueError if they are not of single parameters."""
+    wrapper = "torch.FullyShardedDataParallel"
+    wrappers: list[Any] = [module for module in model.modules() if wrapper in class_names(module)]
     if not wrappers:
-        return None
+        return Engine()
     handles = [module._handle for module in wrappers if module._handle is not None]
     if not all(handle._use_orig_params for handle in handles):
-        raise ValueError(FLATTENED)
+        raise ValueError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1) with use_orig_params=False, so its optimizer "
+            "steps one vector of many parameters; wrap it with use_orig_params=True, or use fully_shard (FSDP2) from "
+            "torch.distributed.fsdp"
+        )
     sharded = [handle for handle in handles if handle.uses_sharded_strategy]
     shards = {id(shard.param): shard for handle in sharded for shard in _shards(handle)}
-    root = wrappers[0]
-    replicas = getattr(root, "_inter_node_pg", None)  # with HYBRID_SHARD
+    groups = wrappers[0].process_group, getattr(wrappers[0], "_inter_node_pg", None)  # the second of HYBRID_SHARD
     return Engine(
         shards=shards,
         stepped=Stepped({key: (id(shard),) for key, shard in shards.items()}),
-        data_groups=[group for group in (root.process_group, replicas) if group is not None],
+        data_groups=[group for group in groups if group is not None],
         gathers=bool(shards),
     )
 
@@ -60,5 +53,8 @@ def _shards(handle: Any) -> Iterator[FlatTensor]:
 
 def _entries(param: Tensor, size: int) -> Tensor:
     if param.numel() != size:
-        raise RuntimeError(GATHERED.format(param.numel(), size))
+        raise RuntimeError(
+            f"a parameter has {param.numel()} entries, and its range in this process {size}: FSDP1 has gathered it; "
+            "call QuacK outside of summon_full_params, and not between forward and backward"
+        )
     return param.detach().view(-1)

@@ -29,29 +29,23 @@ from quacklr.sharded.engines.engine import (
     validate_settings,
 )
 
-CHAIN, DISTRIBUTED = "megatron.ChainedOptimizer", "megatron.DistributedOptimizer"
-WITH_COPIES, PLAIN = "megatron.Float16OptimizerWithFloat16Params", "megatron.FP32Optimizer"
+DISTRIBUTED, PLAIN = "megatron.DistributedOptimizer", "megatron.FP32Optimizer"
+WITH_COPIES = "megatron.Float16OptimizerWithFloat16Params"
 USE_DISTRIBUTED = "use its DistributedOptimizer"
 REFUSED = {
     "use_precision_aware_optimizer": ("precision-aware optimizer", "set use_precision_aware_optimizer=False"),
     "optimizer_cpu_offload": ("offload of the optimizer to the CPU", "set optimizer_cpu_offload=False"),
     "use_megatron_fsdp": ("FSDP", f"{USE_DISTRIBUTED} without it"),
 }
-OF_ALL_HEADS = ("dq", "dkv", "kr")
-SHARED_HEADS = (
-    "{}: all heads read it, and tensor parallelism divides the heads among ranks, so its rate needs the heads of other "
-    "ranks, which QuacK cannot read; use tensor parallel size 1, or the paths without it"
-)
 
 
 def megatron_optimizers(given: Any) -> list[Any]:
     """Megatron's optimizers, if the given object is one, or a chain of them; else none."""
     found = unwrapped_optimizer(given)
-    if CHAIN in class_names(found):
-        if type(found).__name__ != CHAIN.split(".")[1]:
-            raise ValueError(NOT_READ.format("Megatron", type(found).__name__, USE_DISTRIBUTED))
-        return [each for one in found.chained_optimizers for each in megatron_optimizers(one)]
-    return [found] if type(found).__module__.startswith("megatron.core.optimizer") else []
+    if not any(name.startswith("megatron.") for name in class_names(found)):
+        return []
+    chain = found.chained_optimizers if type(found).__name__ == "ChainedOptimizer" else None
+    return [found] if chain is None else [each for one in chain for each in megatron_optimizers(one)]
 
 
 def read_megatron(optimizers: Sequence[Any]) -> Engine:
@@ -73,12 +67,13 @@ def read_megatron(optimizers: Sequence[Any]) -> Engine:
             ranges = [(flat_range(param, param.shape, 0, None, copy), copy) for param, copy in copied]
         shards += [shard for shard, _ in ranges]
         of_tensor |= {id(tensor): (id(shard),) for shard, tensor in ranges}
+    tensor_parallel = sys.modules["megatron.core.parallel_state"].get_tensor_model_parallel_world_size() > 1
     return Engine(
         optimizers=[optimizer.optimizer for optimizer in optimizers],
         shards={id(shard.param): shard for shard in shards},
         stepped=GroupsByIndex(in_groups, of_tensor),
-        validate_weight=_validate_heads,
-        tensor_parallel=_is_tensor_parallel(),
+        validate_weight=_validate_heads if tensor_parallel else lambda _: None,
+        tensor_parallel=tensor_parallel,
         data_groups=list(data_groups) or None,
     )
 
@@ -107,14 +102,12 @@ def _validate(optimizer: Any) -> None:
 
 def _validate_heads(weight: Weight) -> None:
     """A weight that all heads read cannot be rated where heads are divided among ranks."""
-    divided = getattr(weight.param, "tensor_model_parallel", False) and weight.name.split(".")[-1] not in OF_ALL_HEADS
-    if not divided and _is_tensor_parallel():
-        raise ValueError(SHARED_HEADS.format(weight.name))
-
-
-def _is_tensor_parallel() -> bool:
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    return state is not None and state.get_tensor_model_parallel_world_size() > 1
+    if weight.name.split(".")[-1] in ("dq", "dkv", "kr") or not getattr(weight.param, "tensor_model_parallel", False):
+        raise ValueError(
+            f"{weight.name}: all heads read it, and tensor parallelism divides the heads among ranks, so its rate "
+            "needs the heads of other ranks, which QuacK cannot read; use tensor parallel size 1, or the paths without "
+            "it"
+        )
 
 
 Ranges = list[tuple[FlatTensor, Tensor]]
@@ -128,7 +121,10 @@ def _distributed(optimizer: Any) -> tuple[Ranges, list[set[int]]]:
     in_groups: list[set[int]] = [set() for _ in groups]
     for buffer in optimizer.buffers:
         params, ranks = list(buffer.param_index_map), buffer.data_parallel_group
-        for param, index in zip(params, _group_indices(params, place, ranks), strict=True):
+        known = [place[param][0] if param in place else -1 for param in params]
+        indices = torch.tensor(known, device=params[0].device)
+        dist.all_reduce(indices, dist.ReduceOp.MAX, group=ranks)  # only ranks with a range of it know the group
+        for param, index in zip(params, indices.tolist(), strict=True):
             if index < 0:  # it belongs to another optimizer of the chain
                 continue
             start, stepped = 0, torch.empty(0, device=param.device, dtype=torch.float32)
@@ -138,10 +134,3 @@ def _distributed(optimizer: Any) -> tuple[Ranges, list[set[int]]]:
             ranges.append((flat_range(param, param.shape, start, ranks, stepped), stepped))
             in_groups[index].add(id(ranges[-1][0]))
     return ranges, in_groups
-
-
-def _group_indices(params: Sequence[Tensor], place: Mapping[Tensor, tuple[int, int]], ranks: Any) -> list[int]:
-    """The index of the param group of each parameter, which only the ranks with a range of it know."""
-    indices = torch.tensor([place[param][0] if param in place else -1 for param in params], device=params[0].device)
-    dist.all_reduce(indices, dist.ReduceOp.MAX, group=ranks)
-    return indices.tolist()
