@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from quacklr.core.weight import Weight, packed
     from quacklr.find import logit_paths
     from quacklr.quack import QuacK
-    from quacklr.rules.budget import Budget, Limit
-    from quacklr.rules.paper import ConstantTau, Paper
+    from quacklr.rules.budget import Budget
+    from quacklr.rules.constant_tau import ConstantTau
+    from quacklr.rules.limit import Limit
+    from quacklr.rules.paper import Paper
     from quacklr.sharded.blocks import sensitivity
 
 __version__ = "0.2.0"
@@ -39,8 +41,10 @@ _MODULES = {
     "attention.monitor": ("LogitMonitor", "LogitStats"),
     "core.rule": ("Rule",),
     "quack": ("QuacK",),
-    "rules.budget": ("Budget", "Limit"),
-    "rules.paper": ("ConstantTau", "Paper"),
+    "rules.budget": ("Budget",),
+    "rules.constant_tau": ("ConstantTau",),
+    "rules.limit": ("Limit",),
+    "rules.paper": ("Paper",),
 }
 
 

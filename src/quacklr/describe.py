@@ -43,7 +43,7 @@ def attention_rows(
     last: Callable[[str, Sequence[LogitPath]], str],
 ) -> list[tuple[str, ...]]:
     """The rows of the table, and their titles. `last` returns the cell of a module in the last column."""
-    rows = [("attention", "found", "heads", "logit", title)]
+    rows: list[tuple[str, ...]] = [("attention", "found", "heads", "logit", title)]
     for paths in attentions:
         module = module_of(paths[0])
         origin = found[module].origin if module in found else GIVEN

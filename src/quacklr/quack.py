@@ -161,7 +161,8 @@ class QuacK:
 
         If the attention will be measured on the first batch, the state is kept until then.
         """
-        if not isinstance(state_dict, Mapping) or "rule" not in state_dict:
+        given: Any = state_dict
+        if not isinstance(given, Mapping) or "rule" not in given:
             raise ValueError(NOT_A_STATE)
         if (version := state_dict.get("version")) != VERSION:
             raise ValueError(f"the state has version {version}, and this quacklr reads version {VERSION} only")

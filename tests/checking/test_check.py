@@ -219,7 +219,7 @@ def loss(model: nn.Module, x_BTD: Tensor) -> Tensor:
 
 
 def test_the_measured_change_is_that_by_hand_of_the_layers_own_rows_for_the_inputs_before_the_step() -> None:
-    model = stack(Attention)
+    model: Any = stack(Attention)
     report = check(model, SGD(model.parameters(), lr=0.01), X_BTD, loss=loss, steps=1, growth=1.0)
     stepped, x_BTD = copy.deepcopy(model), X_BTD
     rows = [parameter for name, parameter in stepped.named_parameters() if ".out." not in name]
@@ -258,7 +258,7 @@ def test_a_head_without_logits_shows_nothing() -> None:
 
 
 def test_rows_that_take_no_step_though_they_train_are_not_shown_to_be_right() -> None:
-    model = stack(Separate)
+    model: Any = stack(Separate)
     idle = SGD([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.0}], lr=0.1)
     without_gradient = check(model, SGD(model.parameters(), 0.1), X_BTD, loss=lambda model, x: model[0](x).mean())
     for report in (check(model, idle, X_BTD), without_gradient):

@@ -98,7 +98,7 @@ def test_a_step_whose_closure_runs_the_first_batch_is_scaled(positional: bool) -
         loss.backward()
         return loss
 
-    optimizer.step(closure) if positional else optimizer.step(closure=closure)  # type: ignore[arg-type]
+    optimizer.step(closure) if positional else optimizer.step(closure=closure)
     for param, old, rate in zip(model.parameters(), before, (0.5, 0.5, 1.0), strict=True):
         assert param.grad is not None
         torch.testing.assert_close(param.detach(), old - 0.1 * rate * param.grad)

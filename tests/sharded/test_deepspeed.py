@@ -126,7 +126,7 @@ def kind_of_optimizer(_: int, stage: int, dtype: str, settings: Any) -> str:
 
 
 def accumulated(_: int, stage: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    settings = {"gradient_accumulation_steps": 2}
+    settings: Any = {"gradient_accumulation_steps": 2}
     with ds.engine_of("SGD", stage, **settings) as engine, QuacK(engine.module, engine.optimizer, TAU) as quack:
         return [quack.rates() for _ in ds.train(engine, range(4))], ds.whole_weights(engine)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.optim import Optimizer
 
 from quacklr.core.rule import Rule, Step, Stepped
 from quacklr.core.sensitivity import CompiledPaths
-from quacklr.util.autocast import without_autocast
 
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # every class's step is wrapped by this function
 
@@ -160,3 +160,17 @@ def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Any:
     handle = optimizer.register_step_post_hook(hook)
     vars(optimizer)["_optimizer_step_post_hooks"].move_to_end(handle.id, last=False)
     return handle
+
+
+def without_autocast(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook with autocast disabled: in float16, products of a small or large step would be 0 or inf."""
+
+    @wraps(hook)
+    def call(optimizer: Optimizer, *args: Any) -> Any:
+        device = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
+        if not torch.is_autocast_enabled(device):
+            return hook(optimizer, *args)
+        with torch.autocast(device, enabled=False):
+            return hook(optimizer, *args)
+
+    return call

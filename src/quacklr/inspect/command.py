@@ -105,8 +105,8 @@ class Report:
 
         made = "shapes only" if _on_meta(self.model) else "with its weights"
         rows = merged(attention_rows(self.paths.by_module.values(), self.paths.found, "weights", stored))
-        sections = [f"{self.name}: {type(self.model).__name__}, {made}"], columns(rows) if self.paths else []
-        sections += grouped("left alone:", self.left_alone), [self.summary]
+        title, table = [f"{self.name}: {type(self.model).__name__}, {made}"], columns(rows) if self.paths else []
+        sections = title, table, grouped("left alone:", self.left_alone), [self.summary]
         return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
     def as_json(self) -> dict[str, Any]:

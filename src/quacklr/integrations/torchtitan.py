@@ -50,10 +50,8 @@ class QuacKBuildFn:
                 f"this rank has {len(model_parts)} parts of the model, as with an interleaved pipeline of torchtitan, "
                 "which QuacK does not support; use a schedule with one part for each rank"
             )
-        self._attach = lambda: QuacK(
-            model_parts[0], list(optimizers), **{name: copy(each) for name, each in self._settings.items()}
-        )
-        self.quack = self._attach()
+        self._model, self._optimizers = model_parts[0], list(optimizers)
+        self._attach()
         self._first_step = optimizers.register_step_pre_hook(self._before_first_step)
         self._state_dict, self._load_state_dict = optimizers.state_dict, optimizers.load_state_dict
         optimizers.state_dict, optimizers.load_state_dict = self._with_state, self._load_with_state
@@ -66,7 +64,11 @@ class QuacKBuildFn:
     def _before_first_step(self, *_: Any) -> None:
         """Attach again: weights may have been loaded since. A loaded state removes this hook."""
         self.remove()
-        self.quack = self._attach()
+        self._attach()
+
+    def _attach(self) -> None:
+        settings = {name: copy(each) for name, each in self._settings.items()}
+        self.quack = QuacK(self._model, self._optimizers, **settings)
 
     def _with_state(self) -> dict[str, Any]:
         return {**self._state_dict(), KEY: self.quack.state_dict()}

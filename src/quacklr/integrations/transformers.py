@@ -42,8 +42,9 @@ class QuacKCallback(CallbackBase, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach. Weights and optimizer are loaded and on their device, and no step was taken yet."""
-        self._state: Any = state
-        step, saved, loaded = state.global_step, self._state.stateful_callbacks.pop(KEY, None), None
+        self._state: Any
+        self._state, step, loaded = state, state.global_step, None
+        saved = self._state.stateful_callbacks.pop(KEY, None)
         if saved is not None and saved["step"] == step > 0:  # else of an older step: training continued without QuacK
             loaded = torch.load(BytesIO(b64decode(saved["state"])), map_location="cpu", weights_only=True)
         quack = self._attach(kwargs["model"], kwargs["optimizer"], loaded, step > 0)

@@ -180,19 +180,6 @@ class Budget(Rule):
         return f"{type(self).__name__}({self.nats:g})"
 
 
-class Limit(Budget):
-    """What `clip_grad_norm_` is to gradients: the step of a head is scaled down if it would change the head's logits by
-    more than `nats`, otherwise not at all.
-
-        rate = min(1, nats * (lr now / initial lr) / asked(h))
-
-    Where nothing is limited, the step is bitwise the optimizer's own. `Limit(inf)` limits nothing: it only measures,
-    for `quack.changes()`. The number is that of `Budget`, and follows the schedule of lr in the same way.
-    """
-
-    largest_rate = 1.0
-
-
 def remember_lr(group: dict[str, Any]) -> bool:
     """Keep the lr of a param group if it has no initial lr. Returns False if that lr is 0; 0 is not kept."""
     if "initial_lr" in group or INITIAL_LR in group or "lr" not in group:

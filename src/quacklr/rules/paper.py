@@ -1,4 +1,4 @@
-"""The rule of the paper, its Algorithms 1 and 2, where rates go with 1 / sensitivity; and the paper's ablation of it.
+"""The rule of the paper, its Algorithms 1 and 2: rates go with 1 / sensitivity.
 
 The state of the rule is keyed by weight name. It is all that a run needs to resume exactly:
 
@@ -185,39 +185,6 @@ class Paper(Rule):
         norm = "" if self.norm is frobenius else f", norm={norm_name(self.norm)}"
         floor = f", floor={self.floor:g}" if self.floor else ""
         return f"Paper(tau={self.tau:g}{norm}{floor})"
-
-
-class ConstantTau(Rule):
-    """The ablation of the paper: rate = tau, whatever the partners of a weight are.
-
-    It can be set during training, for a schedule.
-    """
-
-    linear = True
-
-    def __init__(self, tau: float = 0.1) -> None:
-        self.tau = tau
-
-    @property
-    def tau(self) -> float:
-        """The rate of all weights on paths, relative to lr."""
-        return self._tau
-
-    @tau.setter
-    def tau(self, tau: float) -> None:
-        validate_number("tau", tau, "the rate relative to lr")
-        self._tau = tau
-
-    def after(self, step: Step) -> Tensor:  # noqa: ARG002
-        """tau for all blocks."""
-        return self.rates.fill_(self.tau)
-
-    def next_rates(self) -> Tensor:
-        """tau for all blocks."""
-        return self.rates.new_full(self.rates.shape, self.tau)
-
-    def __repr__(self) -> str:
-        return f"ConstantTau({self.tau:g})"
 
 
 def norm_name(norm: Norm) -> str:

@@ -144,7 +144,7 @@ def _fill(place: Any, items: dict[Any, Any]) -> None:
         kind.clear(place)
         for key, item in items.items():
             kind.__setitem__(place, key, item)
-    elif isinstance(place, CONTAINERS):
+    elif isinstance(place, list | set | deque):
         place.clear()
         (place.update if isinstance(place, set) else place.extend)(items.values())
     else:
