@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quacklr.core.path import LogitPath, mha, mla
     from quacklr.core.rule import Rule
     from quacklr.core.weight import Weight, packed
-    from quacklr.find import logit_paths
+    from quacklr.find.discover import logit_paths
     from quacklr.quack import QuacK
     from quacklr.rules.budget import Budget
     from quacklr.rules.constant_tau import ConstantTau
@@ -36,7 +36,7 @@ _MODULES = {
     "core.path": ("LogitPath", "mha", "mla"),
     "core.weight": ("Weight", "packed"),
     "sharded.blocks": ("sensitivity",),
-    "find": ("logit_paths",),
+    "find.discover": ("logit_paths",),
     "attention.clip": ("QKClip",),
     "attention.monitor": ("LogitMonitor", "LogitStats"),
     "core.rule": ("Rule",),

@@ -257,10 +257,15 @@ def test_a_head_without_logits_shows_nothing() -> None:
     assert report.layers[0].measured.isnan().tolist() == [True, False, False, False]
 
 
+def of_first_layer(model: Any, x_BTD: Tensor) -> Tensor:
+    loss: Tensor = model[0](x_BTD).mean()
+    return loss
+
+
 def test_rows_that_take_no_step_though_they_train_are_not_shown_to_be_right() -> None:
     model: Any = stack(Separate)
     idle = SGD([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.0}], lr=0.1)
-    without_gradient = check(model, SGD(model.parameters(), 0.1), X_BTD, loss=lambda model, x: model[0](x).mean())
+    without_gradient = check(model, SGD(model.parameters(), 0.1), X_BTD, loss=of_first_layer)
     for report in (check(model, idle, X_BTD), without_gradient):
         assert not report.ok
         assert [layer.problem for layer in report.layers] == ["", "its rows took no step: no gradient, or lr is 0"]

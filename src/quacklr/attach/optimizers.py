@@ -30,9 +30,8 @@ from quacklr.sharded.engines.engine import unwrapped_optimizer
 from quacklr.util.caller import warn
 from quacklr.util.modules import run_uncompiled
 
+# wrappers of one optimizer that were tried: scaling the step of that optimizer is scaling its lr
 STEP_INSIDE = ("Lookahead", "OptimizersContainer", "SAM", "ScheduleFreeWrapper")
-"""Wrappers of one optimizer that were tried: scaling the step of that optimizer is scaling its lr."""
-
 SHARD_STATE = ("ZeroRedundancyOptimizer", "OSS")  # each process steps a part of the parameters and broadcasts it
 KNOWN_LINEAR = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta),
@@ -75,9 +74,7 @@ def as_optimizers(given: object, linear: bool) -> list[Optimizer]:
 
     With `linear`, a scaled step must be a step with a scaled lr. For a wrapper (Lookahead, SAM, a container of several)
     these are then the optimizers inside it, unless they are given as well. Otherwise it is the wrapper itself, if its
-    step runs hooks.
-
-    Raises ValueError for objects that are no optimizers, and for optimizers whose hooks never run.
+    step runs hooks. ValueError for objects that are no optimizers, and for optimizers whose hooks never run.
     """
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, Optimizer) else [given]
     if not several:

@@ -22,16 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from quacklr.attention.logits import EagerLogits, HeadAxes, Logits, QKLogits, last_axis
 from quacklr.attention.provenance import ProvenanceTracker
-from quacklr.util.torch_functions import (
-    LOGSUMEXP,
-    MULTIHEAD,
-    SDPA,
-    SOFTMAX,
-    AttentionCall,
-    bound,
-    multihead_opened,
-    tensors_in,
-)
+from quacklr.util.torch_functions import LOGSUMEXP, MULTIHEAD, SDPA, SOFTMAX, bound, multihead_opened, tensors_in
 
 SUPPORTED = (
     "these are seen: scaled_dot_product_attention, flex attention, torch.nn.MultiheadAttention, and a softmax over the "
@@ -61,7 +52,9 @@ class AttentionInterceptor(TorchFunctionMode):
             with AttentionInterceptor(self.on_logits, partial(last_axis, heads=heads)):
                 return multihead_opened(*args, **kwargs)
         if func is SDPA:
-            self._report(self._sdpa_logits, AttentionCall(*args, **kwargs))
+            names = "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
+            query, key, _, mask, _, causal, scale, groups = bound(args, kwargs, *names)
+            self._report(self._sdpa_logits, query.detach(), key.detach(), mask, causal, scale, groups)
         elif func in SOFTMAX or func in LOGSUMEXP:
             self._report(self._softmax_logits, *bound(args, kwargs, "input", "dim"))
         elif is_flex(func):
@@ -90,18 +83,20 @@ class AttentionInterceptor(TorchFunctionMode):
         masked, subtracted = (arranged(t) if t.ndim else None for t in (origin.masked, origin.subtracted))
         return EagerLogits(arranged(logits), origin.keys, masked, subtracted, heads_known=axes.known)
 
-    def _sdpa_logits(self, call: AttentionCall) -> Logits | None:
+    def _sdpa_logits(
+        self, query: Tensor, key: Tensor, mask: Any, causal: bool, scale: float | None, groups: bool
+    ) -> Logits | None:
         """The logits of scaled_dot_product_attention; None for nested tensors. With groups, heads are the last axis."""
-        query, key, mask, offset = call.query.detach(), call.key.detach(), call.attn_mask, 0 if call.is_causal else None
         if query.is_nested or not (query.numel() and key.numel()):
             return None
         if query.ndim == 2:
             query, key = query[None], key[None]
-        shared = -3 if call.enable_gqa else -2  # up to this axis, queries and keys have the same leading sizes
+        shared = -3 if groups else -2  # up to this axis, queries and keys have the same leading sizes
         batch = torch.broadcast_shapes(query.shape[:shared], key.shape[:shared])
         lead, lead_of_keys = ((*batch, *each.shape[shared:-2]) for each in (query, key))
-        axes, axes_of_keys = [last_axis(lead), last_axis(lead_of_keys)] if call.enable_gqa else [self.axes_of(lead)] * 2
+        axes, axes_of_keys = [last_axis(lead), last_axis(lead_of_keys)] if groups else [self.axes_of(lead)] * 2
         key = axes_of_keys.arrange(key, (*lead_of_keys, *key.shape[-2:]))
+        offset = 0 if causal else None
         bias = sys.modules.get("torch.nn.attention.bias")  # its import takes 1.5 seconds
         if bias is not None and isinstance(mask, bias.CausalBias):
             offset = key.shape[-2] - query.shape[-2] if mask.variant == bias.CausalVariant.LOWER_RIGHT else 0
@@ -109,7 +104,7 @@ class AttentionInterceptor(TorchFunctionMode):
         if mask is not None:
             mask = axes.arrange(mask.detach(), (*lead, query.shape[-2], key.shape[-2]))
         query = axes.arrange(query, (*lead, *query.shape[-2:]))
-        scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
         return QKLogits(query, key.shape[-2], key, scale, offset, mask, heads_known=axes.known)
 
     def _report(self, logits_of: Callable[..., Logits | None], *args: Any, **kwargs: Any) -> None:

@@ -32,22 +32,14 @@ class FlatTensor(Tensor):
 
     It only describes the parameter, as the global shape of a DTensor does; there are no operations on it. It has the
     dtype and the device of what the optimizer steps, which may be an fp32 copy of a bf16 parameter.
-
-    Attributes:
-        param: the model's parameter.
-        start: the index of the first local entry in the flattened parameter.
-        count: the number of local entries; 0 if this process has none.
-        group: the process group that the entries are divided among; None if this process has all of them.
-        entries: a function that returns the local entries, in the memory that the optimizer writes to.
-        gradient: a function that returns their gradient, or None.
     """
 
-    param: Tensor
-    start: int
-    count: int
-    group: Any
-    entries: Callable[[], Tensor]
-    gradient: Callable[[], Tensor | None]
+    param: Tensor  # of the model
+    start: int  # the index of the first local entry in the flattened parameter
+    count: int  # the number of local entries; 0 if this process has none
+    group: Any  # the process group that the entries are divided among; None if this process has all of them
+    entries: Callable[[], Tensor]  # returns the local entries, in the memory that the optimizer writes to
+    gradient: Callable[[], Tensor | None]  # returns their gradient
 
     @staticmethod
     def __new__(
@@ -105,14 +97,10 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
 
 
 class Box(NamedTuple):
-    """A part of a parameter that is in one process.
+    """A part of a parameter that is in one process."""
 
-    `indices` are the global indices of its entries, one vector for each dimension. `tensor` returns the entries, in the
-    memory of the parameter.
-    """
-
-    indices: tuple[Tensor, ...]
-    tensor: Callable[[], Tensor]
+    indices: tuple[Tensor, ...]  # the global indices of its entries, one vector for each dimension
+    tensor: Callable[[], Tensor]  # returns the entries, in the memory of the parameter
 
 
 def local_boxes(tensor: Tensor) -> list[Box]:

@@ -43,8 +43,7 @@ class Stepped:
     def __init__(self, of_tensor: Mapping[int, Collection[int]] | None = None) -> None:
         self._of_tensor = dict(of_tensor or {})
         self.is_plain = not self._of_tensor
-        self.known = {i for ids in self._of_tensor.values() for i in ids}
-        """The ids of all parameters that are stepped through flat tensors, whatever is in the param groups now."""
+        self.known = {i for ids in self._of_tensor.values() for i in ids}  # whatever is in the param groups now
 
     def of(self, tensor: object) -> Collection[int]:
         """The ids of the parameters that a tensor in a param group stands for."""

@@ -1,5 +1,1 @@
-"""Finds the attention modules of a model, and the paths of their logits: `logit_paths`."""
-
-from quacklr.find.discover import logit_paths
-
-__all__ = ["logit_paths"]
+"""Finds the attention modules of a model, and the paths of their logits."""

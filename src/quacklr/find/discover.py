@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
 from torch import nn
 
-from quacklr.core.path import LogitPath, as_paths
+from quacklr.core.path import LogitPath, as_paths, changed
+from quacklr.core.weight import Weight
 from quacklr.find.finding import BY_TABLE, DECLARED, MEASURED, VERIFIED, Finding, is_inside, verified
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.tables import by_table, scaled
@@ -44,7 +46,8 @@ class LogitPaths(list[LogitPath]):
 
     def __init__(self, found: Mapping[str, Finding], model: nn.Module) -> None:
         self.found, self.model = dict(found), ref(model)
-        self.by_module = {name: _renamed(finding.paths, name) for name, finding in found.items() if finding.paths}
+        with_paths = [(name, finding.paths) for name, finding in found.items() if finding.paths]
+        self.by_module = {name: changed(paths, partial(_named, module=name)) for name, paths in with_paths}
         self.parameters = {id(each): (name, each.shape) for name, each in named_parameters(model)}
         super().__init__(path for paths in self.by_module.values() for path in paths)
 
@@ -178,9 +181,6 @@ def _declared(module: Any, name: str) -> Finding | None:
     return Finding(paths, reason, origin=DECLARED)
 
 
-def _renamed(paths: Sequence[LogitPath], module: str) -> list[LogitPath]:
-    """The same paths, with weights named `<module>.<role>`."""
-    if not module:
-        return list(paths)
-    weights = {weight: replace(weight, name=f"{module}.{weight.name}") for path in paths for weight in path.weights}
-    return [replace(path, weights=tuple(weights[weight] for weight in path.weights)) for path in paths]
+def _named(weight: Weight, module: str) -> Weight:
+    """The same weight, named `<module>.<role>`."""
+    return replace(weight, name=f"{module}.{weight.name}") if module else weight

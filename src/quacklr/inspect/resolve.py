@@ -1,12 +1,4 @@
-"""The model that TARGET on the command line names. The form of the name decides where it comes from:
-
-    package.module:factory, path/to/file.py:factory    a function of the user
-    path/to/config.json, ./folder, org/name            a config of transformers; of the hub only from its local cache
-    llama                                              a model type of transformers, in its default size
-    vit_tiny_patch16_224                               a model of timm
-
-Models of transformers are made on the meta device: they have shapes, but no weights.
-"""
+"""The model that TARGET on the command line names. Models of transformers are on the meta device, without weights."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ class Budget(Rule):
         super().start(paths, optimizers, in_groups)
         self._changes = LogitChanges(paths)
         self._parts = [(part, index) for weight, index in paths.blocks.flat_index.items() for part in weight.parts]
-        self._blocks_in, self._share = cache(self._new_mask), cache(self._new_share)
+        self._blocks_in = cache(lambda tensors: (self._sizes(tensors) > 0).to(self.rates.device))  # a mask of blocks
+        self._share = cache(self._new_share)
         for optimizer in optimizers:
             self.optimizer_loaded(optimizer)
 
@@ -159,10 +160,6 @@ class Budget(Rule):
         for part, index in self._parts:
             sizes[index] += math.sqrt(part.columns) * (id(part.param) in tensors)
         return sizes
-
-    def _new_mask(self, tensors: frozenset[int]) -> Tensor:
-        """(blocks,): whether a block has rows in these tensors (by id)."""
-        return (self._sizes(tensors) > 0).to(self.rates.device)
 
     def _new_share(self, tensors: frozenset[int], trained: frozenset[int]) -> Tensor:
         """(heads,): the share of the budget for a step of these tensors (by id); 1 if a head trains no others.

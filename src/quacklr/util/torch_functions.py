@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -136,19 +136,6 @@ class Product:
     factors: list[Tensor]
     labels: ProductLabels | None = None
     summand: Tensor | None = None
-
-
-class AttentionCall(NamedTuple):
-    """The arguments of scaled_dot_product_attention."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
 
 
 def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Product | None:

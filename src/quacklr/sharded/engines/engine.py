@@ -28,23 +28,16 @@ PASS_ON = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")  
 class Engine:
     """The flat ranges of an engine; by default that of no engine, where optimizers step the parameters themselves.
 
-    Attributes:
-        optimizers: the torch optimizers whose steps move the ranges; None if they are those that were given.
-        shards: for each parameter that is stepped in flat ranges, by its id, the local range.
-        stepped: which parameters the param groups step.
-        data_groups: the process groups whose ranks see different data; None if the model shows it.
-        gathers: whether the model has whole parameters only while it runs.
-        tensor_parallel: whether the heads are divided among ranks.
-        validate_weight: raises ValueError for a weight that the engine divides in a way that is not supported.
-        filled_groups: a context in which the param groups have all tensors that the optimizers step.
+    `validate_weight` raises ValueError for a weight that the engine divides in a way that is not supported. While
+    `filled_groups` is entered, the param groups have all tensors that the optimizers step.
     """
 
-    optimizers: list[Any] | None = None
-    shards: Mapping[int, FlatTensor] = field(default_factory=dict)
-    stepped: Stepped = field(default_factory=Stepped)
-    data_groups: Groups | None = None
-    gathers: bool = False
-    tensor_parallel: bool = False
+    optimizers: list[Any] | None = None  # the torch optimizers that move the ranges; None if they are those given
+    shards: Mapping[int, FlatTensor] = field(default_factory=dict)  # the local range of a parameter, by its id
+    stepped: Stepped = field(default_factory=Stepped)  # which parameters the param groups step
+    data_groups: Groups | None = None  # the process groups whose ranks see different data; None if the model shows it
+    gathers: bool = False  # whether the model has whole parameters only while it runs
+    tensor_parallel: bool = False  # whether the heads are divided among ranks
     validate_weight: Callable[[Weight], None] = lambda _: None
     filled_groups: Callable[[], AbstractContextManager[None]] = nullcontext
 
