@@ -163,8 +163,10 @@ class FirstBatch:
     def _leave_unverified(self, why: str) -> None:
         """Note why the findings of tables are not verified. RuntimeError if some attention is not known."""
         if not self.found:
-            nothing = f"{type(self._model()).__name__}: no attention was found by table or declaration"
-            raise RuntimeError(f"{nothing}, and it cannot be measured: {why}; {WAYS_OUT}")
+            kind, but = type(self._model()).__name__, f"{why}; {WAYS_OUT}"
+            raise RuntimeError(
+                f"{kind}: no attention was found by table or declaration, and it cannot be measured: {but}"
+            )
         _raise_if_pending(self.found, why)
         self._note(f"not verified: {why}")
 
