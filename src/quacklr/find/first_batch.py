@@ -163,10 +163,8 @@ class FirstBatch:
     def _leave_unverified(self, why: str) -> None:
         """Note why the findings of tables are not verified. RuntimeError if some attention is not known."""
         if not self.found:
-            kind, but = type(self._model()).__name__, f"{why}; {WAYS_OUT}"
-            raise RuntimeError(
-                f"{kind}: no attention was found by table or declaration, and it cannot be measured: {but}"
-            )
+            name, why = type(self._model()).__name__, f"it cannot be measured: {why}; {WAYS_OUT}"
+            raise RuntimeError(f"{name}: no attention was found by table or declaration, and {why}")
         _raise_if_pending(self.found, why)
         self._note(f"not verified: {why}")
 
