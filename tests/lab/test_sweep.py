@@ -107,7 +107,7 @@ def test_a_run_gets_the_gpu_with_the_fewest_runs(monkeypatch: pytest.MonkeyPatch
 
 def test_a_run_that_diverges_is_a_line_with_its_reason(corpus: Path, tmp_path: Path) -> None:
     config = small(corpus, Default(), ATTENTIONS["mha"])
-    wild = replace(config, optimizer=replace(config.optimizer, lr=1e9))
+    wild = replace(config, optimizer=replace(config.optimizer, lr=1e30))
     (entry,) = done([wild], tmp_path).ended
     assert entry.status == "diverged"
     assert "validation loss" in (entry.reason or "") or "loss is" in (entry.reason or "")
