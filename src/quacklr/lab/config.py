@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, type]] = {
         "quack": methods.Quack,
         "constant-tau": methods.ConstantTau,
         "budget": methods.Budget,
+        "limit": methods.Limit,
         "qk-norm": methods.QKNorm,
         "absorbed-qk-norm": methods.AbsorbedQKNorm,
         "qk-clip": methods.QKClipping,

@@ -101,6 +101,17 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """The default of QuacK: a head's step is scaled down if it would change the head's logits by more than `nats`."""
+
+    nats: float = 0.02
+    """How much one step may change the logits of a head, in nats."""
+
+    def __post_init__(self) -> None:
+        validate_positive(nats=self.nats)
+
+
+@dataclass(frozen=True)
 class QKNorm:
     """RMS norm, with a learned gain, on every query and key."""
 
@@ -176,6 +187,7 @@ Method = (
     | Quack
     | ConstantTau
     | Budget
+    | Limit
     | QKNorm
     | AbsorbedQKNorm
     | QKClipping
@@ -236,6 +248,8 @@ def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             case Budget(budget, threshold):
                 quack = QuacK(model, optimizers, rule=quacklr.Budget(budget))
                 return QuacKAndClip(quack, QKClip(model, optimizers, threshold)) if threshold else quack
+            case Limit(nats):
+                return QuacK(model, optimizers, rule=quacklr.Limit(nats))
             case QKClipping(threshold):
                 return QKClip(model, optimizers, threshold)
             case CompositionalMuon(multiplier, damping, isotropic):

@@ -26,10 +26,11 @@ from quacklr.lab.optim.compositional import Composition
 from quacklr.lab.optim.newton_schulz import orthogonalise, precision
 from quacklr.lab.optim.shard_exchange import ShardExchange, ShardSpec, local_gradient, shard_spec, validate_sharding
 
-UpdateScale = Literal["jordan", "rms"]
+UpdateScale = Literal["jordan", "rms", "ratio"]
 SCALES: dict[str, Callable[[int, int], float]] = {
     "jordan": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
     "rms": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+    "ratio": lambda rows, columns: (rows / columns) ** 0.5,
 }
 
 Job: TypeAlias = tuple[Tensor, dict[str, Any]]
@@ -40,7 +41,8 @@ class Muon(Optimizer):
     """Steps 2-D parameters by the orthogonalised momentum of their gradients. Linear in lr.
 
     `scale` is the factor of an update of shape (rows, columns): "jordan" is sqrt(max(1, rows / columns)), "rms" is
-    0.2 sqrt(max(rows, columns)), torch's "original" and "match_rms_adamw". `weight_decay` is decoupled. `blocks` splits
+    0.2 sqrt(max(rows, columns)), torch's "original" and "match_rms_adamw", and "ratio" is sqrt(rows / columns).
+    `weight_decay` is decoupled. `blocks` splits
     the rows of a parameter into that many equal blocks, each stepped as if it were a parameter of its own: one block
     per head is "Muon Split". All of these can differ between param groups.
 

@@ -37,7 +37,8 @@ class MuonRecipe:
     weight_decay: float = 0.0
     """Decoupled weight decay, not applied to vectors and scalars."""
     scale: UpdateScale = "jordan"
-    """Factor of an update: jordan is sqrt(max(1, rows / columns)), rms is 0.2 sqrt(max(rows, columns))."""
+    """Factor of an update: jordan sqrt(max(1, rows / columns)), rms 0.2 sqrt(max(rows, columns)), ratio the square root
+    of rows / columns."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay factors of the running means of the gradient and of its square."""
     eps: float = 1e-8

@@ -32,6 +32,7 @@ COLOURS: dict[str, str] = dict(
             "#7b5ea7",
             "#b03a2e",
             "#17becf",
+            "#000000",
         ),
         strict=True,
     )

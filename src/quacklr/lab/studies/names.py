@@ -10,6 +10,7 @@ from quacklr.lab.methods import (
     CompositionalMuon,
     ConstantTau,
     Default,
+    Limit,
     Method,
     MuonSplit,
     QKClipping,
@@ -34,6 +35,7 @@ METHOD_NAMES: dict[type, str] = {
     SigmaReparametrised: "sigma-Reparam",
     CompositionalMuon: "compositional Muon",
     BoundedStep: "AdamW^2",
+    Limit: "limit",
 }
 """By type of method, in the order of all tables and legends."""
 

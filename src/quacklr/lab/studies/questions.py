@@ -6,7 +6,7 @@ runs that are in the ledger. A run that is in two studies is done once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from quacklr.lab.config import Config
@@ -28,6 +28,7 @@ from quacklr.lab.optim import Constant
 from quacklr.lab.studies.budget_table import methods_in
 from quacklr.lab.studies.cell import Cell
 from quacklr.lab.studies.conditions import longer as in_longer_runs
+from quacklr.lab.studies.limits import TRANSFERS, harmless, muon_scale, stress, transfers
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import PAPER_METHODS
 from quacklr.lab.studies.results import AnyMethod, MethodRuns, Results, as_tuned
@@ -38,7 +39,7 @@ from quacklr.lab.studies.tuning import Runs
 
 Study = Callable[[StudyScale], Iterator[tuple[Cell, AnyMethod]]]
 AdaptiveStudy = Callable[[Results, str], Iterator[tuple[Cell, AnyMethod]]]
-"""A study of one size of the model, whose cells depend on the results so far."""
+"""A part of a study, such as one size of the model; its cells depend on the results so far."""
 Grid = Callable[[StudyScale], Iterator[Config]]
 """Runs without a setting to select, so their first seed is 0."""
 
@@ -192,9 +193,14 @@ def demo(scale: StudyScale) -> Iterator[Config]:
 
 STUDIES: dict[str, Study] = {
     study.__name__: study
-    for study in (critical, interventions, rivals, latents, absorbed, norms, adamw, sensitivity, budgets, longer)
+    for study in (
+        *(critical, interventions, rivals, latents, absorbed, norms, adamw, sensitivity, budgets, longer),
+        *(harmless, muon_scale),
+    )
 }
-ADAPTIVE: dict[str, AdaptiveStudy] = {"sizes": sizes}
+ADAPTIVE: dict[str, AdaptiveStudy] = {"sizes": sizes, "stress": stress, "transfers": transfers}
+PARTS: dict[str, Sequence[str]] = {"sizes": tuple(WIDTHS), "stress": ("mla", "mha"), "transfers": TRANSFERS}
+"""The parts of each adaptive study."""
 GRIDS: dict[str, Grid] = {"speed": speed, "demo": demo}
 
 
@@ -205,9 +211,9 @@ def runs_of(study: str, scale: StudyScale, known: Runs, seeds: int) -> Iterator[
         return
     results, judged = Results(known.values(), scale), list[MethodRuns]()
     if study in ADAPTIVE:
-        for size in WIDTHS:
+        for part in PARTS[study]:
             try:
-                judged += [results.planned(cell, method) for cell, method in ADAPTIVE[study](results, size)]
+                judged += [results.planned(cell, method) for cell, method in ADAPTIVE[study](results, part)]
             except NotRun as not_known:
                 yield from not_known.needed
     for cell, method in STUDIES[study](scale) if study in STUDIES else ():

@@ -115,6 +115,11 @@ class Results:
         cells = [self.scale.cell(attention, each, adamw=adamw, latent_norm=latent_norm) for each in rates]
         return self.runs(self._best_cell(cells, as_tuned(method)), method)
 
+    def planned_best(self, attention: str, method: AnyMethod) -> MethodRuns:
+        """A method at its best setting and learning rate, without its runs."""
+        cells = [self.scale.cell(attention, each) for each in self.scale.rates]
+        return self.planned(self._best_cell(cells, as_tuned(method)), method)
+
     def lr_sensitivity(self, attention: str, method: AnyMethod) -> dict[int, float]:
         """The sensitivity to the learning rate by seed, of a method at its best setting at every rate."""
         return lr_sensitivity(self.best(attention, method, lr).by_seed() for lr in self.scale.rates)
@@ -133,7 +138,8 @@ class Results:
         """The search for the best value of a method's setting in this cell."""
         assert tuned.first is not None
         if (cell, tuned) not in self._selections:
-            found = select(lambda value: cell.run(tuned.of_value(value), TUNING_SEED), tuned.first(cell), self.known)
+            run = lambda value: cell.run(tuned.of_value(value), TUNING_SEED)  # noqa: E731
+            found = select(run, tuned.first(cell), self.known, tuned.values)
             self._selections[cell, tuned] = found
         return self._selections[cell, tuned]
 

@@ -12,6 +12,7 @@ from quacklr.lab.methods import (
     CompositionalMuon,
     ConstantTau,
     Default,
+    Limit,
     Method,
     MuonSplit,
     QKClipping,
@@ -22,7 +23,7 @@ from quacklr.lab.methods import (
 )
 from quacklr.lab.studies.cell import Cell
 from quacklr.lab.studies.names import METHOD_NAMES, method_name, settings_of
-from quacklr.lab.studies.tuning import nearest
+from quacklr.lab.studies.tuning import VALUES, nearest
 
 
 @dataclass(frozen=True, eq=False)  # equal only to itself, so it can be the key of a dict
@@ -36,6 +37,8 @@ class TunedMethod:
     """The name of the setting; empty for a method without one."""
     first: Callable[[Cell], float] | None = None
     """The value where the search for the best one begins; None for a method without a setting."""
+    values: tuple[float, ...] = VALUES
+    """The values to select from."""
     same_in_all_cells: bool = False
     """Whether the ratio of the value to `first` is selected once for all cells of an optimizer, not in each cell."""
 
@@ -79,6 +82,7 @@ ISOTROPIC = TunedMethod(
     lambda _: 1.0,
 )
 SAME_TAU_LR = TunedMethod("QuacK, tau * lr fixed", Quack, "tau", _tau(0.1, 0.01), same_in_all_cells=True)
+TUNED_LIMIT = TunedMethod("limit, tuned", Limit, "nats", lambda _: Limit().nats, values=(0.005, 0.01, 0.02, 0.05, 0.1))
 
 TUNED: dict[type[Method], TunedMethod] = {
     Default: fixed(Default()),
@@ -88,6 +92,7 @@ TUNED: dict[type[Method], TunedMethod] = {
     ConstantTau: TunedMethod(METHOD_NAMES[ConstantTau], _constant_tau, "tau", _tau(0.01, 0.003)),
     Quack: QUACK,
     Budget: TunedMethod(METHOD_NAMES[Budget], lambda _: Budget()),
+    Limit: TunedMethod(METHOD_NAMES[Limit], lambda _: Limit()),
     MuonSplit: fixed(MuonSplit()),
     SoftCap: TunedMethod(METHOD_NAMES[SoftCap], SoftCap, "cap", lambda _: 30.0),
     SigmaReparametrised: fixed(SigmaReparametrised()),

@@ -7,7 +7,7 @@ values that were tried, unless it is the first or the last of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from quacklr.lab.config import Config, fingerprint
@@ -36,28 +36,29 @@ def nearest(value: float) -> float:
     return min(VALUES, key=lambda other: max(value / other, other / value))
 
 
-def neighbour(value: float, steps: int) -> float:
-    """The value that is `steps` positions further in VALUES; at its ends, the first or the last value."""
-    return VALUES[min(max(VALUES.index(value) + steps, 0), len(VALUES) - 1)]
+def neighbour(value: float, steps: int, values: Sequence[float] = VALUES) -> float:
+    """The value that is `steps` positions further in `values`; at its ends, the first or the last value."""
+    return values[min(max(values.index(value) + steps, 0), len(values) - 1)]
 
 
-def select(run: Callable[[float], Config], first: float, known: Runs) -> Selection:
+def select(run: Callable[[float], Config], first: float, known: Runs, values: Sequence[float] = VALUES) -> Selection:
     """The value with the lowest loss on the tuning seed, or the runs that are needed before it is known.
 
     Args:
         run: the run for a value, with the tuning seed.
         first: where the search begins.
         known: runs that have ended.
+        values: the values to select from.
 
     Of values with equal losses, the nearest to `first` is selected.
     """
-    configs = {value: run(value) for value in VALUES}
+    configs = {value: run(value) for value in values}
     entries = {value: known.get(fingerprint(config)) for value, config in configs.items()}
     losses = {value: tuning_loss(entry) for value, entry in entries.items() if entry is not None}
-    by_distance = sorted(losses, key=lambda value: abs(VALUES.index(value) - VALUES.index(first)))
+    by_distance = sorted(losses, key=lambda value: abs(values.index(value) - values.index(first)))
     tried: dict[float, Config] = {}
     for center in (first, min(by_distance, key=lambda value: losses[value], default=first)):
-        around = {value: configs[value] for value in (neighbour(center, steps) for steps in (0, -1, 1))}
+        around = {value: configs[value] for value in (neighbour(center, steps, values) for steps in (0, -1, 1))}
         tried |= {value: configs[value] for value in losses} | around
         needed = [config for value, config in around.items() if value not in losses]
         if needed:
