@@ -441,11 +441,12 @@ def test_a_model_that_is_compiled_after_attaching_has_no_batch() -> None:
 
 
 def replicated(_: int) -> dict[str, str]:
-    discover.by_table = by_names  # type: ignore[attr-defined]  # in a process of its own
-    wrapped = DistributedDataParallel(Model())
-    batch = started(wrapped)
-    wrapped(tokens())
-    return origins(batch.measure())
+    with pytest.MonkeyPatch.context() as patch:  # other tests use this process too
+        patch.setattr(discover, "by_table", by_names)
+        wrapped = DistributedDataParallel(Model())
+        batch = started(wrapped)
+        wrapped(tokens())
+        return origins(batch.measure())
 
 
 def test_under_ddp_every_rank_verifies(two: Crew) -> None:
