@@ -111,7 +111,7 @@ def _judged(name: str, model: nn.Module, sample: Any, known: dict[str, Finding],
         given = (
             model if without.startswith((ATTACHES,)) and not without.startswith(PARTLY) else logit_paths(model, sample)
         )
-        with QuacK(given, SGD(model.parameters(), lr=1.0)) as quack:
+        with QuacK(given, SGD(model.parameters(), lr=1.0), tau=1.0) as quack:
             right, off = rated(model, quack, verdict)
         wrong += [f"the rate of {row}" for row in off]
     if wrong:

@@ -53,7 +53,7 @@ def main() -> None:
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(CONFIG)  # type: ignore[no-untyped-call]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    quack = QuacK(all_paths(model), optimizer)
+    quack = QuacK(all_paths(model), optimizer, tau=1.0)
     for _ in range(10):
         tokens = torch.randint(64, (4, 16))
         model(tokens, labels=tokens).loss.backward()

@@ -49,7 +49,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = PairedAttention()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    quack = QuacK(model, optimizer)
+    quack = QuacK(model, optimizer, tau=1.0)
     for _ in range(20):
         optimizer.zero_grad()
         x_BTD = torch.randn(4, LENGTH, WIDTH)

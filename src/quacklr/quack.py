@@ -22,6 +22,7 @@ from quacklr.core.rule import NOT_A_STATE, VERSION, Rule
 from quacklr.core.sensitivity import CompiledPaths, HeadChange, LogitChanges
 from quacklr.core.step_scaler import StepScaler
 from quacklr.describe import describe
+from quacklr.rules.limit import Limit
 from quacklr.rules.paper import Paper
 from quacklr.sharded.blocks import ShardedBlocks, blocks_of
 
@@ -29,18 +30,22 @@ _attached: WeakSet[StepScaler] = WeakSet()  # their hooks keep them alive
 
 
 class QuacK:
-    """Per-head learning rates that bound how far one optimizer step can move an attention logit.
+    """Per-head learning rates that limit how far one optimizer step moves the attention logits.
 
-    An attention logit is a sum of products of weights: one product in most models, two in MLA. The sensitivity of a
-    head's query weights is the norm of its key weights, and vice versa; in MLA it is the product of the norms of the
-    other weights on the path. The weights of each head step with `lr * rate`, where
+    An attention logit is a product of weights: the same step of a head's query weights moves its logits further when
+    its key weights are larger, and vice versa. QuacK scales the step of these weights, one rate for each head. What the
+    rates are is a rule:
 
-        rate = tau * (sensitivity when QuacK was attached) / (sensitivity now)
+        QuacK(model, optimizer)            Limit(0.02): a step that would change the logits of a head by more than 0.02
+                                           nats is scaled down. All other steps are the optimizer's own, bitwise.
+        QuacK(model, optimizer, tau=1.0)   the paper's: tau * (sensitivity when QuacK was attached) / (sensitivity now).
+                                           The sensitivity of query weights is the norm of the key weights; in MLA, the
+                                           product of the norms of the other weights on the path.
 
-    Attach QuacK once, after the weights are initialised or loaded: `quack = QuacK(model, optimizer)`. The optimizer's
-    `lr` is never written, so the training loop, schedulers, param groups, gradient clipping and logging do not change.
-    Rates are relative to the weights at the time of attaching: to resume a run, save and load `state_dict()` together
-    with the optimizer's.
+    Attach QuacK once, after the weights are initialised or loaded. The optimizer's `lr` is never written, so the
+    training loop, schedulers, param groups, gradient clipping and logging do not change. With `tau`, rates are relative
+    to the weights at the time of attaching: to resume a run, save and load `state_dict()` together with the
+    optimizer's. A limit has no state.
 
     Args:
         model: the model; or an iterable of LogitPath, such as `logit_paths(model, batch)` returns. Attention of the
@@ -48,16 +53,16 @@ class QuacK:
             batch that the model runs, before the first step.
         optimizer: the optimizer that trains the model, or several; or DeepSpeed's engine. For the rules Paper and
             ConstantTau their steps must be linear in lr, as those of SGD, AdamW, Muon and most others are.
-        tau: short for `rule=Paper(tau)`: the rate at the start, relative to the optimizer's lr. The default is 1.
-        rule: what the rates are: `Paper`, `ConstantTau`, `Limit`, `Budget`, or a rule of your own.
+        tau: short for `rule=Paper(tau)`: the rate at the start, relative to the optimizer's lr.
+        rule: `Limit`, `Paper`, `ConstantTau`, `Budget`, or a rule of your own. The default is `Limit(0.02)`.
         verify: measure also attention that was found in a table. If the table was wrong, the first step raises
             ValueError. With False nothing is measured, and attention of other classes is an error.
 
     Sharded parameters are supported (FSDP1 and 2, tensor parallelism, DeepSpeed, Megatron): attach after sharding, in
     every process (docs/scaling.md). A step then takes one small all-reduce; with Limit or Budget also an all-to-all.
 
-    A step costs a copy of the rows on the paths, one pass over them for the norms, and one to scale the step. Only the
-    checks in the first step wait for the device.
+    A step costs a copy of the rows on the paths, one pass over them for the norms, and one to scale the step; a limit
+    needs one more, for the size of the step. Only the checks in the first step wait for the device.
     """
 
     def __init__(
@@ -71,8 +76,9 @@ class QuacK:
     ) -> None:
         self.rule = chosen_rule(tau, rule)
         self._attachment = Attachment(model, optimizer, linear=self.rule.linear, verify=verify, start=self._start)
-        self.rule.attached = True
         self.optimizers = self._attachment.optimizers
+        with self._attachment.engine.filled_groups():
+            self.rule.attach(self.optimizers)
         self._scaler = StepScaler(self.rule, self.optimizers, self._attachment)
         self._changes: LogitChanges | None = None
         self._state: Mapping[str, Any] | None = None  # loaded before the paths were known
@@ -203,11 +209,11 @@ class QuacK:
 
 
 def chosen_rule(tau: float | None, rule: Rule | None) -> Rule:
-    """The rule that is given, or the paper's with tau."""
+    """The rule that is given; without one, the paper's if there is a tau, otherwise a limit."""
     if isinstance(tau, Optimizer):
         raise ValueError("several optimizers are given as a list: QuacK(model, [first, second])")
     if rule is None:
-        return Paper(1.0 if tau is None else tau)
+        return Limit() if tau is None else Paper(tau)
     if tau is not None:
         raise ValueError(
             f"tau={tau!r} is short for rule=Paper(tau={tau!r}), and rule={rule!r} is given too; choose one"

@@ -114,7 +114,7 @@ def by_hand(cls: type[StandIn], rates: list[float]) -> float:
 def attached(cls: type[Optimizer], bias: bool = False, **settings: Any) -> None:
     """Attach QuacK, and remove it."""
     model = nn.Sequential(Separate(bias=bias))
-    QuacK(model, cls(model.parameters(), **settings)).remove()
+    QuacK(model, cls(model.parameters(), **settings), tau=1.0).remove()
 
 
 @pytest.mark.parametrize("cls", [CoupledDecay, StochasticRounding, SinceTheStart])
@@ -148,10 +148,10 @@ def test_linearity_depends_on_the_settings_in_defaults_and_in_attributes() -> No
 def test_only_param_groups_with_weights_on_a_path_matter_and_each_has_its_settings() -> None:
     model = Separate()
     groups = [{"params": [model.q.weight, model.k.weight], "cap": 1.0}, {"params": [model.v.weight], "lr": None}]
-    QuacK(nn.Sequential(model), CappedLr(groups)).remove()
+    QuacK(nn.Sequential(model), CappedLr(groups), tau=1.0).remove()
     groups = [{"params": [model.v.weight, model.q.weight], "cap": 1.0}, {"params": [model.k.weight], "cap": 0.01}]
     with pytest.raises(ValueError, match="CappedLr is not linear"):
-        QuacK(nn.Sequential(model), CappedLr(groups))
+        QuacK(nn.Sequential(model), CappedLr(groups), tau=1.0)
 
 
 def test_steps_of_vectors_are_measured_if_a_bias_is_on_a_path() -> None:
@@ -176,7 +176,7 @@ def test_during_a_warmup_the_lr_after_it_is_used() -> None:
     optimizer = CappedLr(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-3)
     with pytest.raises(ValueError, match="CappedLr is not linear"):
-        QuacK(model, optimizer)
+        QuacK(model, optimizer, tau=1.0)
 
 
 class NeedsTheModel(StandIn):
@@ -213,7 +213,7 @@ def test_an_optimizer_that_cannot_be_run_triggers_a_warning_with_the_reason(make
     model = nn.Sequential(Separate())
     warned = rf"could not be tested on small parameters \({reason}.*no copy of the weights"
     with pytest.warns(UserWarning, match=warned) as seen:
-        QuacK(model, make(model.parameters())).remove()
+        QuacK(model, make(model.parameters()), tau=1.0).remove()
     assert seen[0].filename == __file__
 
 
@@ -224,7 +224,7 @@ def test_the_optimizer_and_the_random_numbers_are_unchanged() -> None:
     optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
     weights = [param.detach().clone() for param in model.parameters()]
     settings, numbers = [{**group} for group in optimizer.param_groups], torch.get_rng_state()
-    QuacK(model, optimizer).remove()
+    QuacK(model, optimizer, tau=1.0).remove()
     assert torch.equal(torch.get_rng_state(), numbers)
     assert optimizer.param_groups == settings
     assert not optimizer.state
@@ -237,7 +237,7 @@ def test_it_works_in_inference_mode_and_with_another_default_device(around: Any)
     model = nn.Sequential(Separate())
     optimizer = Averaged(model.parameters())
     with around(), pytest.raises(ValueError, match="Averaged is not linear"):
-        QuacK(model, optimizer)
+        QuacK(model, optimizer, tau=1.0)
 
 
 def test_zero_redundancy_optimizer_is_as_linear_as_its_inner_optimizer(tmp_path: Path) -> None:
@@ -247,9 +247,9 @@ def test_zero_redundancy_optimizer_is_as_linear_as_its_inner_optimizer(tmp_path:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         model = nn.Sequential(Separate())
-        QuacK(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)).remove()
+        QuacK(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1), tau=1.0).remove()
         with pytest.raises(ValueError, match="Averaged is not linear"):
-            QuacK(model, ZeroRedundancyOptimizer(model.parameters(), Averaged, lr=0.1))
+            QuacK(model, ZeroRedundancyOptimizer(model.parameters(), Averaged, lr=0.1), tau=1.0)
     finally:
         dist.destroy_process_group()
 
@@ -258,4 +258,4 @@ def test_kernels_that_the_cpu_does_not_have_are_not_used() -> None:
     model = nn.Sequential(Separate())
     optimizer = type("Mine", (torch.optim.AdamW,), {})(model.parameters(), fused=True)
     optimizer.param_groups[0]["capturable"] = True  # for a GPU
-    QuacK(model, optimizer).remove()
+    QuacK(model, optimizer, tau=1.0).remove()

@@ -228,13 +228,13 @@ def test_parameters_that_are_no_longer_in_the_model_are_an_error_or_a_warning_if
 
     model = layers(2, Separate)
     optimizer = SGD(model.parameters(), lr=LR)
-    with QuacK(model, optimizer):
+    with QuacK(model, optimizer, tau=1.0):
         loaded_by_assignment(model[1])
         with pytest.warns(UserWarning, match=r"^1.q: 2 of 4 weights on the paths are no longer in the model") as seen:
             train(model, optimizer, steps=1)
         assert seen[0].filename == train.__code__.co_filename
     optimizer = SGD(model.parameters(), lr=LR)
-    QuacK(model, optimizer)
+    QuacK(model, optimizer, tau=1.0)
     loaded_by_assignment(model)
     with pytest.raises(RuntimeError, match=r"^0.q: 4 of 4 weights on the paths are no longer in the model"):
         train(model, optimizer, steps=1)
@@ -297,7 +297,7 @@ def test_data_of_other_strides_is_read_as_it_is_now(change: Callable[[Tensor], N
     torch.manual_seed(0)
     q, k = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
     optimizer = SGD([q, k], lr=LR)
-    quack = QuacK(mha(Weight("q", q, torch.arange(4)), Weight("k", k, torch.arange(4))), optimizer)
+    quack = QuacK(mha(Weight("q", q, torch.arange(4)), Weight("k", k, torch.arange(4))), optimizer, tau=1.0)
     start = k.detach().norm(dim=1)
     quack.rates()
     change(k)
@@ -319,7 +319,7 @@ def test_data_of_other_strides_is_read_as_it_is_now(change: Callable[[Tensor], N
 def test_a_parameter_whose_rows_cannot_be_written_any_more_is_refused(data: Tensor, message: str) -> None:
     q, k = nn.Parameter(torch.ones(2, 2, 3)), nn.Parameter(torch.ones(4, 3))
     optimizer = SGD([q, k], lr=LR)
-    QuacK(mha(Weight("q", q, torch.arange(4), dim=(0, 1)), Weight("k", k, torch.arange(4))), optimizer)
+    QuacK(mha(Weight("q", q, torch.arange(4), dim=(0, 1)), Weight("k", k, torch.arange(4))), optimizer, tau=1.0)
     q.data = data
     give_gradients(q, k)
     with pytest.raises(ValueError, match=message):

@@ -74,7 +74,7 @@ def test_a_scaled_step_is_a_step_with_a_scaled_lr(name: str) -> None:
 def test_the_test_on_small_parameters_finds_that_the_optimizers_of_torch_are_linear(name: str) -> None:
     model = nn.Sequential(Separate(bias=name != "Muon"))
     cls = type("Mine", (getattr(torch.optim, name),), {})
-    QuacK(model, cls(model.parameters(), **ACCEPTED[name])).remove()
+    QuacK(model, cls(model.parameters(), **ACCEPTED[name]), tau=1.0).remove()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -85,7 +85,7 @@ def test_an_optimizer_of_torch_that_is_not_linear_in_lr_is_refused_by_name_also_
     for cls in (getattr(torch.optim, name), type("Mine", (getattr(torch.optim, name),), {})):
         optimizer = cls(model.parameters())
         with pytest.raises(ValueError, match=f"^{cls.__name__} is not linear in lr"):
-            QuacK(model, optimizer)
+            QuacK(model, optimizer, tau=1.0)
         assert not optimizer._optimizer_step_pre_hooks
         assert not optimizer._optimizer_step_post_hooks
 

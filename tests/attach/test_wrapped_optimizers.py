@@ -204,7 +204,7 @@ def test_an_unknown_wrapper_is_a_warning_and_the_inner_optimizer_is_hooked() -> 
     model = nn.Sequential(Separate())
     inner = AdamW(model.parameters())
     with pytest.warns(UserWarning, match="^Unknown has a AdamW inside, .*; wrappers are not tested") as seen:
-        quack = QuacK(model, Unknown(inner))
+        quack = QuacK(model, Unknown(inner), tau=1.0)
     assert quack.optimizers == [inner]
     assert seen[0].filename == __file__
 
@@ -222,9 +222,9 @@ def test_what_is_no_optimizer_is_refused() -> None:
     vars(model)["opt"] = optimizer
     for given in (torch.optim.lr_scheduler.ConstantLR(optimizer), model, "adam", None, torch.amp.GradScaler("cpu")):
         with pytest.raises(ValueError, match=f"{type(given).__name__} is not a torch.optim.Optimizer"):
-            QuacK(model, [given])  # type: ignore[list-item]
+            QuacK(model, [given], tau=1.0)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="no optimizer given"):
-        QuacK(model, [])
+        QuacK(model, [], tau=1.0)
 
 
 class Unhooked(SGD):
@@ -245,9 +245,9 @@ class InBackward(Optimizer):
 def test_an_optimizer_whose_hooks_can_never_run_is_refused() -> None:
     model = nn.Sequential(Separate())
     with pytest.raises(ValueError, match="or Unhooked.step runs no hooks"):
-        QuacK(model, Unhooked(model.parameters()))
+        QuacK(model, Unhooked(model.parameters()), tau=1.0)
     with pytest.raises(ValueError, match="InBackward has no step of its own"):
-        QuacK(model, InBackward(model.parameters()))
+        QuacK(model, InBackward(model.parameters()), tau=1.0)
 
 
 class SamAlone(SGD):
@@ -259,7 +259,7 @@ class SamAlone(SGD):
 def test_two_steps_by_hand_that_run_no_hooks_are_a_warning() -> None:
     model = nn.Sequential(Separate())
     with pytest.warns(UserWarning, match="only the steps that SamAlone.step takes are seen"):
-        QuacK(model, SamAlone(model.parameters(), lr=0.1))
+        QuacK(model, SamAlone(model.parameters(), lr=0.1), tau=1.0)
 
 
 class KeepsCopies(SGD):

@@ -82,7 +82,7 @@ def test_correct_rows_pass(
 def test_grown_weights_move_logits_no_further_with_quack() -> None:
     model, batch = decoder(MHA(4, 4, 8))
     optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    start, grown = (check(model, optimizer, batch, growth=growth) for growth in (1.0, 8.0))
+    start, grown = (check(model, optimizer, batch, growth=growth, tau=1.0) for growth in (1.0, 8.0))
     for before, after in zip(start.layers, grown.layers, strict=True):
         assert (after.measured < 2 * before.measured).all()
         assert (after.asked > 4 * before.asked).all()
@@ -220,7 +220,7 @@ def loss(model: nn.Module, x_BTD: Tensor) -> Tensor:
 
 def test_the_measured_change_is_that_by_hand_of_the_layers_own_rows_for_the_inputs_before_the_step() -> None:
     model: Any = stack(Attention)
-    report = check(model, SGD(model.parameters(), lr=0.01), X_BTD, loss=loss, steps=1, growth=1.0)
+    report = check(model, SGD(model.parameters(), lr=0.01), X_BTD, loss=loss, steps=1, growth=1.0, tau=1.0)
     stepped, x_BTD = copy.deepcopy(model), X_BTD
     rows = [parameter for name, parameter in stepped.named_parameters() if ".out." not in name]
     loss(stepped, X_BTD).backward()

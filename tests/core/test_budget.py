@@ -243,7 +243,7 @@ def test_a_run_resumes_bitwise_without_a_state_of_quack() -> None:
 
 def test_states_with_and_without_a_budget() -> None:
     model = attention()
-    with QuacK(model, SGD(model.parameters(), lr=0.1)) as relative:
+    with QuacK(model, SGD(model.parameters(), lr=0.1), tau=1.0) as relative:
         state = relative.state_dict()
         with pytest.raises(ValueError, match="the state is that of rule Budget"):
             relative.load_state_dict({"version": 3, "rule": "Budget"})

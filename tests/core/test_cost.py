@@ -94,7 +94,7 @@ def bytes_alive() -> int:
 def test_a_step_takes_one_copy_of_the_rows_on_a_path_and_no_more(model: Callable[[], nn.Module]) -> None:
     attention = model()
     optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
-    quack = QuacK(attention, optimizer)
+    quack = QuacK(attention, optimizer, tau=1.0)
     for param in attention.parameters():
         param.grad = torch.zeros_like(param)
     rows = 3 * 2 * 64 * 64 * 4

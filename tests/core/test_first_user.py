@@ -29,7 +29,7 @@ def test_the_default_dtype_does_not_matter(default_dtype: Callable[[torch.dtype]
     optimizer, plain_optimizer = (
         type("Mine", (torch.optim.SGD,), {})(m.parameters(), lr=0.1) for m in (model, plain)
     )  # a class that is tested on small parameters
-    quack = QuacK(model, optimizer)
+    quack = QuacK(model, optimizer, tau=1.0)
     quack.load_state_dict(quack.state_dict())
     rate = quack.rate_of(model[0].qkv.weight)  # type: ignore[union-attr, arg-type]
     assert rate is not None
@@ -74,7 +74,7 @@ def test_weights_of_shape_width_heads_size_are_measured_and_moved() -> None:
 def test_setting_tau_between_two_optimizers_keeps_the_rates_of_the_iteration() -> None:
     model = layers(1, lambda: Separate(bias=True))
     first, second = (torch.optim.SGD([p for p in model.parameters() if p.ndim == n], lr=0.1) for n in (2, 1))
-    quack = QuacK(model, [first, second])
+    quack = QuacK(model, [first, second], tau=1.0)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     first.step()
@@ -102,6 +102,6 @@ def test_parameters_that_change_dtype_are_followed() -> None:
 def test_names_are_the_same_for_a_compiled_model() -> None:
     model = layers(1, Separate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert list(QuacK(torch.compile(model), optimizer).rates()) == ["0.q", "0.k"]  # type: ignore[arg-type]
+    assert list(QuacK(torch.compile(model), optimizer, tau=1.0).rates()) == ["0.q", "0.k"]  # type: ignore[arg-type]
     part = nn.ModuleDict({"a": torch.compile(nn.MultiheadAttention(8, 2))})  # type: ignore[dict-item]
     assert [weight.name for path in logit_paths(part) for weight in path.weights] == ["a.q", "a.k"]

@@ -108,7 +108,7 @@ def test_heads_of_different_sizes_are_one_weight() -> None:
     param, other = nn.Parameter(torch.ones(6, 2)), nn.Parameter(torch.ones(3, 2))
     weight = Weight("q", param, torch.tensor([0, 0, 0, 1, 2, 2]))
     quack = QuacK(
-        [LogitPath((weight, Weight("k", other, torch.arange(3))), 3)], torch.optim.SGD([param, other], lr=0.1)
+        [LogitPath((weight, Weight("k", other, torch.arange(3))), 3)], torch.optim.SGD([param, other], lr=0.1), tau=1.0
     )
     with torch.no_grad():
         param[3].mul_(2)
@@ -120,7 +120,7 @@ def test_a_three_dimensional_weight_has_a_head_a_row() -> None:
     """(heads, width, size), as in einsum-style attention, with its (heads, size) bias."""
     q, k, b = (nn.Parameter(torch.ones(shape)) for shape in ((2, 3, 5), (2, 3, 5), (2, 5)))
     paths = mha(Weight("q", q, torch.arange(2), bias=b), Weight("k", k, torch.arange(2)))
-    quack = QuacK(paths, torch.optim.SGD([q, k, b], lr=0.1))
+    quack = QuacK(paths, torch.optim.SGD([q, k, b], lr=0.1), tau=1.0)
     with torch.no_grad():
         k[1].mul_(10)
     rate = quack.rate_of(b)
@@ -143,7 +143,7 @@ def test_matrices_stacked_in_one_parameter_step_as_if_they_were_apart() -> None:
     ]
     alone = [Weight(n, w, head, 0, b) for n, w, b in zip("qk", apart, biases, strict=False)]
     optimizers = [torch.optim.AdamW(p, lr=0.3) for p in ([stacked, bias], [*apart, *biases])]
-    quacks = [QuacK(mha(*w), o) for w, o in zip((together, alone), optimizers, strict=True)]
+    quacks = [QuacK(mha(*w), o, tau=1.0) for w, o in zip((together, alone), optimizers, strict=True)]
     for _ in range(3):
         stacked.grad, bias.grad = torch.randn_like(stacked), torch.randn_like(bias)
         for part, b, g, g_b in zip(apart, biases, stacked.grad, bias.grad.view(3, -1), strict=True):

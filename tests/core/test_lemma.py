@@ -150,7 +150,7 @@ def test_in_the_worst_case_the_bound_is_met_and_without_quack_it_is_not() -> Non
             for param in model.parameters():
                 param.zero_()[0, 0] = 1
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        quack = QuacK(nn.Sequential(model), optimizer) if attach else None
+        quack = QuacK(nn.Sequential(model), optimizer, tau=1.0) if attach else None
         with torch.no_grad():
             model.k.weight *= 1000
         e = torch.zeros(1, 16, dtype=torch.float64)

@@ -44,7 +44,7 @@ def head_norms(matrix: Tensor, size: int = 8) -> Tensor:
 def test_lora_of_queries_and_keys_attaches_and_its_rates_are_those_of_the_paths_by_hand() -> None:
     model = llama(target_modules=["q_proj", "k_proj"])
     optimizer = torch.optim.SGD(trained(model), lr=0.1)
-    quack = QuacK(model, optimizer)
+    quack = QuacK(model, optimizer, tau=1.0)
     attention = model.get_submodule(LLAMA)
     q, k = attention.q_proj, attention.k_proj
 
@@ -108,14 +108,14 @@ def test_a_weight_that_is_not_rated_has_no_rate_and_needs_no_optimizer() -> None
     q, k = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
     block = torch.tensor([0, 0, 1, 1])
     path = LogitPath((Weight("q", q, block), Weight("k", k, block, rated=False)), heads=2)
-    quack = QuacK([path], torch.optim.SGD([q], lr=1.0))
+    quack = QuacK([path], torch.optim.SGD([q], lr=1.0), tau=1.0)
     with torch.no_grad():
         k[:2] *= 4
     torch.testing.assert_close(quack.rates(), {"q": torch.tensor([0.25, 1.0])})
     assert quack.rate_of(k) is None
     with torch.no_grad():
         q.zero_()  # k then has no bound, but it has no rate either
-    QuacK([path], torch.optim.SGD([q, k], lr=1.0))
+    QuacK([path], torch.optim.SGD([q, k], lr=1.0), tau=1.0)
 
 
 def attentions(model: nn.Module) -> list[Any]:
@@ -132,7 +132,7 @@ def test_weight_norm_is_measured_to_its_gains_and_spectral_norm_to_nothing() -> 
     assert torch.equal(second.q_proj.parametrizations.weight[0]._u, u)  # power iterations go on when it is read
     assert [weight.param.shape for weight in paths[0].weights] == [(32, 1), (16, 32)]
     assert list(paths.left_alone) == ["model.layers.1.self_attn"]
-    quack = QuacK(paths, torch.optim.SGD(model.parameters(), lr=0.1))
+    quack = QuacK(paths, torch.optim.SGD(model.parameters(), lr=0.1), tau=1.0)
     with torch.no_grad():
         first.q_proj.parametrizations.weight.original0[8:16] *= 5
     assert quack.rates()["model.layers.0.self_attn.k"].tolist() == pytest.approx([0.2, 1], rel=0.1)

@@ -29,9 +29,9 @@ def scaled(model: nn.Module, factor: float) -> nn.Module:
 def test_a_norm_that_a_float32_cannot_hold_is_refused_and_measured_in_double_precision() -> None:
     model = scaled(layers(1, Separate), 1e21)
     with pytest.raises(ValueError, match="^0.q: holds NaN or inf, or its norm is more than float32 can hold"):
-        QuacK(model, sgd(model))
+        QuacK(model, sgd(model), tau=1.0)
     model = model.double()
-    quack = QuacK(model, sgd(model))
+    quack = QuacK(model, sgd(model), tau=1.0)
     scaled(model, 10)
     torch.testing.assert_close(quack.rates()["0.q"], torch.full((4,), 0.1))
 
@@ -43,7 +43,7 @@ def test_a_path_whose_product_a_float32_cannot_hold_is_refused_unless_the_rate_i
     """Each norm is an ordinary float32; three of them together are not."""
     model = scaled(Latent(), factor)
     with pytest.raises(ValueError, match=rf"^\w+: the product of its partners' norms is {word} what float32 can hold"):
-        QuacK(model, sgd(model))
+        QuacK(model, sgd(model), tau=1.0)
     assert QuacK(model, sgd(model), rule=ConstantTau(1.0)).rates()["uq"].tolist() == [1.0] * 4
 
 
@@ -161,4 +161,4 @@ def test_a_bias_on_the_meta_device_is_refused() -> None:
     model: Any = nn.Sequential(Separate(bias=True))
     model[0].q.bias = nn.Parameter(torch.empty(16, device="meta"))
     with pytest.raises(ValueError, match=r"^0.q.bias: its parameter is on the meta device"):
-        QuacK(model, sgd(model))
+        QuacK(model, sgd(model), tau=1.0)

@@ -41,7 +41,7 @@ def test_a_frozen_partner_counts_and_has_no_rate() -> None:
     attention: Any = model[0]
     attention.q.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    quack = QuacK(model, optimizer)
+    quack = QuacK(model, optimizer, tau=1.0)
     before = attention.q.weight.clone()
     with torch.no_grad():
         attention.q.weight.mul_(4)
@@ -75,7 +75,7 @@ def test_tied_layers_are_one_weight_on_several_paths() -> None:
     other = Separate()
     other.q.weight = shared.q.weight
     model = nn.Sequential(shared, other)
-    quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1), tau=1.0)
     assert list(quack.rates()) == ["0.q", "0.k", "1.k"]
     with torch.no_grad():
         other.k.weight.mul_(10)
@@ -88,7 +88,7 @@ def test_tied_layers_are_one_weight_on_several_paths() -> None:
 
 def test_a_bias_counts_in_its_heads_norm_and_gets_its_rate() -> None:
     model, optimizer = model_and_optimizer(bias=True)
-    quack = QuacK(model, optimizer)
+    quack = QuacK(model, optimizer, tau=1.0)
     attention: Any = model[0]
     start = torch.cat([attention.k.weight, attention.k.bias.unsqueeze(1)], 1).view(4, -1).norm(dim=1)
     with torch.no_grad():

@@ -109,16 +109,62 @@ def test_the_initial_lr_of_a_run_that_had_no_quack_is_the_loaded_one(attach_firs
         assert relative_change(quack) == pytest.approx(1, rel=1e-2)
 
 
-@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-def test_an_lr_of_0_is_an_error_when_attaching_only_for_weights_on_paths(lr: Any) -> None:
-    model = attention()
-    with pytest.raises(ValueError, match="the lr of a param group of AdamW is 0. A budget follows lr"):
-        QuacK(model, AdamW(model.parameters(), lr=lr), rule=Budget(BUDGET))
-    others: dict[str, Any] = {"params": [model[0].v.weight], "lr": 0.0}
-    optimizer = SGD([{"params": [model[0].q.weight, model[0].k.weight]}, others], lr=0.1)
+def changes_of_a_warmup(
+    lrs: list[float], make: Callable[[Any], Any], by_hand: Callable[[Any, float], None]
+) -> list[float]:
+    """Relative changes in a run with these lrs, which the loop sets itself."""
+    model, found = attention(), []
+    optimizer = make(model)
     with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
+        for lr in lrs:
+            by_hand(optimizer.param_groups[0], lr)
+            train(model, optimizer, steps=1)
+            found.append(relative_change(quack))
+    return found
+
+
+def set_number(group: dict[str, Any], lr: float) -> None:
+    group["lr"] = lr
+
+
+def set_tensor(group: dict[str, Any], lr: float) -> None:
+    group["lr"].fill_(lr)
+
+
+@pytest.mark.parametrize("first", [0.1, 0.0, 1e-4])
+@pytest.mark.parametrize(
+    ("start", "by_hand"), [(float, set_number), (torch.tensor, set_tensor)], ids=["number", "tensor"]
+)
+def test_a_loop_that_sets_lr_by_hand_never_gets_more_than_the_budget(first: float, start: Any, by_hand: Any) -> None:
+    """`first` is lr when QuacK is attached. If that is the peak lr, the budget follows the warmup too."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lrs = [0.01, 0.05, 0.1, 0.05, 0.1, 0.01]
+        found = changes_of_a_warmup(
+            lrs, lambda model: AdamW(model.parameters(), lr=start(first), foreach=False), by_hand
+        )
+    assert found == pytest.approx([0.1, 0.5, 1, 0.5, 1, 0.1] if first == 0.1 else [1, 1, 1, 0.5, 1, 0.1], rel=1e-2)
+    assert len(caught) == (first < 0.1)
+    if caught:
+        assert f"of AdamW is 0.01 now, and was {first:g} when QuacK was attached" in str(caught[0].message)
+        assert "Budget(0.05) did not follow this rise: every step was allowed 0.05 nats" in str(caught[0].message)
+        assert caught[0].filename.endswith("models.py")  # the line that called optimizer.step
+
+
+def test_a_scheduler_may_be_made_after_quack_and_a_group_may_be_added() -> None:
+    model: Any = attention()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
+        OneCycleLR(optimizer, max_lr=0.2, total_steps=10, div_factor=10)  # lr is a tenth of max_lr now
         train(model, optimizer, steps=1)
-        assert relative_change(quack) == pytest.approx(1, rel=1e-2)
+        assert relative_change(quack) == pytest.approx(0.1, rel=1e-2)
+    model = layers(2, Separate)
+    optimizer = AdamW([{"params": model[0].parameters()}], lr=0.1)
+    optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.02})
+    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
+        optimizer.param_groups[1]["lr"] = 0.01
+        train(model, optimizer, steps=1)
+        assert [relative_change(quack, name) for name in "01"] == pytest.approx([1, 0.5], rel=1e-2)
 
 
 def test_a_later_lr_of_0_changes_nothing_and_the_reported_change_is_0() -> None:
@@ -146,22 +192,6 @@ def test_an_optimizer_with_lr_0_does_not_hide_the_change_by_another() -> None:
             train(model, one, steps=1)
             train(model, other, steps=1)
             assert relative_change(quack) == pytest.approx(0.5, rel=1e-2)
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_an_lr_that_goes_on_rising_is_warned_of_again(as_tensor: bool) -> None:
-    model = attention()
-    lr: Any = torch.tensor(1e-5) if as_tensor else 1e-5
-    optimizer = AdamW(model.parameters(), lr=lr, foreach=False)
-    with QuacK(model, optimizer, rule=Budget(BUDGET)), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(1, 51):  # a warmup by hand
-            optimizer.param_groups[0]["lr"] = step * lr
-            train(model, optimizer, steps=1)
-    assert [str(each.message).partition(" times")[0].split()[-1] for each in caught] == ["2", "21"]
-    assert "21 times its lr when QuacK was attached" in str(caught[1].message)
-    assert "it is 1.05 now instead of 0.05, and grows with lr" in str(caught[1].message)
-    assert caught[0].filename.endswith("models.py")  # the line that called optimizer.step
 
 
 def test_an_optimizer_without_lr_has_the_budget() -> None:

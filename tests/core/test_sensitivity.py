@@ -127,7 +127,7 @@ def test_the_norm_is_a_choice() -> None:
 def test_scaling_one_key_slows_its_own_query_and_no_other() -> None:
     torch.manual_seed(0)
     model = Separate()
-    with QuacK(nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=0.1)) as quack:
+    with QuacK(nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=0.1), tau=1.0) as quack:
         with torch.no_grad():
             model.k.weight[4:8] *= 8
         rates = quack.rates()

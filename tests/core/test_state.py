@@ -68,15 +68,15 @@ def test_quack_attached_to_an_optimizer_that_has_stepped_warns_unless_its_state_
 ) -> None:
     model = layers(2, Separate)
     optimizer = make(model.parameters())
-    with QuacK(model, optimizer) as first:
+    with QuacK(model, optimizer, tau=1.0) as first:
         train(model, optimizer, steps=2)  # no warning: nothing had stepped
         state = first.state_dict()
-    with QuacK(model, optimizer) as loaded:
+    with QuacK(model, optimizer, tau=1.0) as loaded:
         loaded.load_state_dict(state)
         train(model, optimizer, steps=1)
     with QuacK(model, optimizer, rule=ConstantTau(1.0)):  # its rates do not depend on the weights at the start
         train(model, optimizer, steps=1)
-    with QuacK(model, optimizer):
+    with QuacK(model, optimizer, tau=1.0):
         with pytest.warns(UserWarning, match="the optimizer had stepped before QuacK was attached"):
             train(model, optimizer, steps=1)
         train(model, optimizer, steps=1)  # once
@@ -118,7 +118,7 @@ def test_a_state_is_a_copy_that_training_does_not_change() -> None:
 def test_a_state_of_another_model_is_refused_with_the_difference(other: Callable[[], nn.Module], message: str) -> None:
     _, _, quack = run()
     stranger = other()
-    state = QuacK(stranger, torch.optim.SGD(stranger.parameters(), lr=0.1)).state_dict()
+    state = QuacK(stranger, torch.optim.SGD(stranger.parameters(), lr=0.1), tau=1.0).state_dict()
     rates = quack.rates()
     with pytest.raises(ValueError, match="the state is of another model: ") as error:
         quack.load_state_dict(state)
@@ -131,7 +131,7 @@ def fused(repeat: int) -> QuacK:
     param = nn.Parameter(torch.randn(8, 3))
     heads = 4 // repeat
     weights = packed(param, ("q", heads, 1), ("k", heads, 1), repeat=repeat)
-    return QuacK(mha(*weights), torch.optim.SGD([param], lr=0.1))
+    return QuacK(mha(*weights), torch.optim.SGD([param], lr=0.1), tau=1.0)
 
 
 def test_a_state_of_other_rows_is_refused() -> None:

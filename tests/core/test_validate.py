@@ -79,11 +79,11 @@ MODEL = nn.Sequential(Separate())
         (lambda o: QuacK(MODEL, o, o), r"several optimizers are given as a list: QuacK\(model, \[first, second\]\)"),
         (lambda o: QuacK(MODEL, o, tau=1.0, rule=Paper()), r"tau=1.0 is short for rule=Paper\(tau=1.0\), and rule="),
         (lambda o: QuacK(MODEL, o, rule=Paper), "a rule is Paper"),  # type: ignore[arg-type]
-        (lambda o: QuacK("gpt", o), "the model must be an nn.Module or a list of LogitPath, not str"),  # type: ignore[arg-type]
-        (lambda o: QuacK(o, MODEL), "the model must be an nn.Module or a list of LogitPath, not SGD"),  # type: ignore[arg-type]
-        (lambda o: QuacK([], o), "there is no path to control: the list of paths is empty"),
+        (lambda o: QuacK("gpt", o, tau=1.0), "the model must be an nn.Module or a list of LogitPath, not str"),  # type: ignore[arg-type]
+        (lambda o: QuacK(o, MODEL, tau=1.0), "the model must be an nn.Module or a list of LogitPath, not SGD"),  # type: ignore[arg-type]
+        (lambda o: QuacK([], o, tau=1.0), "there is no path to control: the list of paths is empty"),
         (
-            lambda o: QuacK(mha(Weight("q", param(2, 3), [0, 1]), Weight("q", param(2, 4), [0, 1])), o),  # type: ignore[arg-type]
+            lambda o: QuacK(mha(Weight("q", param(2, 3), [0, 1]), Weight("q", param(2, 4), [0, 1])), o, tau=1.0),  # type: ignore[arg-type]
             "^q: two different weights have this name",
         ),
     ],
@@ -119,7 +119,7 @@ def test_weights_without_a_bound_are_refused_and_no_hook_is_attached(
     spoil(attention)
     before = optimizer.state_dict()
     with pytest.raises(ValueError, match=message):
-        QuacK(model, optimizer)
+        QuacK(model, optimizer, tau=1.0)
     assert optimizer.state_dict() == before
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
@@ -132,7 +132,7 @@ def test_a_zero_in_a_chain_names_the_weight_that_is_zero() -> None:
     model = Latent()
     nn.init.zeros_(model.uk.weight)
     with pytest.raises(ValueError, match="^uq: its partner uk is all zeros"):
-        QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1), tau=1.0)
 
 
 def test_a_parameter_in_none_of_the_optimizers_is_refused_by_name() -> None:
@@ -140,22 +140,22 @@ def test_a_parameter_in_none_of_the_optimizers_is_refused_by_name() -> None:
     optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if name != "0.k.weight"], lr=0.1)
     none = r"^0.k: its parameter is in none of the optimizers given; .* requires_grad_\(False\)"
     with pytest.raises(ValueError, match=none):
-        QuacK(model, optimizer)
+        QuacK(model, optimizer, tau=1.0)
     matrices, biases = (torch.optim.SGD([p for p in model.parameters() if p.ndim == n], lr=0.1) for n in (2, 1))
     with pytest.raises(ValueError, match="^0.q.bias: its parameter is in none"):
-        QuacK(model, matrices)
-    QuacK(model, [matrices, biases])
+        QuacK(model, matrices, tau=1.0)
+    QuacK(model, [matrices, biases], tau=1.0)
 
 
 def test_a_second_quack_on_the_same_weights_is_refused_until_the_first_is_removed() -> None:
     model = nn.Sequential(Separate())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    first = QuacK(model, optimizer)
+    first = QuacK(model, optimizer, tau=1.0)
     with pytest.raises(ValueError, match=r"^0.q: another QuacK is attached .* \(as 0.q\); call remove\(\)"):
-        QuacK(model, optimizer)
-    QuacK(model, torch.optim.AdamW(model.parameters()))  # another optimizer's steps are its own
+        QuacK(model, optimizer, tau=1.0)
+    QuacK(model, torch.optim.AdamW(model.parameters()), tau=1.0)  # another optimizer's steps are its own
     first.remove()
-    QuacK(model, optimizer)
+    QuacK(model, optimizer, tau=1.0)
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -186,7 +186,7 @@ def test_two_quacks_may_share_an_optimizer_but_no_weight() -> None:
     QuacK(nn.ModuleList([first]), optimizer, tau=0.5)
     QuacK(nn.ModuleList([second]), optimizer, tau=0.1)
     with pytest.raises(ValueError, match=r"^0.q: another QuacK is attached"):
-        QuacK(nn.ModuleList([second]), optimizer)
+        QuacK(nn.ModuleList([second]), optimizer, tau=1.0)
     before = [param.detach().clone() for param in (*first.parameters(), *second.parameters())]
     for parameter in (*first.parameters(), *second.parameters()):
         parameter.grad = torch.ones_like(parameter)
@@ -202,20 +202,20 @@ def test_two_weights_that_claim_one_row_are_refused() -> None:
     shared = param(4, 3)
     weights = Weight("a", shared, torch.tensor([0, 0, 1, 1])), Weight("b", shared, torch.tensor([0, 1, 1, -1]))
     with pytest.raises(ValueError, match="^b and a claim the same rows; declare them as one Weight"):
-        QuacK([LogitPath(weights, 2)], torch.optim.SGD([shared], lr=0.1))
+        QuacK([LogitPath(weights, 2)], torch.optim.SGD([shared], lr=0.1), tau=1.0)
 
 
 def test_a_model_on_the_meta_device_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Separate())
     with pytest.raises(ValueError, match="^0.q: its parameter is on the meta device"):
-        QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1), tau=1.0)
 
 
 def test_a_model_that_is_all_frozen_is_refused() -> None:
     model = layers(1, Separate).requires_grad_(False)
     with pytest.raises(ValueError, match="0.q and all others on a path are frozen, so there is nothing to control"):
-        QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1), tau=1.0)
 
 
 def test_a_wrong_declaration_names_its_module() -> None:
@@ -225,4 +225,4 @@ def test_a_wrong_declaration_names_its_module() -> None:
 
     model = nn.ModuleDict({"attention": Wrong()})
     with pytest.raises(ValueError, match=r"logit_paths\(\) of attention must return a list of LogitPath, not NoneType"):
-        QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1), tau=1.0)

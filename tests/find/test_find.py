@@ -59,7 +59,7 @@ def test_multihead_attention_of_torch_is_known(bias: bool, kdim: int | None) -> 
     """The expected values are slices of torch's own parameters."""
     torch.manual_seed(0)
     module = nn.MultiheadAttention(8, 2, bias=bias, kdim=kdim)
-    quack = QuacK(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    quack = QuacK(module, torch.optim.SGD(module.parameters(), lr=0.1), tau=1.0)
 
     def norms() -> tuple[Tensor, Tensor]:
         if kdim is None:

@@ -107,7 +107,7 @@ def test_quack_takes_measured_paths_and_rates_are_those_of_the_rules() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rates = []
     for paths in (logit_paths(model, SAMPLE), model):
-        with QuacK(paths, optimizer) as quack, torch.no_grad():
+        with QuacK(paths, optimizer, tau=1.0) as quack, torch.no_grad():
             model.get_submodule("model.layers.0.self_attn.k_proj").get_parameter("weight")[:8] *= 3
             rates.append(quack.rates())
     torch.testing.assert_close(rates[0], rates[1])
@@ -181,7 +181,7 @@ def test_measured_paths_list_what_is_left_alone_too() -> None:
     model = Model(HF, normed, Mixer(), Plain())
     paths = logit_paths(model, SAMPLE)
     assert [path.weights[0].name[13:15] for path in paths] == ["1.", "2."]  # in the model's order
-    quack = QuacK(paths, torch.optim.SGD(model.parameters(), lr=0.1))
+    quack = QuacK(paths, torch.optim.SGD(model.parameters(), lr=0.1), tau=1.0)
     assert "model.layers.0.self_attn: QK norm" in repr(quack)
     assert repr(paths[1]).startswith("LogitPath(model.layers.2.self_attn.q . model.layers.2.self_attn.k: 4 heads)")
     assert repr(paths[1].weights[1]).endswith("16 rows of (16, 32), 2 blocks)")

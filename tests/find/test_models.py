@@ -109,14 +109,14 @@ def test_the_judge_sees_a_wrong_rate() -> None:
         for name, paths in found.items()
         for path in paths
     ]
-    with QuacK(bare, torch.optim.SGD(model.parameters(), lr=1.0)) as quack:
+    with QuacK(bare, torch.optim.SGD(model.parameters(), lr=1.0), tau=1.0) as quack:
         assert rated(model, quack, verdict)[1]
 
 
 def test_what_a_projection_reads_beside_its_latent_is_a_path_of_its_own() -> None:
     """AXK2's queries read their latent with its norm and without, so a small latent does not raise their rates."""
     model, _ = build("axk2")
-    quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=1.0), tau=1.0)
     name = "model.layers.0.self_attn"
     with torch.no_grad():
         model.get_parameter(f"{name}.q_a_proj.weight").mul_(1e-3)

@@ -266,7 +266,7 @@ def test_a_layer_with_qk_norm_is_left_alone_and_a_model_of_such_layers_needs_no_
     normed = [known(q_norm=nn.RMSNorm(8), k_norm=nn.RMSNorm(8)) for _ in range(2)]
     model = Model(HF, Known(), *normed)
     assert logit_paths(model).left_alone == dict.fromkeys(map(HF.format, (1, 2)), QK_NORM)
-    quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    quack = QuacK(model, torch.optim.SGD(model.parameters(), lr=0.1), tau=1.0)
     assert repr(quack).endswith("left alone:\n  model.layers.{1-2}.self_attn: " + QK_NORM)
     with pytest.raises(ValueError, match=r"nothing for QuacK to control in its 2 .*QK norm.*; train it without"):
         logit_paths(Model(HF, *normed))

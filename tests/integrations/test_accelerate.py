@@ -120,7 +120,7 @@ def test_a_quack_attached_before_prepare_gets_no_warning_that_a_state_was_loaded
     """Preparing loads the optimizer's own, still empty state; warnings are errors here."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    QuacK(model, optimizer)
+    QuacK(model, optimizer, tau=1.0)
     accelerator: Any = Accelerator(cpu=True)
     prepared = accelerator.prepare(optimizer)
     loss_of(model, batches(0)[0]).backward()

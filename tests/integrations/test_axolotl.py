@@ -33,11 +33,11 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("quacklr.integrations.axolotl")
 
 
-@pytest.mark.parametrize(("given", "tau"), [({"tau": 0.25}, 0.25), (None, 1.0)])
-def test_the_plugin_adds_the_callback_with_the_options_of_the_config(plugin: Any, given: Any, tau: float) -> None:
+@pytest.mark.parametrize(("given", "rule"), [({"tau": 0.25}, "Paper(tau=0.25)"), (None, "Limit(0.02)")])
+def test_the_plugin_adds_the_callback_with_the_options_of_the_config(plugin: Any, given: Any, rule: str) -> None:
     made = plugin.QuacKPlugin()
     module, _, name = made.get_input_args().rpartition(".")
     arguments = getattr(importlib.import_module(module), name)(quack=given)
     (callback,) = made.add_callbacks_post_trainer(SimpleNamespace(quack=arguments.quack), trainer=None)
     assert isinstance(callback, QuacKCallback)
-    assert callback._rule.tau == tau  # type: ignore[attr-defined]
+    assert repr(callback._rule) == rule

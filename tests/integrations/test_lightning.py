@@ -152,7 +152,7 @@ def test_a_checkpoint_without_its_state_triggers_a_warning_and_rates_start_there
     def continued(callback: QuacKCallback) -> None:
         fit(make_trainer(tmp_path, callback, max_epochs=EPOCHS + 2), Regression(), tmp_path / "without.ckpt")
 
-    callback = QuacKCallback()
+    callback = QuacKCallback(tau=1.0)
     with pytest.warns(UserWarning, match="the checkpoint holds no state of QuacK, so all rates start again from tau"):
         continued(callback)
     torch.testing.assert_close(start(callback), key_norms(model))
@@ -168,16 +168,16 @@ class SaveFirst(Callback):
 
 def test_a_checkpoint_from_before_the_first_step_has_no_state_to_miss(tmp_path: Path) -> None:
     fit(make_trainer(tmp_path, SaveFirst(), max_epochs=1), Regression())
-    callback = QuacKCallback()
+    callback = QuacKCallback(tau=1.0)
     fit(make_trainer(tmp_path, callback, max_epochs=1), Regression(), tmp_path / "first.ckpt")  # no warning
     torch.testing.assert_close(start(callback), key_norms(Regression()))
 
 
 def test_afterwards_optimizers_are_free_and_a_second_fit_starts_from_its_weights(tmp_path: Path) -> None:
-    first, checkpoint = make_trainer(tmp_path, QuacKCallback(), max_epochs=1), tmp_path / "first.ckpt"
+    first, checkpoint = make_trainer(tmp_path, QuacKCallback(tau=1.0), max_epochs=1), tmp_path / "first.ckpt"
     fit(first, Regression())
     first.save_checkpoint(checkpoint)
-    callback, model = QuacKCallback(), Regression()
+    callback, model = QuacKCallback(tau=1.0), Regression()
     trainer, before = make_trainer(tmp_path, callback), key_norms(model)
     fit(trainer, model, checkpoint)
     torch.testing.assert_close(start(callback), before)
@@ -189,7 +189,7 @@ def test_afterwards_optimizers_are_free_and_a_second_fit_starts_from_its_weights
 
 
 def test_a_checkpoint_written_before_training_starts_keeps_the_state_it_was_given(tmp_path: Path) -> None:
-    first, callback = QuacKCallback(), QuacKCallback()
+    first, callback = QuacKCallback(tau=1.0), QuacKCallback(tau=1.0)
     fit(make_trainer(tmp_path, first), Regression())
     assert callback.state_dict() == {}
     callback.load_state_dict(first.state_dict())
@@ -206,7 +206,7 @@ def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
     without = Regression()
     without.attention = nn.Identity()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="Regression: no attention was found by table or declaration"):
-        fit(make_trainer(tmp_path, QuacKCallback()), without)
+        fit(make_trainer(tmp_path, QuacKCallback(tau=1.0)), without)
 
 
 class Wrapped(Regression):
@@ -219,6 +219,6 @@ class Wrapped(Regression):
 
 
 def test_rules_are_verified_on_the_first_batch(tmp_path: Path) -> None:
-    callback = QuacKCallback()
+    callback = QuacKCallback(tau=1.0)
     fit(make_trainer(tmp_path, callback, max_epochs=1), Wrapped())
     assert "attention.layers.0.self_attn  verified" in repr(callback.quack)

@@ -167,9 +167,9 @@ def start(callback: QuacKCallback) -> Tensor:
 
 
 def test_a_checkpoint_without_its_state_triggers_a_warning_and_rates_start_there(tmp_path: Path) -> None:
-    first = make_trainer(tmp_path, QuacKCallback(), save_only_model=True)
+    first = make_trainer(tmp_path, QuacKCallback(tau=1.0), save_only_model=True)
     first.train()
-    callback = QuacKCallback()
+    callback = QuacKCallback(tau=1.0)
     resumed = make_trainer(tmp_path, callback, max_steps=STEPS + 3)
     with pytest.warns(UserWarning, match="the checkpoint holds no state of QuacK, so all rates start again from tau"):
         resumed.train(resume_from_checkpoint=True)
@@ -188,7 +188,7 @@ def is_free(trainer: Trainer) -> bool:
 
 
 def test_a_state_of_another_norm_is_refused_and_nothing_stays_attached(tmp_path: Path) -> None:
-    make_trainer(tmp_path, QuacKCallback()).train()
+    make_trainer(tmp_path, QuacKCallback(tau=1.0)).train()
     callback = QuacKCallback(rule=Paper(norm=spectral))
     trainer = make_trainer(tmp_path, callback)
     with pytest.raises(ValueError, match="made with norm=frobenius, but this QuacK has norm=spectral"):
@@ -200,14 +200,14 @@ def test_a_state_of_another_norm_is_refused_and_nothing_stays_attached(tmp_path:
 def test_settings_are_refused_when_given_and_a_model_when_training_begins(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tau"):
         QuacKCallback(tau=-1.0)
-    callback, model = QuacKCallback(), make_model()
+    callback, model = QuacKCallback(tau=1.0), make_model()
     model.attention = nn.Identity()  # type: ignore[assignment]
     with pytest.raises(ValueError, match="Repeater has no attention that QuacK can control"):
         make_trainer(tmp_path, callback, model=model).train()
 
 
 def test_afterwards_the_optimizer_is_free_and_a_second_training_starts_from_its_weights(tmp_path: Path) -> None:
-    callback = QuacKCallback()
+    callback = QuacKCallback(tau=1.0)
     trainer = make_trainer(tmp_path, callback)
     trainer.train()
     torch.testing.assert_close(start(callback), key_norms(make_model()))
@@ -225,9 +225,9 @@ class Interrupt(TrainerCallback):
 
 
 def test_after_a_training_that_raised_the_same_trainer_resumes(tmp_path: Path) -> None:
-    whole = make_trainer(tmp_path / "whole", QuacKCallback())
+    whole = make_trainer(tmp_path / "whole", QuacKCallback(tau=1.0))
     whole.train()
-    trainer = make_trainer(tmp_path / "interrupted", QuacKCallback(), Interrupt())
+    trainer = make_trainer(tmp_path / "interrupted", QuacKCallback(tau=1.0), Interrupt())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.remove_callback(Interrupt)
@@ -256,7 +256,7 @@ def test_the_range_of_rates_is_logged_with_the_loss(tmp_path: Path) -> None:
 
 
 def test_a_state_that_the_training_went_on_without_is_not_taken(tmp_path: Path) -> None:
-    make_trainer(tmp_path, QuacKCallback()).train()
+    make_trainer(tmp_path, QuacKCallback(tau=1.0)).train()
     make_trainer(tmp_path, max_steps=STEPS + 2).train(resume_from_checkpoint=True)
     with pytest.warns(UserWarning, match="the checkpoint holds no state of QuacK"):
-        make_trainer(tmp_path, QuacKCallback(), max_steps=STEPS + 4).train(resume_from_checkpoint=True)
+        make_trainer(tmp_path, QuacKCallback(tau=1.0), max_steps=STEPS + 4).train(resume_from_checkpoint=True)

@@ -236,13 +236,13 @@ def not_read(_: int) -> None:
         kind = type(zero)
         zero.__class__ = type("MiCS_Optimizer", (kind,), {"__module__": kind.__module__})
         with pytest.raises(ValueError, match="DeepSpeed's MiCS_Optimizer keeps its weights"):
-            QuacK(engine.module, zero)
+            QuacK(engine.module, zero, tau=1.0)
         zero.__class__ = kind
         with patch.object(engine, "optimizer", None), pytest.raises(ValueError, match="engine has no optimizer; pass"):
-            QuacK(engine.module, engine)
-        with QuacK(engine.module, engine):
+            QuacK(engine.module, engine, tau=1.0)
+        with QuacK(engine.module, engine, tau=1.0):
             with pytest.raises(ValueError, match="another QuacK is attached"):
-                QuacK(engine.module, zero)
+                QuacK(engine.module, zero, tau=1.0)
             zero.fp32_partitioned_groups_flat[0] = zero.fp32_partitioned_groups_flat[0].clone()
             ds.backward(engine, 0)
             with pytest.raises(RuntimeError, match="DeepSpeed has put other tensors into the param groups since QuacK"):

@@ -170,7 +170,7 @@ def refused(_: int) -> None:
         with pytest.raises(ValueError, match=r"use_orig_params=False, .*; wrap it with use_orig_params=True, or use"):
             attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model = wrapped()
-    quack = QuacK(model, runs.optimizer_of(model, "SGD"))
+    quack = QuacK(model, runs.optimizer_of(model, "SGD"), tau=1.0)
     with (
         FullyShardedDataParallel.summon_full_params(model),
         pytest.raises(RuntimeError, match="FSDP1 has gathered it"),
@@ -182,7 +182,7 @@ def refused(_: int) -> None:
 def attached_early(_: int) -> None:
     model = runs.llama()
     optimizer = runs.optimizer_of(model, "SGD")
-    quack = QuacK(model, optimizer, verify=False)
+    quack = QuacK(model, optimizer, tau=1.0, verify=False)
     sharded = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     runs.loss_of(sharded, 0).backward()
     with pytest.raises((RuntimeError, ValueError), match="attach"):

@@ -187,7 +187,7 @@ def mla_in_parallel(_: int) -> None:
     with mg.on_the_cpu(2):
         model, optimizer = mg.megatron_optimizer(mg.gpt(mla=True, tensor_parallel=2), "adam")
         with pytest.raises(ValueError, match=r"all heads read it, and tensor parallelism divides the heads"):
-            QuacK(model, optimizer)
+            QuacK(model, optimizer, tau=1.0)
         model, optimizer = mg.megatron_optimizer(mg.gpt(tensor_parallel=2, query_groups=2), "adam")
         with pytest.raises(ValueError, match="cut by tensor parallelism, so no process has all heads, and QK clip"):
             QKClip(model, optimizer)
@@ -207,14 +207,14 @@ def not_read(_: int) -> None:
         ):
             setattr(config, setting, True)
             with pytest.raises(ValueError, match=f"Megatron's {name} .*; set {setting}=False"):
-                QuacK(model, optimizer)
+                QuacK(model, optimizer, tau=1.0)
             setattr(config, setting, False)
         optimizer.__class__ = type("LayerWiseDistributedOptimizer", (kind := type(optimizer),), {})
         with pytest.raises(ValueError, match="Megatron's LayerWiseDistributedOptimizer keeps"):
-            QuacK(model, optimizer)
+            QuacK(model, optimizer, tau=1.0)
         optimizer.__class__ = kind
         with pytest.raises(ValueError, match="a list of 2 modules, as with Megatron's virtual pipeline"):
-            QuacK([model, model], optimizer)
+            QuacK([model, model], optimizer, tau=1.0)
         with pytest.raises(ValueError, match="QK norm"):
             logit_paths(mg.gpt(qk_norm=True))
 

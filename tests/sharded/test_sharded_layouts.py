@@ -101,7 +101,7 @@ def first_step(_: int, name: str) -> list[tuple[Tensor, Tensor]]:
     for quacks in (True, False):
         params = parameters(LAYOUTS[name], sharded=True)
         optimizer = torch.optim.AdamW(params.values(), lr=0.1, foreach=False)
-        quack = QuacK(LAYOUTS[name].paths(params), optimizer) if quacks else None
+        quack = QuacK(LAYOUTS[name].paths(params), optimizer, tau=1.0) if quacks else None
         set_gradients(params, 0)
         optimizer.step()
         both.append([whole(param) for param in params.values()])
@@ -137,7 +137,7 @@ def test_sensitivities_with_any_norm_are_those_of_one_process(name: str, four: C
 
 def refusal(paths: list[LogitPath], optimizer: torch.optim.Optimizer) -> str:
     try:
-        QuacK(paths, optimizer).remove()
+        QuacK(paths, optimizer, tau=1.0).remove()
     except ValueError as error:
         return str(error)
     return "attached"
@@ -209,7 +209,7 @@ def idle(_: int) -> list[int]:
     half = list(params.values())
     first, second = torch.optim.SGD(half[:3], lr=0.0), torch.optim.SGD(half[3:], lr=0.1, momentum=0.9)
     counts = []
-    with QuacK(layout.paths(params), [first, second]):
+    with QuacK(layout.paths(params), [first, second], tau=1.0):
         for optimizer, lr in ((first, 0.0), (second, 0.1), (first, 0.1), (second, 0.1), (first, 0.1), (first, 0.0)):
             optimizer.param_groups[0]["lr"] = lr
             with CommDebugMode() as comm:

@@ -51,7 +51,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) ->
 def wrong_order(_: int) -> None:
     model = build(SHAPE, GQA, seed=0)
     optimizer = sgd(model)
-    quack = QuacK(model, optimizer)
+    quack = QuacK(model, optimizer, tau=1.0)
     sharded(model)
     with pytest.raises(
         RuntimeError, match=r"^blocks.0.attention.q: 4 of 4 weights .* in the model.* shard first, then"
@@ -59,14 +59,14 @@ def wrong_order(_: int) -> None:
         train(model, optimizer)
     quack.remove()
     with pytest.raises(ValueError, match=r"attention.q: its parameter is in none of the optimizers given; sharding"):
-        QuacK(model, optimizer)
+        QuacK(model, optimizer, tau=1.0)
 
 
 def on_meta_device(_: int) -> None:
     with torch.device("meta"):
         model = sharded(Decoder(SHAPE, GQA))
     with pytest.raises(ValueError, match=r"blocks.0.attention.q: its parameter is on the meta device; attach after"):
-        QuacK(model, sgd(model))
+        QuacK(model, sgd(model), tau=1.0)
 
 
 def tensor_parallel(_: int) -> None:
@@ -129,7 +129,7 @@ def attached_after_a_look(_: int) -> list[str]:
     optimizer = sgd(model)
     with torch.no_grad():
         model(tokens())
-    with QuacK(model, optimizer) as quack:
+    with QuacK(model, optimizer, tau=1.0) as quack:
         return list(quack.rates())
 
 

@@ -111,7 +111,7 @@ def bound(q: float, k: float, step: float, with_quack: bool) -> list[float]:
     weights = [nn.Parameter(torch.ones(1, 1)) for _ in "qk"]
     optimizer = torch.optim.SGD(weights, lr=step)
     named = [packed(weight, (name, 1, 1))[0] for name, weight in zip("qk", weights, strict=True)]
-    quack = QuacK([LogitPath(tuple(named), heads=1)], optimizer) if with_quack else None
+    quack = QuacK([LogitPath(tuple(named), heads=1)], optimizer, tau=1.0) if with_quack else None
     with torch.no_grad():
         for weight, norm in zip(weights, (q, k), strict=True):
             weight.fill_(norm)

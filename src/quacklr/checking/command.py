@@ -37,12 +37,12 @@ attached; 2 if there is no such model, or no such option
 def main(argv: Sequence[str]) -> int:
     """Check a model and print the report; the exit code is the verdict."""
     parser = target_parser("quacklr check", "[options]", ABOUT, EXAMPLES)
-    parser.add_argument("--tau", type=float, default=1.0, help="tau of QuacK (1)")
+    parser.add_argument("--tau", type=float, help="the rule Paper(tau); without it, the default rule")
     parser.add_argument("--steps", type=int, default=3, help="real steps to take (3)")
     parser.add_argument("--growth", type=float, default=4.0, help="factor of the grown weights (4)")
     options = parser.parse_args(argv)
     for name in ("tau", "steps", "growth"):
-        if not 0 < getattr(options, name) < math.inf:
+        if not 0 < (getattr(options, name) or 1) < math.inf:
             parser.error(f"--{name} must be a positive number, not {getattr(options, name)}")
     try:
         with quiet():

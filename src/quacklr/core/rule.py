@@ -101,7 +101,7 @@ class Rule(ABC):
         paths, optimizers, in_groups: the compiled paths, and what steps them; from `start` on.
         rates: (blocks,), those of the last step.
         stepped: ids of the tensors that have stepped in this iteration. QuacK writes it.
-        attached: whether a QuacK has the rule. QuacK writes it.
+        attached: whether a QuacK has the rule.
     """
 
     linear = False
@@ -115,6 +115,10 @@ class Rule(ABC):
     rates: Tensor
     stepped: Set[int] = frozenset()
     attached = False
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:  # noqa: ARG002
+        """Called when QuacK is attached. The paths may not be known yet."""
+        self.attached = True
 
     def start(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
         """Begin a run with these paths. Called before the first step; again if a part of the model runs later."""

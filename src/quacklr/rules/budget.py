@@ -5,32 +5,32 @@
 `asked(h)` is what the optimizer's own step would change the logits of head h by (core/sensitivity.py). It is measured
 after each step of the optimizer, so the rule needs no state, and no optimizer that is linear in lr.
 
-The initial lr is `initial_lr` of the param group, which torch's schedulers write, or `max_lr` if that is larger
-(OneCycleLR). If no scheduler has written it, it is the lr when QuacK was attached. This lr is kept in the param group
-as `quack_initial_lr`, so it is part of the optimizer's state dict, and a resumed run has the same initial lr.
+The initial lr is the largest of: `initial_lr` and `max_lr` of the param group, which torch's schedulers write, its lr
+when QuacK was attached, and every lr since. So a head is never allowed more than `nats`. QuacK keeps this lr in the
+param group as `quack_initial_lr`, so it is part of the optimizer's state dict, and a resumed run has the same one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quacklr.core.rule import Rule, Step, Stepped, validate_number
+from quacklr.core.rule import Group, Rule, Step, Stepped, validate_number
 from quacklr.core.sensitivity import CompiledPaths, LogitChanges
 from quacklr.core.weight import Weight
 from quacklr.util.caller import warn
 
 INITIAL_LR = "quack_initial_lr"
-ABOVE_INITIAL = (
-    "the lr of a param group of {} is {:.3g} times its {}. The budget follows lr, so it is {:.3g} now instead of {:g}, "
-    "and grows with lr. If a warmup had lowered lr before QuacK was attached, set 'initial_lr' in the param group to "
-    "the peak lr"
+WARMUP_BY_HAND = (
+    "the lr of a param group of {} is {:.3g} now, and was {:.3g} when QuacK was attached. {!r} did not follow this "
+    "rise: every step was allowed {:g} nats. If this is a warmup, set 'initial_lr' in the param group to the peak lr "
+    "before you attach QuacK; the first steps are then allowed less"
 )
 MOSTLY_ROUNDING = (
     "{} is {}, and the first step was scaled by up to {:.3g}. Such a step of the optimizer is mostly rounding in 16 "
@@ -56,7 +56,7 @@ class Budget(Rule):
     def __init__(self, nats: float = 0.02) -> None:
         self.nats = nats
         self._ever_stepped: set[int] = set()
-        self._warn_above = 1.5
+        self._warned_of_warmup = False
 
     @property
     def nats(self) -> float:
@@ -69,25 +69,23 @@ class Budget(Rule):
         self._nats = nats
 
     def start(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
-        """Keep the initial lrs."""
+        """Compile the changes of heads."""
         super().start(paths, optimizers, in_groups)
         self._changes = LogitChanges(paths)
         self._parts = [(part, index) for weight, index in paths.blocks.flat_index.items() for part in weight.parts]
         self._blocks_in = cache(lambda tensors: (self._sizes(tensors) > 0).to(self.rates.device))  # a mask of blocks
         self._share = cache(self._new_share)
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Keep the initial lrs."""
+        super().attach(optimizers)
         for optimizer in optimizers:
             self.optimizer_loaded(optimizer)
 
     def optimizer_loaded(self, optimizer: Optimizer) -> None:
-        """Keep the initial lrs, unless the param groups have them. ValueError if such an lr is 0."""
-        on_paths = {id(part.param) for part, _ in self._parts}
-        for group, ids in self.in_groups.groups(optimizer):
-            if not ids.isdisjoint(on_paths) and not remember_lr(group):
-                raise ValueError(
-                    f"the lr of a param group of {type(optimizer).__name__} is 0. A budget follows lr relative to its "
-                    "initial value: attach QuacK before a warmup sets lr to 0, or set 'initial_lr' in the param group "
-                    "to the peak lr"
-                )
+        """Keep the initial lrs, unless they were loaded."""
+        for group in optimizer.param_groups:
+            initial_lr(group)
 
     def after(self, step: Step) -> Tensor:
         """The rates of all blocks, from the step that was taken. Collective for sharded weights.
@@ -129,21 +127,18 @@ class Budget(Rule):
                 allowed = torch.where(self._blocks_in(frozenset(tensors)), allowed.clamp(min=nats), allowed)
         return allowed
 
-    def _relative_lr(self, optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor:
-        """lr now / initial lr. Warns if it is above 1.5, and again if it is above ten times that value."""
-        if "lr" not in group or not remember_lr(group):  # the group may be new, or loaded
+    def _relative_lr(self, optimizer: Optimizer, group: Group) -> float | Tensor:
+        """lr now / initial lr, at most 1. Warns once if lr has risen by hand, as in a warmup without a scheduler."""
+        before, initial = group.get(INITIAL_LR), initial_lr(group)
+        if "lr" not in group:
             return 1.0
-        lr, key = _readable(group["lr"]), "initial_lr" if "initial_lr" in group else INITIAL_LR
-        initial = max(_readable(group[each]) for each in (key, "max_lr") if each in group)
-        if isinstance(lr, Tensor) or isinstance(initial, Tensor):
-            return lr / initial
-        relative = lr / initial if initial else 1.0
-        if relative > self._warn_above:
-            self._warn_above = 10 * relative
-            name = key if key == "initial_lr" else "lr when QuacK was attached"
-            kind, budget = type(optimizer).__name__, self.nats
-            warn(ABOVE_INITIAL.format(kind, relative, name, relative * budget, budget))
-        return relative
+        lr = _readable(group["lr"])
+        if isinstance(initial, Tensor):
+            return (lr / initial).nan_to_num(1.0)
+        if lr == initial and before is not None and lr > 1.5 * before and not self._warned_of_warmup:
+            self._warned_of_warmup = True
+            warn(WARMUP_BY_HAND.format(type(optimizer).__name__, lr, before, self, self.nats))
+        return lr / initial if initial else 1.0
 
     def _warn_of_rounding(self, tensors: Collection[int]) -> None:
         """Warn in the first step of these tensors (by id) if 16-bit weights have large rates. Waits for the device."""
@@ -177,14 +172,12 @@ class Budget(Rule):
         return f"{type(self).__name__}({self.nats:g})"
 
 
-def remember_lr(group: dict[str, Any]) -> bool:
-    """Keep the lr of a param group if it has no initial lr. Returns False if that lr is 0; 0 is not kept."""
-    if "initial_lr" in group or INITIAL_LR in group or "lr" not in group:
-        return True
-    lr = float(group["lr"])  # if it is a tensor on an accelerator, this waits for the device
-    if lr:
-        group[INITIAL_LR] = lr
-    return bool(lr)
+def initial_lr(group: Group) -> Any:
+    """The largest lr that a param group has had since QuacK was attached, or will have. It is kept in the group."""
+    lrs = [0.0, *(_readable(group[key]) for key in ("initial_lr", "max_lr", INITIAL_LR, "lr") if key in group)]
+    of_tensors = any(isinstance(lr, Tensor) for lr in lrs)
+    group[INITIAL_LR] = reduce(torch.maximum, map(torch.as_tensor, lrs)) if of_tensors else max(lrs)
+    return group[INITIAL_LR]
 
 
 def _readable(lr: Any) -> Any:
