@@ -440,3 +440,28 @@ def test_two_lines_are_enough(kind: Any) -> None:
     for i in range(2):
         assert quack.rate_of(model.get_parameter(f"blocks.{i}.{kind.truth.q[0]}")) is not None
         assert quack.rate_of(model.get_parameter(f"blocks.{i}.{kind.truth.k[0]}")) is not None
+
+
+def test_a_limit_is_relative_to_the_lr_when_quack_was_attached_though_it_is_measured_later() -> None:
+    """The loop of nanoGPT: lr is set by hand in each step, and is small in the first one."""
+    torch.manual_seed(0)
+    model = GPT(NanoGPT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with QuacK(model, optimizer) as quack:
+        for warmup in (0.0, 0.25, 1.0):
+            optimizer.param_groups[0]["lr"] = 0.1 * warmup
+            model(torch.randint(50, (4, 16))).square().mean().backward()
+            optimizer.step()
+            changes = [float(change.given.max()) for change in quack.changes().values()]
+            assert changes == pytest.approx([0.02 * warmup] * 2 if warmup else [], rel=1e-2)
+
+
+def test_a_first_step_with_lr_0_is_no_sign_that_quack_was_attached_late() -> None:
+    torch.manual_seed(0)
+    model = GPT(NanoGPT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    with QuacK(model, optimizer, tau=1.0):
+        for lr in (0.0, 0.1):  # filterwarnings makes a warning an error
+            optimizer.param_groups[0]["lr"] = lr
+            model(torch.randint(50, (4, 16))).square().mean().backward()
+            optimizer.step()

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quacklr.lab.methods import CompositionalMuon, attach, factors
+from quacklr.lab.methods import CompositionalMuon, attach
 from quacklr.lab.model import MHA, MLA, Decoder, Shape
+from quacklr.lab.model_parts import factors
 from quacklr.lab.optim import Muon, compositional
 from quacklr.lab.optim.compositional import Composition, Factor
 

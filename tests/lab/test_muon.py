@@ -261,7 +261,7 @@ def test_what_muon_cannot_step_is_refused_by_name() -> None:
         Muon([("norm.weight", vector)], lr=0.1)
     with pytest.raises(ValueError, match=r"rows of q of shape \(4, 4\) cannot be cut into 3 equal blocks"):
         Muon([("q", square)], lr=0.1, blocks=3)
-    with pytest.raises(ValueError, match="scale must be one of jordan, rms, not 'adam'"):
+    with pytest.raises(ValueError, match="scale must be one of jordan, rms, ratio, not 'adam'"):
         Muon([square], lr=0.1, scale="adam")  # type: ignore[arg-type]
     optimizer = Muon([square], lr=0.1)
     with pytest.raises(ValueError, match=r"a parameter has shape \(4,\)"):

@@ -171,7 +171,7 @@ def test_a_model_learns_by_the_recipe(recipe: Recipe) -> None:
         ({"rest_lr": -2.0}, "--rest-lr must be a positive number, not -2"),
         ({"momentum": 1.0}, "--momentum must be at least 0 and below 1, not 1"),
         ({"momentum": -0.5}, "--momentum must be at least 0 and below 1, not -0.5"),
-        ({"scale": "adam"}, "--scale must be one of jordan, rms, not adam"),
+        ({"scale": "adam"}, "--scale must be one of jordan, rms, ratio, not adam"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused_in_a_sentence(settings: dict[str, Any], message: str) -> None:

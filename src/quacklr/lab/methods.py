@@ -6,7 +6,7 @@ builds the model, calls `alter`, builds the optimizers, calls `attach`, and save
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import quacklr
-from quacklr import LogitPath, QKClip, QuacK, frobenius, logit_paths, spectral
+from quacklr import QKClip, QuacK, frobenius, logit_paths, spectral
 from quacklr.lab.errors import UserError, validate_non_negative, validate_positive
-from quacklr.lab.model import Attention, Decoder, FeedForward
+from quacklr.lab.model import Decoder
 from quacklr.lab.model.sigma import reparametrise
+from quacklr.lab.model_parts import attentions_of, factors, linears, logit_linears, mlp_paths
 from quacklr.lab.optim import Muon
-from quacklr.lab.optim.compositional import Composition, Factor
+from quacklr.lab.optim.compositional import Composition
 from quacklr.lab.optim.step_bound import StepBound
-from quacklr.util.modules import named_modules
 
 NORMS = {"frobenius": frobenius, "spectral": spectral}
 
@@ -266,43 +266,9 @@ def attach(method: Method, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     return None
 
 
-def linears(model: nn.Module) -> list[nn.Linear]:
-    """All linear layers."""
-    return [module for module in model.modules() if isinstance(module, nn.Linear)]
-
-
-def logit_linears(model: nn.Module) -> list[nn.Linear]:
-    """The linear layers that compute queries and keys."""
-    return [attention.matrices()[role][0] for attention in attentions_of(model) for role in attention.logit_roles]
-
-
-def mlp_paths(model: nn.Module) -> list[LogitPath]:
-    """The products of weights in every MLP, with weights named `<module>.<role>`."""
-    modules = [(name, module) for name, module in named_modules(model) if isinstance(module, FeedForward)]
-    return [path for name, module in modules for path in module.product_paths(name)]
-
-
 def muon_of(optimizers: Sequence[Optimizer]) -> Muon:
     """The Muon among the optimizers."""
     return next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
-
-
-def attentions_of(model: nn.Module) -> list[Attention]:
-    """All attention modules."""
-    return [module for module in model.modules() if isinstance(module, Attention)]
-
-
-def factors(attention: Attention) -> Iterator[tuple[Factor, Factor]]:
-    """The products of an attention's weights. In the output projection, a head is a range of columns, not of rows."""
-    matrices = attention.matrices()
-    for one, other in attention.product_roles:
-        second = Factor(matrices[other][0].weight, matrices[other][1])
-        first = (
-            Factor(attention.o.weight, attention.o.in_features // (second.param.shape[0] // second.blocks), True)
-            if one == "o"
-            else Factor(matrices[one][0].weight, matrices[one][1])
-        )
-        yield first, second
 
 
 def rates(attached: Attached | None) -> dict[str, Tensor]:

@@ -87,6 +87,11 @@ class Paper(Rule):
             raise ValueError(f"tau={tau!r}: with these weights, tau * sensitivity is more than float32 can hold")
         self._tau, self._target = tau, tau * self._start
 
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Remember whether an optimizer has stepped."""
+        super().attach(optimizers)
+        self._attached_late = any(map(has_stepped, optimizers))
+
     def start(self, paths: CompiledPaths, optimizers: Sequence[Optimizer], in_groups: Stepped) -> None:
         """Measure the sensitivities that all later rates are relative to. Known weights keep theirs."""
         self.first_rate = self.tau
@@ -94,7 +99,7 @@ class Paper(Rule):
         _, norms = self._measure()
         sensitivity = paths.sensitivity(norms)
         paths.validate(torch.cat(norms), sensitivity)
-        if not self._known and in_groups.is_plain and any(has_stepped(optimizer) for optimizer in optimizers):
+        if self._attached_late and not self._known and in_groups.is_plain:
             self._warning = ATTACHED_LATE
         self._set_start(paths.flat({**paths.by_name(sensitivity), **self._known}))
 
@@ -139,7 +144,7 @@ class Paper(Rule):
 
     def start_is_known(self) -> None:
         """Do not warn that the optimizer has stepped before."""
-        self._warning = ""
+        self._warning, self._attached_late = "", False
 
     def state_dict(self) -> dict[str, Any]:
         """The sensitivities at the start, the rates, and which parameters have stepped in this iteration."""

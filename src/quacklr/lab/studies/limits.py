@@ -58,7 +58,7 @@ def muon_scale(scale: StudyScale) -> Iterator[CellAndMethod]:
     Scientific: the attention, the learning rate. Fixed: everything else.
     """
     for attention in scale.attentions:
-        for lr in (scale.high, 0.03):
+        for lr in dict.fromkeys((scale.high, 0.03)):
             yield by_ratio(scale, attention, lr), Default
     for attention in scale.attentions:
         yield by_ratio(scale, attention, scale.high), Limit
