@@ -54,7 +54,7 @@ oldest newest:
 mutants: $(READY)  ## change a line or two of each module and list the changes that no test notices (an hour or two)
 	$(BIN)/python benchmarks/mutants.py .
 
-demo: $(LAB)  ## train small models with and without QuacK at a high learning rate, and compare them (three minutes)
+demo: $(LAB)  ## train small models with and without QuacK at a high learning rate, and compare them (four minutes)
 	$(BIN)/quacklr demo
 
 study: $(LAB)  ## do the missing runs of the study in results/ (hours on two cores; can be interrupted), then write figures and claims

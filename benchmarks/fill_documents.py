@@ -22,7 +22,7 @@ import re
 import sys
 from pathlib import Path
 
-from quacklr.lab.demo import sentence, table
+from quacklr.lab.demo import ROWS, sentence, table
 from quacklr.lab.ledger import Ledger
 from quacklr.lab.report.summary import summary
 from quacklr.lab.studies.all_claims import claim_results
@@ -40,7 +40,7 @@ def made() -> dict[Path, str]:
     demo, study = Results(entries, scale_of(Size(steps=150)), [0]), Results(entries, scale_of(Size()))
     shown = "\n".join(f"    {line}".rstrip() for line in table(demo).splitlines())
     return {
-        ROOT / "results/demo.md": f"# What `quacklr demo` prints\n\n{shown}\n\n{sentence(demo)}\n",
+        ROOT / "results/demo.md": f"# What `quacklr demo` prints\n\n{shown}\n\n{ROWS}\n\n{sentence(demo)}\n",
         ROOT / "results/summary.md": f"# The study in short\n\n{summary(study, claim_results(study))}",
     }
 

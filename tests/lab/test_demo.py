@@ -23,7 +23,7 @@ from quacklr.lab import presets
 from quacklr.lab.config import fingerprint
 from quacklr.lab.demo import sentence
 from quacklr.lab.ledger import Ledger
-from quacklr.lab.methods import Default, Quack
+from quacklr.lab.methods import Default, Limit, Quack
 from quacklr.lab.progress import duration
 from quacklr.lab.studies import questions
 from quacklr.lab.studies.cell import with_seed
@@ -49,13 +49,15 @@ def test_the_demo_shows_a_table_a_picture_a_page_and_a_sentence(tiny: Path, caps
     assert main(["demo", "--steps", "12"]) == 0
     first = capsys.readouterr()
     rows = re.findall(
-        r"^(default|QK clip|QuacK|QK norm) +([\d.]+) +([\d.,]+) +([\d.]+) +([\d.,]+)$", first.out, re.MULTILINE
+        r"^(default|QK clip|QuacK limit|QuacK|QK norm) +([\d.]+) +([\d.,]+) +([\d.]+) +([\d.,]+)$",
+        first.out,
+        re.MULTILINE,
     )
-    assert [row[0] for row in rows] == ["default", "QK clip", "QuacK", "QK norm"]
+    assert [row[0] for row in rows] == ["default", "QK clip", "QuacK limit", "QuacK", "QK norm"]
     entries = Ledger(tiny / "runs/demo/ledger.jsonl").entries().values()
     of = {type(e.config.method): e for e in entries if e.config.attention == ATTENTIONS["mla"]}
-    assert f"{of[Quack].result['val_loss']:.3f}" == rows[2][1]
-    assert len(entries) == 8
+    assert f"{of[Quack].result['val_loss']:.3f}" == rows[3][1]
+    assert len(entries) == 10
     assert first.out.count("With M") == 2
     assert "quack = QuacK(model, optimizer)" in first.out
     assert (tiny / "runs/demo/demo.png").read_bytes().startswith(b"\x89PNG")
@@ -63,7 +65,7 @@ def test_the_demo_shows_a_table_a_picture_a_page_and_a_sentence(tiny: Path, caps
     body = page[page.index("<body") : page.index("<script", page.index("<body"))]
     assert "quacklr demo" in body
     assert "laim" not in body, "the demo says nothing about claims"
-    assert "8 of 8 runs done" in first.err
+    assert "10 of 10 runs done" in first.err
     assert main(["demo", "--steps", "12"]) == 0
     assert capsys.readouterr().out == first.out, "what is there is not run again"
 
@@ -74,7 +76,7 @@ def test_the_demos_sentence_is_honest_whichever_way_it_went() -> None:
     def told(default: tuple[float, float], quack: tuple[float, float]) -> str:
         entries = []
         for attention in scale.attentions:
-            for method, (loss, top) in ((Default(), default), (Quack(), quack)):
+            for method, (loss, top) in ((Default(), default), (Limit(), quack)):
                 entries.append(made(scale.run(attention, method, scale.high), loss, top))
         return sentence(Results(entries, scale, [0]))
 

@@ -35,7 +35,7 @@ METHOD_NAMES: dict[type, str] = {
     SigmaReparametrised: "sigma-Reparam",
     CompositionalMuon: "compositional Muon",
     BoundedStep: "AdamW^2",
-    Limit: "limit",
+    Limit: "QuacK limit",
 }
 """By type of method, in the order of all tables and legends."""
 

@@ -16,6 +16,7 @@ from quacklr.lab.methods import (
     CompositionalMuon,
     ConstantTau,
     Default,
+    Limit,
     Method,
     MuonSplit,
     QKClipping,
@@ -182,12 +183,13 @@ def speed(scale: StudyScale) -> Iterator[Config]:
 
 
 def demo(scale: StudyScale) -> Iterator[Config]:
-    """What `quacklr demo` runs: the default, QK clip, QuacK and QK norm at the highest learning rate.
+    """What `quacklr demo` runs: the default, QK clip, QuacK with a limit and with tau, and QK norm, at the highest
+    learning rate.
 
     Scientific: the method, the attention. Fixed: everything else, each method at its default setting.
     """
     for attention in reversed(scale.attentions):
-        for method in (Default(), QKClipping(), Quack(), QKNorm()):
+        for method in (Default(), QKClipping(), Limit(), Quack(), QKNorm()):
             yield scale.run(attention, method, scale.high)
 
 
