@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -222,3 +224,16 @@ def test_rules_are_verified_on_the_first_batch(tmp_path: Path) -> None:
     callback = QuacKCallback(tau=1.0)
     fit(make_trainer(tmp_path, callback, max_epochs=1), Wrapped())
     assert "attention.layers.0.self_attn  verified" in repr(callback.quack)
+
+
+def test_loggers_get_the_changes_of_a_limit(tmp_path: Path) -> None:
+    """TensorBoard's, read back."""
+    callback, logger = QuacKCallback(), TensorBoardLogger(tmp_path)
+    fit(make_trainer(tmp_path, callback, logger=logger, log_every_n_steps=BATCHES), Regression())
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert callback.quack is not None
+    for name, change in callback.quack.changes().items():
+        scalars = events.Scalars(f"quack/change/{name}")
+        assert [event.step for event in scalars] == [BATCHES * (epoch + 1) for epoch in range(EPOCHS)]
+        assert scalars[-1].value == change.asked.max().item() > 0

@@ -255,6 +255,18 @@ def test_the_range_of_rates_is_logged_with_the_loss(tmp_path: Path) -> None:
     assert "quack/rate_min" not in tracker.rows[-1], "the summary of the training is no step"
 
 
+def test_a_limit_logs_the_largest_change_and_the_history_has_it_by_attention(tmp_path: Path) -> None:
+    callback, tracker = QuacKCallback(), Tracker()
+    trainer = make_trainer(tmp_path, callback, tracker)
+    trainer.train()
+    assert callback.quack is not None
+    asked = {f"quack/change/{name}": each.asked.max().item() for name, each in callback.quack.changes().items()}
+    assert asked
+    row = trainer.state.log_history[STEPS - 1]
+    assert {name: row[name] for name in row if name.startswith("quack/change/")} == asked
+    assert tracker.rows[STEPS - 1]["quack/change_max"] == row["quack/change_max"] == max(asked.values())
+
+
 def test_a_state_that_the_training_went_on_without_is_not_taken(tmp_path: Path) -> None:
     make_trainer(tmp_path, QuacKCallback(tau=1.0)).train()
     make_trainer(tmp_path, max_steps=STEPS + 2).train(resume_from_checkpoint=True)

@@ -15,6 +15,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from quacklr import LogitStats
+from quacklr.core.sensitivity import HeadChange
 from quacklr.integrations.writers import to_tensorboard, to_wandb
 
 
@@ -67,6 +68,19 @@ def test_every_head_has_a_scalar_of_its_own_without_numbers_that_are_not_finite(
         "logits_max_by_head/model/head_2": [(0, 4.0)],
     }
     assert all(math.isfinite(value) for values in found.values() for _, value in values)
+
+
+def test_changes_have_the_largest_of_each_attention(tmp_path: Path) -> None:
+    changes = {"a": HeadChange(torch.tensor([0.5, 2.0]), torch.tensor([0.25, math.nan]))}
+    with SummaryWriter(str(tmp_path)) as writer:
+        to_tensorboard(writer, changes, 7, heads=True)
+    assert shown(tmp_path) == {
+        "change_asked/a": [(7, 2.0)],
+        "change_given/a": [(7, 0.25)],
+        "change_asked_by_head/a/head_0": [(7, 0.5)],
+        "change_asked_by_head/a/head_1": [(7, 2.0)],
+        "change_given_by_head/a/head_0": [(7, 0.25)],
+    }
 
 
 def records(path: Path) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import Any
 
+import torch
 from torch import nn
 
 from quacklr.core.path import LogitPath
@@ -52,6 +53,12 @@ class CallbackBase:
                 raise
         self.quack = quack
         return quack
+
+    def _changes(self) -> dict[str, float]:
+        """By attention, the largest change of logits that the last step asked for, in nats; {} if not measured."""
+        changes = self.quack.changes() if self.quack is not None and self.quack.rule.measures else {}
+        asked = {name: change.asked.max() for name, change in changes.items()}
+        return dict(zip(asked, torch.stack(list(asked.values())).tolist() if asked else (), strict=True))
 
     def _detach(self) -> None:
         if self.quack is not None:

@@ -24,9 +24,13 @@ class QuacKCallback(CallbackBase, Callback):
     those of the other callbacks; `trainer.fit(..., ckpt_path=...)` continues the rates of the saved run, bitwise. A
     checkpoint made without this callback triggers a warning, and rates start from tau at its weights, as they do in a
     second `fit` without `ckpt_path`.
+
+    For rules that measure it, the trainer's loggers get the largest change of logits in nats that a step asked for, by
+    attention, as `quack/change/<name>`, every `log_every_n_steps`.
     """
 
     _saved: dict[str, Any] | None = None
+    _logged = 0
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -44,6 +48,17 @@ class QuacKCallback(CallbackBase, Callback):
         saved, self._saved = self._saved, None
         resumed = trainer.ckpt_path is not None and trainer.global_step > 0
         self._attach(pl_module, trainer.optimizers, saved, resumed)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """Log the changes of logits, once for each step of the optimizer that Lightning logs."""
+        step = trainer.global_step
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if trainer.loggers and step % every == 0 and step != self._logged:
+            changes = {f"quack/change/{name}": each for name, each in self._changes().items()}
+            for logger in trainer.loggers if changes else ():
+                logger.log_metrics(changes, step)
+            self._logged = step
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

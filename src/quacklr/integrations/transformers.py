@@ -32,9 +32,10 @@ class QuacKCallback(CallbackBase, TrainerCallback):
     without this callback, triggers a warning: rates are then relative to the weights of the checkpoint, and start at
     tau. A second `trainer.train()` of the same trainer also starts at tau.
 
-    The smallest and the largest rate are logged with the loss, as `quack/rate_min` and `quack/rate_max`, to the console
-    and to `trainer.state.log_history`. The trackers of `report_to` do not get them: they are called before this
-    callback.
+    Logged with the loss, to the console and to `trainer.state.log_history`: the smallest and the largest rate,
+    `quack/rate_min` and `quack/rate_max`; and for rules that measure it, the largest change of logits in nats that the
+    step asked for, `quack/change_max`. The history has it also for each attention, `quack/change/<name>`. The trackers
+    of `report_to` do not get these numbers: they are called before this callback.
     """
 
     @override
@@ -59,14 +60,17 @@ class QuacKCallback(CallbackBase, TrainerCallback):
 
     @override
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add the range of rates to the log of a training step."""
+        """Add the range of rates, and the largest change of logits, to the log of a training step."""
         logs = kwargs["logs"]
         rates_of = self.quack.rates() if self.quack is not None and "loss" in logs else {}
         if rates_of:
             rates = torch.cat(list(rates_of.values()))
             extremes = {"quack/rate_min": rates.min().item(), "quack/rate_max": rates.max().item()}
+            changes = self._changes()
+            if changes:
+                extremes["quack/change_max"] = max(changes.values())
             logs |= extremes
-            state.log_history[-1] |= extremes
+            state.log_history[-1] |= extremes | {f"quack/change/{name}": each for name, each in changes.items()}
 
     @override
     def on_train_end(
