@@ -65,13 +65,13 @@ def test_a_ledger_whose_runs_all_diverged_has_a_report(
     assert reported(tmp_path, entries, monkeypatch) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    about = "8 runs at the scale cpu" + (", all of them diverged" if entries[0].status == "diverged" else "")
+    about = "10 runs at the scale cpu" + (", all of them diverged" if entries[0].status == "diverged" else "")
     assert out.splitlines()[-1].startswith(f"{about}: ")
     claims, methods = ((tmp_path / name).read_text() for name in ("claims.md", "methods.md"))
-    assert f"\n{about}. All 8 runs of the ledger, " in claims
-    assert "by version of the code that trained them: not recorded 8." in claims
+    assert f"\n{about}. All 10 runs of the ledger, " in claims
+    assert "by version of the code that trained them: not recorded 10." in claims
     assert f"\n{about}.\n" in methods
-    assert (tmp_path / "report.html").read_text().count('data-status="diverged"') == 8 * ("diverged" in about)
+    assert (tmp_path / "report.html").read_text().count('data-status="diverged"') == 10 * ("diverged" in about)
 
 
 def test_the_number_of_diverged_runs_is_shown_with_the_loss(
@@ -80,9 +80,9 @@ def test_the_number_of_diverged_runs_is_shown_with_the_loss(
     monkeypatch.setattr(command, "FIGURES", {})
     entries = [lost(run, run.history[:1]) if run.config.training.seed > 1 else run for run in runs(4)]
     assert reported(tmp_path, entries, monkeypatch) == 0
-    assert "32 runs at the scale cpu, 16 of them diverged: " in capsys.readouterr().out
-    assert (tmp_path / "methods.md").read_text().count(", n 3, 2 diverged)") == 4, (
-        "default and QK norm, which have no setting to select; seed 0 is not judged"
+    assert "40 runs at the scale cpu, 20 of them diverged: " in capsys.readouterr().out
+    assert (tmp_path / "methods.md").read_text().count(", n 3, 2 diverged)") == 6, (
+        "default, limit and QK norm, which have no setting to select; seed 0 is not judged"
     )
 
 
@@ -97,10 +97,10 @@ def test_a_ledger_whose_runs_all_crashed_is_an_error(
 ) -> None:
     entries = [Entry(run.config, "crashed", "out of memory") for run in runs()]
     assert reported(tmp_path, entries, monkeypatch) == 2
-    assert "has no runs that ended: 8 of the scale cpu have crashed" in capsys.readouterr().err
+    assert "has no runs that ended: 10 of the scale cpu have crashed" in capsys.readouterr().err
     monkeypatch.setattr(command, "FIGURES", {})
     assert reported(tmp_path, [*entries[:-1], runs()[-1]], monkeypatch) == 0
-    assert "1 runs at the scale cpu, 7 others crashed: " in capsys.readouterr().out
+    assert "1 runs at the scale cpu, 9 others crashed: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("how", [how for how in LOSSES if "never, but" not in how])
@@ -111,5 +111,5 @@ def test_a_demo_whose_runs_all_diverged_prints_its_table(
     monkeypatch.setattr("quacklr.lab.report.page.get_plotlyjs", lambda: "")
     demo.show_results(Results([LOSSES[how](run) for run in runs()], SCALE, [0]), tmp_path)
     out = capsys.readouterr().out
-    assert out.count("diverged") >= (8 if "never" not in how and "negative" not in how else 0)
+    assert out.count("diverged") >= (10 if "never" not in how and "negative" not in how else 0)
     assert "With MLA the default" in out
