@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from lab_runs import ATTENTIONS, small
-from quacklr import LogitMonitor
+from quacklr import LogitMonitor, QuacK
 from quacklr.lab.methods import Default
 from quacklr.lab.train.runner import run
 
@@ -34,11 +34,13 @@ def training() -> dict[str, Any]:
     layer = nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     probe = torch.randn(2, 8, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {
         "model": model,
         "probe": probe,
         "batches": [probe],
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "optimizer": optimizer,
+        "quack": QuacK(model, optimizer),
         "monitor": LogitMonitor(model, probe),
         "writer": SummaryWriter("tensorboard"),
         "run": wandb.init(mode="disabled"),
