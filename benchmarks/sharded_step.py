@@ -6,12 +6,12 @@
 
 The model is the lab's decoder on two processes (gloo, CPU, one thread each), with AdamW and 1024 tokens per process:
 under FSDP2, under FSDP1, and in DeepSpeed's ZeRO stages 1 to 3. A round takes one plain step and one step with each
-norm. The time of a step is that of the slower rank:
+rule. The time of a step is that of the slower rank:
 
     hooks         1 + time in QuacK's hooks / time of a plain step, medians
     step          time of a step with QuacK / time of a plain step, median over the rounds; includes the machine's noise
     collectives   number of collectives of QuacK in a step, counted by torch's CommDebugMode
-    bytes         bytes that QuacK gives to all-reduces in a step
+    bytes         bytes that one process gives to QuacK's all-reduces in a step, and to its all-to-alls
 
 On a shared machine gloo waits until the processes are scheduled, and `hooks` is mostly this waiting time. A network
 card does not have it.
@@ -37,14 +37,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
-from quacklr import Paper, QuacK, frobenius, spectral
+from quacklr import Limit, Paper, QuacK, spectral
 from quacklr.lab.model import MHA, MLA, Shape, build
 
 RANKS = 2
-all_reduce = dist.all_reduce
+all_reduce, all_to_all = dist.all_reduce, dist.all_to_all_single
 SHAPE = Shape(d_model=256, layers=6, d_ff=1024, context=128, vocab=256)
 SPECS: dict[str, MHA | MLA] = {"MHA": MHA(8, 8, 32), "MLA": MLA(8, 32, 32, 32, d_cq=64, d_ckv=32)}
-NORMS: dict[str, Any] = {"frobenius": frobenius, "spectral": spectral}
+RULES: dict[str, Any] = {"Limit": Limit, "Paper": Paper, "Paper, spectral": partial(Paper, norm=spectral)}
 ENGINES = ("FSDP2", "FSDP1", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
@@ -80,16 +80,16 @@ def zero(model: Any, stage: int) -> tuple[Any, Any]:
 
 
 class Trained:
-    """A sharded model, its optimizer, and QuacK on it with a norm or without one."""
+    """A sharded model, its optimizer, and QuacK on it, or not."""
 
-    def __init__(self, spec: MHA | MLA, engine: str, norm: Any) -> None:
+    def __init__(self, spec: MHA | MLA, engine: str, rule: Any) -> None:
         whole = build(SHAPE, spec, seed=0)
         self.size = sum(param.numel() for param in whole.parameters())
         make = {"FSDP2": fsdp2, "FSDP1": fsdp1}.get(engine) or partial(zero, stage=int(engine[-1]))
         self.model, self.optimizer = make(whole)
-        self.in_hooks, self.sent = 0.0, 0
-        if norm is not None:
-            quack: Any = QuacK(self.model, self.optimizer, rule=Paper(norm=norm), verify=False)
+        self.in_hooks, self.reduced, self.exchanged = 0.0, 0, 0
+        if rule is not None:
+            quack: Any = QuacK(self.model, self.optimizer, rule=rule(), verify=False)
             for hook in quack._scaler._hooks[:2]:
                 self._time(hook)
 
@@ -100,15 +100,20 @@ class Trained:
 
         def timed(*args: Any) -> None:
             began = time.perf_counter()
-            with patch.object(dist, "all_reduce", self._all_reduce):
+            exchange = patch.object(dist, "all_to_all_single", self._all_to_all)
+            with patch.object(dist, "all_reduce", self._all_reduce), exchange:
                 inner(*args)
             self.in_hooks += time.perf_counter() - began
 
         hooks[hook.id] = timed
 
     def _all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.sent += tensor.numel() * tensor.element_size()
+        self.reduced += tensor.nbytes
         return all_reduce(tensor, *args, **kwargs)
+
+    def _all_to_all(self, received: Tensor, sent: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.exchanged += sent.nbytes
+        return all_to_all(received, sent, *args, **kwargs)
 
     def _backward(self, tokens_BT: Tensor) -> None:
         loss = self.model(tokens_BT[:, :-1], tokens_BT[:, 1:])
@@ -129,7 +134,7 @@ class Trained:
     def collectives(self, tokens_BT: Tensor) -> int:
         """Of the optimizer's step. Also counts the bytes of QuacK's."""
         self._backward(tokens_BT)
-        self.sent = 0
+        self.reduced = self.exchanged = 0
         with CommDebugMode() as counted:
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -144,18 +149,20 @@ def taken(several: tuple[Trained, ...], tokens_BT: Tensor, first: int) -> list[t
 
 
 def rows(spec: str, engine: str, rounds: int) -> list[str]:
-    """A line of the table for each norm."""
+    """A line of the table for each rule."""
     tokens_BT = torch.randint(0, 256, (8, 129), generator=torch.Generator().manual_seed(dist.get_rank()))
-    plain, *others = (Trained(SPECS[spec], engine, norm) for norm in (None, *NORMS.values()))
+    plain, *others = (Trained(SPECS[spec], engine, rule) for rule in (None, *RULES.values()))
+    for each in (plain, *others):
+        each.step(tokens_BT)  # the first step plans the exchange
     counts = [each.collectives(tokens_BT) for each in (plain, *others)]
-    sent = [each.sent for each in (plain, *others)]
+    sent = [f"{each.reduced:,} and {each.exchanged:,}" for each in (plain, *others)]
     times = [taken((plain, *others), tokens_BT, first) for first in range(rounds)]
     base = median(step for (step, _), *_ in times)
     found = []
-    for number, name in enumerate(NORMS, start=1):
+    for number, name in enumerate(RULES, start=1):
         hooks = 1 + median(round_[number][1] for round_ in times) / base
         ratio = median(round_[number][0] / round_[0][0] for round_ in times)
-        own = f"{counts[number] - counts[0]} | {sent[number]:,}"
+        own = f"{counts[number] - counts[0]} | {sent[number]}"
         found.append(f"| {engine} | {spec}, {plain.size / 1e6:.0f}M | {name} | {hooks:.3f} | {ratio:.3f} | {own} |")
     return found
 
@@ -166,7 +173,7 @@ def rank_main(rank: int, folder: str, rounds: int, engines: list[str], out: Path
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     lines = [row for engine in engines for spec in SPECS for row in rows(spec, engine, rounds)]
     if rank == 0:
-        head = ["| engine | model | norm | hooks | step | collectives | bytes |", "|---|---|---|---|---|---|---|"]
+        head = ["| engine | model | rule | hooks | step | collectives | bytes |", "|---|---|---|---|---|---|---|"]
         command = f"`python benchmarks/sharded_step.py --rounds {rounds}`, two ranks on gloo, on the CPU, AdamW"
         text = "\n".join(["# What QuacK costs a step of a sharded model", "", f"{command}.", "", *head, *lines]) + "\n"
         print(text)
