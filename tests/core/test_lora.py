@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from limit_by_hand import NATS, Weights, alone, judge_block, made_by, norm, same, sigma, weights
 from quacklr import Budget, LogitPath, QuacK, Weight, logit_paths
 from quacklr.find.discover import found_by_table
 from stand_ins_kit import HF, Known, Model
 
 TOKENS = torch.randint(90, (2, 6), generator=torch.Generator().manual_seed(0))
 LLAMA = "base_model.model.model.layers.0.self_attn"
+ADAPTER = ("lora_A.default", "lora_B.default")
 
 
 def llama(**lora: Any) -> Any:
@@ -180,3 +182,51 @@ def test_a_budget_bounds_the_change_of_the_merged_weights() -> None:
             largest = max(largest, float(change.max()))
             assert (change < 0.02).all()
     assert largest > 0.001
+
+
+def rows_by_head(held: Weights, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The frozen rows, A (all heads have the same) and B."""
+    base, a, b = (held[f"{LLAMA}.{name}_proj.{part}.weight"].double() for part in ("base_layer", *ADAPTER))
+    base, b = (rows.unflatten(0, (-1, 8)).repeat_interleave(32 // len(rows), 0) for rows in (base, b))
+    return base, a.expand(4, -1, -1), b
+
+
+def asked_by_hand(old: Weights, own: Weights) -> Tensor:
+    """Formula (4) of docs/theory.md. Each side of a logit is the frozen rows + 4 B A, so it is a sum of four paths."""
+    sides = []
+    for name in "qk":
+        (base, a, b), (_, own_a, own_b) = rows_by_head(old, name), rows_by_head(own, name)
+        moves = sigma(own_b - b) * 8**0.5 * norm(a) + norm(b) * sigma(own_a - a) * 3**0.5
+        sides.append((norm(base) + 4 * norm(b) * norm(a) / 3**0.5, 4 * moves / 3**0.5))
+    (q, dq), (k, dk) = sides
+    return (dq * k + q * dk) / 8  # sqrt(8) of the logit's scale, and sqrt(8) of the inner size
+
+
+@pytest.mark.parametrize("b_is_zero", [False, True])
+@pytest.mark.parametrize("lr", [0.1, 1e-6])
+def test_the_default_limits_a_and_b_as_the_formula_says_or_does_nothing(b_is_zero: bool, lr: float) -> None:
+    model = llama(target_modules=["q_proj", "k_proj"], lora_alpha=12, init_lora_weights=b_is_zero)
+    make = made_by(torch.optim.AdamW, lr=lr)
+    optimizer = make(model)
+    QuacK(model, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(TOKENS, labels=TOKENS).loss.backward()
+        old, own = weights(model), alone(model, optimizer, make)
+        optimizer.step()
+        new = weights(model)
+        if lr == 1e-6:
+            same(new, own)
+            continue
+        merged = [[base + 4 * b @ a for base, a, b in (rows_by_head(at, name) for name in "qk")] for at in (old, new)]
+        (q, k), (new_q, new_k) = merged
+        assert (norm(new_q.mT @ new_k - q.mT @ k) / 8**0.5 <= NATS * 1.001).all()
+        most = NATS / asked_by_hand(old, own)
+        for name, part, count in (("q", 0, 1), ("q", 1, 4), ("k", 0, 1), ("k", 1, 2)):
+            key = f"{LLAMA}.{name}_proj.{ADAPTER[part]}.weight"
+            rows = (held[key].double().unflatten(0, (count, -1)) for held in (old, own, new))
+            slack = (
+                3 if b_is_zero else 1.2
+            )  # with small B the change is of second order, and norms of B grow by the step
+            for before, plain, after, limit in zip(*rows, most.view(count, -1).amin(1), strict=True):
+                assert judge_block(before, plain, after, float(limit), slack) < 0.9

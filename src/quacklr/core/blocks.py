@@ -58,7 +58,7 @@ class BlockRows:
         if new_BRC.dtype in (torch.float32, torch.float64):
             torch.lerp(old_BRC.to(new_BRC.dtype), new_BRC, rate_B11.to(new_BRC.dtype), out=new_BRC)
         else:  # in fp32, since a rate in bf16 would be off by up to 0.2 %
-            new_BRC.copy_(new_BRC.to(torch.float32).sub_(old_BRC).mul_(rate_B11).add_(old_BRC))
+            new_BRC.copy_(torch.lerp(old_BRC.to(torch.float32), new_BRC.to(torch.float32), rate_B11))
         if self._view is None:
             tensor = self.weight.rows_first(self.box)
             tensor[self.index] = new_BRC.view(*self.index.shape, *tensor.shape[1:])

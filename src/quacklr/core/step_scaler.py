@@ -63,7 +63,9 @@ class StepScaler:
     def before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Copy the rows that the optimizer is about to move. Returns other arguments of the step, or None."""
         self._drop_failed(optimizer)
-        if optimizer in self.running:  # a nested step
+        found_inf = getattr(optimizer, "found_inf", None)  # a GradScaler calls a fused step also after an overflow
+        skipped = isinstance(found_inf, Tensor) and found_inf.device.type == "cpu" and bool(found_inf)
+        if optimizer in self.running or skipped:  # a nested step, or none
             return None
         idle = is_idle(optimizer)  # every lr is 0
         if self.first_step is not None and not idle:
@@ -135,10 +137,7 @@ class StepScaler:
 
 
 def is_idle(optimizer: Optimizer) -> bool:
-    """Whether the next step moves nothing because every lr is 0, as in the first step of a warmup.
-
-    A learning rate that is a tensor on an accelerator is not read, because that would wait for the device.
-    """
+    """Whether every lr is 0, so that the next step moves nothing. An lr on an accelerator is not read: that waits."""
     lrs = [group.get("lr", 1.0) for group in optimizer.param_groups]
     return all((not isinstance(lr, Tensor) or lr.device.type == "cpu") and lr == 0 for lr in lrs)
 
