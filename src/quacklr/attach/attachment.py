@@ -20,7 +20,15 @@ from quacklr.core.local import gradient_of, local_tensor, original
 from quacklr.core.path import LogitPath, as_paths, changed
 from quacklr.core.rule import Step, Stepped
 from quacklr.core.weight import Weight
-from quacklr.find.discover import LogitPaths, found_by_table, validate_controls
+from quacklr.find.discover import (
+    LogitPaths,
+    by_origin,
+    found_by_table,
+    found_of,
+    left_alone,
+    model_of,
+    validate_controls,
+)
 from quacklr.find.finding import Finding
 from quacklr.find.first_batch import FirstBatch
 from quacklr.sharded.collectives import reshard
@@ -48,7 +56,7 @@ class Attachment:
     """The optimizers, and the paths over the tensors that they step.
 
     Attributes:
-        module: the model; None if paths were given that do not come from `logit_paths`.
+        module: the model; None if paths were given that do not come from `logit_paths` of one model.
         engine: the training engine that divides the parameters among processes, if there is one.
         optimizers: those whose steps move the weights.
         linear: whether their steps must be linear in lr.
@@ -70,23 +78,25 @@ class Attachment:
         verify: bool,
         start: Callable[[], None] = lambda: None,
     ) -> None:
-        self._given = None if as_module(model) is not None else as_paths(model, "the model must be an nn.Module or")
+        self.module = as_module(model)
+        self._given = None if self.module is not None else as_paths(model, "the model must be an nn.Module or")
         if self._given == []:
             raise ValueError("there is no path to control: the list of paths is empty")
-        self.module = model.model() if isinstance(model, LogitPaths) else as_module(model)
+        self.module = self.module if self._given is None else model_of(self._given)
         self.linear = linear
         self.engine = engine_of(self.module, optimizer)
         self.optimizers = as_optimizers(self.engine.optimizers or optimizer, linear)
         self.in_groups: Stepped = self.engine.stepped
         reshard(self.module)
-        found: Mapping[str, Finding] = getattr(model, "found", {})
+        found: Mapping[str, Finding] = {}
         with self.engine.whole_shapes():
-            if self._given is None and self.module is not None:
+            if self.module is not None and self._given is None:
                 found = found_by_table(self.module)
-            elif isinstance(model, LogitPaths) and self.module is not None:
-                self._given = relocated(model, self.module, self.engine.shards)
+            elif self.module is not None and self._given is not None:
+                self._given = relocated(self._given, self.module, self.engine.shards)
+                found = found_of(self._given, self.module)
         self._first_batch = None
-        if self.module is not None:
+        if self.module is not None and (found or self._given is None):
             self._first_batch = FirstBatch(self.module, found, self.engine.gathers, verify)
             found = self._first_batch.found
             if not self.waits or (found and not any(finding.pending for finding in found.values())):
@@ -99,15 +109,13 @@ class Attachment:
         self._stepped: set[Optimizer] = set()
 
     def _set_found(self, found: Mapping[str, Finding]) -> None:
-        self.found = found
-        with self.engine.whole_shapes():
-            paths = LogitPaths(found, self.module) if self.module is not None else None
-        self.left_alone: Mapping[str, str] = paths.left_alone if paths is not None else {}
-        known = self._given if self._given is not None else paths or []
+        self.found, self.left_alone = found, left_alone(found)
+        known: list[LogitPath] = self._given or []
+        if self._given is None and self.module is not None:
+            with self.engine.whole_shapes():
+                known = LogitPaths(found, self.module)
         self.paths = self.engine.located(known)
-        modules = paths.by_module if paths is not None else {}
-        names = {name: {path.weights[0].name for path in each} for name, each in modules.items()}
-        self.by_module = {name: [p for p in self.paths if p.weights[0].name in of] for name, of in names.items()}
+        self.by_module = by_origin(self.paths)
 
     def control(self, weights: Sequence[Weight]) -> None:
         """These weights are controlled from now on: validate how the optimizers step them, and check their next step.
@@ -139,6 +147,8 @@ class Attachment:
         found = self._first_batch.measure() if self._first_batch is not None else None
         if found is None:
             return False
+        if self._given is not None:  # what the model has besides is not controlled
+            found = {name: found[name] for name in self.found}
         before = {name: finding.paths for name, finding in self.found.items() if finding.paths}
         self._set_found(found)
         return {name: finding.paths for name, finding in found.items() if finding.paths} != before
@@ -226,15 +236,18 @@ def _is_copy(value: Tensor, param: Tensor) -> bool:
     return weight.shape == kept.shape and bool((kept.to(weight.device) - weight).norm() < 0.5 * weight.norm())
 
 
-def relocated(paths: LogitPaths, model: nn.Module, flat: Container[int]) -> list[LogitPath]:
+def relocated(paths: Sequence[LogitPath], model: nn.Module, flat: Container[int]) -> list[LogitPath]:
     """The same paths over the parameters that the model has now: sharding and assigning may have replaced them.
 
     `flat` are the ids of parameters that an engine has flattened; it knows their whole shapes.
     """
-    now = dict(named_parameters(model))
+    now, known = dict(named_parameters(model)), dict[int, tuple[str, torch.Size]]()
+    for path in (path for path in paths if path.origin is not None):
+        params = {id(part.param) for weight in path.weights for part in weight.parts}
+        known |= {param: named for param, named in path.origin[0].parameters.items() if param in params}
 
     def at_place(weight: Weight) -> Weight:
-        name, shape = paths.parameters.get(id(weight.param), ("", weight.param.shape))
+        name, shape = known.get(id(weight.param), ("", weight.param.shape))
         param: Any = now.get(name, weight.param)
         bias = at_place(weight.bias) if isinstance(weight.bias, Weight) else None
         if param.shape != shape and id(param) not in flat:

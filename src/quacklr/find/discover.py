@@ -6,7 +6,7 @@ batch, tables are compared with the measurement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,26 +39,66 @@ class LogitPaths(list[LogitPath]):
 
     Attributes:
         found: by module name, the finding for each attention.
-        by_module: by module name, the paths of each attention that has some.
         model: a weak reference to the model.
         parameters: the name and the shape that each parameter of the model had, by its id.
     """
 
     def __init__(self, found: Mapping[str, Finding], model: nn.Module) -> None:
         self.found, self.model = dict(found), ref(model)
-        with_paths = [(name, finding.paths) for name, finding in found.items() if finding.paths]
-        self.by_module = {name: changed(paths, partial(_named, module=name)) for name, paths in with_paths}
         self.parameters = {id(each): (name, each.shape) for name, each in named_parameters(model)}
-        super().__init__(path for paths in self.by_module.values() for path in paths)
+        for name, finding in found.items():
+            paths = changed(finding.paths, partial(_named, module=name))
+            self.extend(replace(path, origin=(self, name)) for path in paths)
+
+    @property
+    def by_module(self) -> dict[str, list[LogitPath]]:
+        """By module name, the paths of each attention that has some."""
+        return by_origin(self)
 
     @property
     def left_alone(self) -> dict[str, str]:
         """By name, why an attention or a weight of one is on no path."""
-        reasons: dict[str, str] = {}
-        for name, finding in self.found.items():
-            reasons |= {name: finding.reason} if finding.reason else {}
-            reasons |= {f"{name}.{role}" if name else role: why for role, why in finding.cut.items()}
-        return reasons
+        return left_alone(self.found)
+
+
+def by_origin(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
+    """The paths that `logit_paths` found, by module name."""
+    found: dict[str, list[LogitPath]] = {}
+    for path in paths:
+        if path.origin is not None:
+            found.setdefault(path.origin[1], []).append(path)
+    return found
+
+
+def model_of(paths: Iterable[LogitPath]) -> nn.Module | None:
+    """The model in which `logit_paths` found the paths; None if there is none, or several."""
+    models = {path.origin[0].model() for path in paths if path.origin is not None}
+    return models.pop() if len(models) == 1 else None
+
+
+def found_of(paths: Iterable[LogitPath], model: nn.Module) -> dict[str, Finding]:
+    """By module name, what `logit_paths` found of paths that were given, and the attention that it left alone.
+
+    Paths of parameters that are not the model's, but those of a copy, are left out.
+    """
+    own = set(map(id, model.parameters()))
+    given = by_origin(p for p in paths if all(id(part.param) in own for w in p.weights for part in w.parts))
+    sources = {id(of[0].origin[0]): of[0].origin[0].found for of in given.values()}
+    return {
+        name: replace(finding, paths=given.get(name, ()))
+        for found in sources.values()
+        for name, finding in found.items()
+        if name in given or not finding.paths
+    }
+
+
+def left_alone(found: Mapping[str, Finding]) -> dict[str, str]:
+    """By name, why an attention or a weight of one is on no path."""
+    reasons: dict[str, str] = {}
+    for name, finding in found.items():
+        reasons |= {name: finding.reason} if finding.reason else {}
+        reasons |= {f"{name}.{role}" if name else role: why for role, why in finding.cut.items()}
+    return reasons
 
 
 def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> LogitPaths:
@@ -112,7 +152,7 @@ def completed(found: Mapping[str, Finding], measured: Mapping[str, Finding], mod
             continue
         if known is None or known.unknown:
             complete[name] = replace(scaled(finding, modules[name]), origin=MEASURED)
-        elif known.origin in (BY_TABLE, VERIFIED):
+        elif known.origin in (BY_TABLE, VERIFIED) or known.note:
             complete[name] = verified(known, finding, name, modules[name], parameters)
     return {name: complete[name] for name in modules if name in complete}
 

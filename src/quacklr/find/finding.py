@@ -28,7 +28,7 @@ class Finding:
 
     `cut` maps roles of weights that are on no path to the reason. `unknown`: the module may have paths, but they could
     not be determined. `undecided`: unknown because of the sample, so it does not contradict another finding.
-    `origin` is how the attention was found. `note` is the reason why a finding by table is not verified, or why no
+    `origin` is how the attention was found. `note` is the reason why it is not verified on the first batch, or why no
     table applies.
     """
 
@@ -56,17 +56,18 @@ def is_inside(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def verified(by_table: Finding, measured: Finding, name: str, module: nn.Module, names: Mapping[int, str]) -> Finding:
-    """The finding of a table, verified by a measurement. ValueError if it contradicts. `names` are by id."""
+def verified(known: Finding, measured: Finding, name: str, module: nn.Module, names: Mapping[int, str]) -> Finding:
+    """A finding, verified by a measurement. ValueError if it contradicts. `names` are by id."""
     if measured.undecided:
-        return replace(by_table, note=f"not verified: {measured.reason}")
-    wrong = differences(by_table.paths, measured.paths, names)
+        return replace(known, note=f"not verified: {measured.reason}")
+    wrong = differences(known.paths, measured.paths, names)
     if measured.unknown:
-        said = "that it is on a path" if by_table.paths else by_table.reason
+        said = "that it is on a path" if known.paths else known.reason
         wrong = f"it says {said}, but the measurement says: {measured.reason}"
+    before = known.origin == MEASURED
     if wrong:
-        raise contradiction("the table", name, module, wrong)
-    return replace(by_table, origin=VERIFIED, note="")
+        raise contradiction("what was measured before" if before else "the table", name, module, wrong)
+    return replace(known, origin=MEASURED if before else VERIFIED, note="")
 
 
 def contradiction(source: str, name: str, module: nn.Module, wrong: str) -> ValueError:

@@ -19,10 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from quacklr.core.local import is_sharded
 from quacklr.find.discover import WAYS_OUT, completed, not_known, validate_controls, warn_unknown, without_pending
-from quacklr.find.finding import BY_TABLE, Finding, is_inside
+from quacklr.find.finding import BY_TABLE, MEASURED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.util.modules import Arguments, compiled_modules, named_modules, wrappers
 
+NOT_YET = "not verified yet: the first batch will be measured before the first step"
 EXAMPLES, TOKENS = 2, 8
 LONGEST = 512  # tokens of the longest example that is run whole, if the model fails on its first tokens
 Call = tuple[str, Arguments]  # the name of an outermost module, and the first examples that it was called with
@@ -51,7 +52,7 @@ class FirstBatch:
         if why := _not_measurable(model, gathers) if verify else "verify=False":
             self._leave_unverified(why)
         elif not found or len(declared) < len(found):
-            self._note("not verified yet: the first batch will be measured before the first step")
+            self._note(NOT_YET, NOT_YET)
             for name, module in [*compiled_modules(model), *named_modules(model)]:
                 if _may_attend(module) and not any(is_inside(name, outer) for outer in declared):
                     hook = module.register_forward_pre_hook(Hook(self, name), with_kwargs=True)
@@ -107,7 +108,7 @@ class FirstBatch:
             measured |= seen
             found = completed(found, seen, model)
             for name in inside.keys() - seen.keys():
-                if found[name].origin == BY_TABLE:
+                if found[name].note and not found[name].pending:
                     note = f"not verified: {why or 'it did not attend in the first batch'}"
                     found[name] = replace(found[name], note=note)
         found = without_pending(found, measured, model, self._ran)
@@ -168,9 +169,11 @@ class FirstBatch:
         _raise_if_pending(self.found, why)
         self._note(f"not verified: {why}")
 
-    def _note(self, note: str) -> None:
-        by_table = {name: finding for name, finding in self.found.items() if finding.origin == BY_TABLE}
-        self.found |= {name: replace(finding, note=note) for name, finding in by_table.items()}
+    def _note(self, by_table: str, measured: str = "") -> None:
+        """Note why findings are not verified: those of tables, and those that were measured before."""
+        notes = {BY_TABLE: by_table, MEASURED: measured}
+        known = {name: finding for name, finding in self.found.items() if finding.origin in notes}
+        self.found |= {name: replace(finding, note=notes[finding.origin]) for name, finding in known.items()}
 
 
 def _validate(found: Mapping[str, Finding], model: nn.Module) -> None:
