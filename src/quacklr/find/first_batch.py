@@ -23,6 +23,7 @@ from quacklr.find.finding import BY_TABLE, MEASURED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.util.modules import Arguments, compiled_modules, named_modules, wrappers
 
+NO_BATCH = "no batch was seen before the first step (the model ran none, or was compiled after attaching)"
 NOT_YET = "not verified yet: the first batch will be measured before the first step"
 EXAMPLES, TOKENS = 2, 8
 LONGEST = 512  # tokens of the longest example that is run whole, if the model fails on its first tokens
@@ -91,15 +92,14 @@ class FirstBatch:
         model = self._model()
         if model is None or self.is_done:
             return None
-        if not self._calls and self._latest:
-            _validate_steps(self.found, model)
-            return None
-        if not self._calls:
-            self._leave_unverified(
-                "no batch was seen before the first step (the model ran none, or was compiled after attaching)"
-            )
+        why = _not_measurable(model) or ("" if self._calls or self._latest else NO_BATCH)
+        if why:  # it may have been sharded or compiled after attaching
+            self._leave_unverified(why)
             self.remove()
             return self.found
+        if not self._calls:
+            _validate_steps(self.found, model)
+            return None
         found, measured = dict(self.found), dict[str, Finding]()
         for outer, arguments in self._calls.values():
             seen, why = self._measured(outer, arguments, found)
@@ -202,11 +202,13 @@ def _raise_if_pending(found: Mapping[str, Finding], why: str) -> None:
         raise RuntimeError(not_known(names, found, why))
 
 
-def _not_measurable(model: nn.Module, gathers: bool) -> str:
+def _not_measurable(model: nn.Module, gathers: bool = False) -> str:
     """The reason why a model cannot be measured while it trains; empty if it can."""
     if any(each._compiled_call_impl is not None for each in wrappers(model)):
         return "the model was compiled in place, by model.compile()"
-    return "the model is sharded" if gathers or any(is_sharded(param) for param in model.parameters()) else ""
+    flat = {param.ndim for param in model.parameters() if hasattr(param, "_fsdp_flattened")}  # by FSDP1
+    sharded = gathers or flat == {1} or any(is_sharded(param) for param in model.parameters())
+    return "the model is sharded" if sharded else ""
 
 
 def _may_attend(module: nn.Module) -> bool:
