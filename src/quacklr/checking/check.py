@@ -20,16 +20,17 @@ from quacklr.core.path import LogitPath, attentions_of, module_of
 from quacklr.core.rule import Rule, validate_number
 from quacklr.core.step_scaler import first_after_step
 from quacklr.core.weight import Weight
-from quacklr.find.discover import logit_paths
-from quacklr.find.finding import contradiction, differences, is_inside
+from quacklr.find.discover import completed, logit_paths
+from quacklr.find.finding import DECLARED, NOT_VERIFIED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.quack import QuacK, chosen_rule
-from quacklr.util.modules import named_modules, named_parameters, run, run_uncompiled, untouched, unwrapped
+from quacklr.util.modules import run, run_uncompiled, untouched, unwrapped
 from quacklr.util.text_table import columns, grouped, value_range
 from quacklr.util.torch_functions import tensors_in
 
 Loss = Callable[[nn.Module, Any], Tensor]
 NOT_SCALED = "{}: QuacK's rates are not applied to its step; does the optimizer or its hook write to weights after it?"
+NOT_SEEN = "no attention was seen in the module that they are named after"
 SHARDED = "{}: its parameter is sharded, and check needs the whole model; check it in one process, before it is sharded"
 
 
@@ -143,19 +144,13 @@ def _copied(model: nn.Module, optimizers: list[Optimizer], paths: Any) -> tuple[
 
 def _problems(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dict[str, str]:
     """By module, why its rows could not be measured, or "". ValueError if the rows are not those measured."""
-    modules, measured, problems = dict(named_modules(model)), measured_paths(model, batch), dict[str, str]()
-    parameters = {id(parameter): name for name, parameter in named_parameters(model)}
-    names = dict.fromkeys(map(module_of, paths))
-    for name in names:
-        given = [path for path in paths if module_of(path) == name]
-        found = [finding for inner, finding in measured.items() if _innermost(inner, names) == name]
-        reasons = [finding.reason for finding in found if finding.unknown]
-        if not found:
-            reasons = ["no attention was seen in the module that they are named after"]
-        problems[name] = f"its rows could not be measured: {reasons[0]}" if reasons else ""
-        if not reasons and (wrong := differences(given, [path for each in found for path in each.paths], parameters)):
-            raise contradiction("what is declared", name, modules[name], wrong)
-    return problems
+    given: dict[str, list[LogitPath]] = {}
+    for path in paths:
+        given.setdefault(module_of(path), []).append(path)
+    found = {name: Finding(of, origin=DECLARED, note=NOT_SEEN) for name, of in given.items()}
+    notes = {name: each.note for name, each in completed(found, measured_paths(model, batch), model).items()}
+    reasons = {name: notes.get(name, NOT_SEEN).removeprefix(NOT_VERIFIED) for name in given}
+    return {name: reason and f"its rows could not be measured: {reason}" for name, reason in reasons.items()}
 
 
 def _innermost(attention: str, modules: Iterable[str]) -> str | None:

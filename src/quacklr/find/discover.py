@@ -16,7 +16,7 @@ from torch import nn
 
 from quacklr.core.path import LogitPath, as_paths, changed
 from quacklr.core.weight import Weight
-from quacklr.find.finding import BY_TABLE, DECLARED, MEASURED, VERIFIED, Finding, is_inside, verified
+from quacklr.find.finding import DECLARED, MEASURED, Finding, is_inside, verified
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.tables import by_table, scaled
 from quacklr.util.caller import warn
@@ -108,18 +108,23 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
     the classes of some packages, such as transformers, is found in tables. With a `sample`, a batch that the model
     takes (a tensor, a tuple, or a dict), attention is also measured, in a forward pass that does not change the model.
     Attention of any other class has to be measured: without a sample it is an error. Raises ValueError also if the
-    measurement contradicts a table, or if the model has no path. With `rules=False`, tables are not used: paths are
-    declared or measured.
+    measurement contradicts what was found, or if the model has no path. With `rules=False`, what is measured is used
+    instead of tables and declarations.
     """
     if not rules and sample is None:
         raise ValueError("rules=False takes what is measured, so it needs a batch: logit_paths(model, batch)")
     found = found_by_table(model)
-    if not rules:
-        found = {name: finding for name, finding in found.items() if finding.declared or finding.pending}
     if sample is not None:
         measured = measured_paths(model, sample)
         if not measured:
             raise ValueError(f"{type(model).__name__}: {UNSEEN}")
+        if not rules:  # declarations are used where nothing could be measured
+            known = [name for name, finding in measured.items() if not finding.unknown]
+            found = {
+                name: finding
+                for name, finding in found.items()
+                if finding.pending or (finding.declared and not any(is_inside(each, name) for each in known))
+            }
         found = without_pending(completed(found, measured, model), measured, model)
     validate_controls(found, model)
     warn_unknown(found)
@@ -142,17 +147,20 @@ def found_by_table(model: nn.Module) -> dict[str, Finding]:
 
 
 def completed(found: Mapping[str, Finding], measured: Mapping[str, Finding], model: nn.Module) -> dict[str, Finding]:
-    """Findings by table, completed by a measurement. ValueError if it contradicts a table."""
+    """Findings, completed by a measurement. ValueError if it contradicts one."""
     modules, complete = dict(named_modules(model)), dict(found)
     parameters = {id(parameter): name for name, parameter in named_parameters(model)}
     declared = [name for name, finding in found.items() if finding.declared]
+    parts: dict[str, list[Finding]] = {}  # what is measured in a module that declares its paths belongs to it
     for name, finding in measured.items():
-        known = found.get(name)
-        if any(is_inside(name, outer) for outer in declared):
-            continue
+        outer = max((each for each in declared if is_inside(name, each)), key=len, default=name)
+        parts.setdefault(outer, []).append(finding)
+    for name, findings in parts.items():
+        known, first = found.get(name), next((each for each in findings if each.unknown), findings[0])
+        finding = replace(first, paths=[path for each in findings for path in each.paths])
         if known is None or known.unknown:
             complete[name] = replace(scaled(finding, modules[name]), origin=MEASURED)
-        elif known.origin in (BY_TABLE, VERIFIED) or known.note:
+        elif known.origin != MEASURED or known.note:
             complete[name] = verified(known, finding, name, modules[name], parameters)
     return {name: complete[name] for name in modules if name in complete}
 

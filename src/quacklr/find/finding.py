@@ -21,6 +21,12 @@ NO_WEIGHTS = "its queries and keys are not made of weights of its own"
 DECLARED, BY_TABLE, VERIFIED = "declared", "by table", "verified"
 MEASURED, GIVEN, PENDING = "measured", "given", "pending"
 
+NOT_VERIFIED = "not verified: "
+CONTRADICTION = (
+    "{}: {} for {} is wrong here; {}; to use what was measured, pass the paths that logit_paths(model, batch, "
+    "rules=False) returns; to use the rows as they are, QuacK(model, optimizer, verify=False)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -57,32 +63,34 @@ def is_inside(name: str, outer: str) -> bool:
 
 
 def verified(known: Finding, measured: Finding, name: str, module: nn.Module, names: Mapping[int, str]) -> Finding:
-    """A finding, verified by a measurement. ValueError if it contradicts. `names` are by id."""
-    if measured.undecided:
-        return replace(known, note=f"not verified: {measured.reason}")
-    wrong = differences(known.paths, measured.paths, names)
+    """A finding, verified by a measurement. ValueError if it contradicts. `names` are by id.
+
+    More may be declared than can be measured; or no path, to leave the attention alone.
+    """
+    if measured.undecided or (known.declared and measured.unknown):
+        return replace(known, note=f"{NOT_VERIFIED}{measured.reason}")
+    wrong = differences(known.paths, measured.paths, names, known.declared) if known.paths or not known.declared else ""
     if measured.unknown:
         said = "that it is on a path" if known.paths else known.reason
         wrong = f"it says {said}, but the measurement says: {measured.reason}"
-    before = known.origin == MEASURED
     if wrong:
-        raise contradiction("what was measured before" if before else "the table", name, module, wrong)
-    return replace(known, origin=MEASURED if before else VERIFIED, note="")
+        source = {DECLARED: "what is declared", MEASURED: "what was measured before"}.get(known.origin, "the table")
+        raise ValueError(CONTRADICTION.format(name or "the model", source, type(module).__name__, wrong))
+    return replace(known, origin=VERIFIED if known.origin == BY_TABLE else known.origin, note="")
 
 
-def contradiction(source: str, name: str, module: nn.Module, wrong: str) -> ValueError:
-    """The error for paths that a measurement contradicts. `source` is where the paths are from."""
-    return ValueError(
-        f"{name or 'the model'}: {source} for {type(module).__name__} is wrong here; {wrong}; to use what was "
-        "measured, pass the paths that logit_paths(model, batch, rules=False) returns; or give the module a method "
-        "logit_paths(), whose paths are used as they are"
-    )
+def differences(
+    said: Iterable[LogitPath], measured: Iterable[LogitPath], parameters: Mapping[int, str], more: bool = False
+) -> str:
+    """Text with given and with measured paths, if they differ; otherwise empty. `parameters` are names by id.
 
-
-def differences(said: Iterable[LogitPath], measured: Iterable[LogitPath], parameters: Mapping[int, str]) -> str:
-    """Text with given and with measured paths, if they differ; otherwise empty. `parameters` are names by id."""
+    With `more`, rows that were not measured do not count: of weights before a norm, or of other products.
+    """
     one, other = chains(said, parameters), chains(measured, parameters)
-    if one == other:
+    if more:
+        read = {(name, row) for chain in other for name, _, rows in chain for row in rows}
+        one = {frozenset(w for w in chain if not read.isdisjoint((w[0], row) for row in w[2])) for chain in one}
+    if one == other or (more and other < one):
         return ""
     return f"it says {_described(one - other or one)}, but the measurement says {_described(other - one or other)}"
 
@@ -91,7 +99,11 @@ def chains(paths: Iterable[LogitPath], parameters: Mapping[int, str]) -> set[fro
     """The parameter rows that each head of each path reads. Names of weights and the order of heads do not matter."""
     return {
         frozenset(
-            (parameters[id(part.param)], part.dim, tuple((part.block_of_row == block).nonzero().flatten().tolist()))
+            (
+                parameters.get(id(part.param), part.name),
+                part.dim,
+                tuple((part.block_of_row == block).nonzero().flatten().tolist()),
+            )
             for weight, block in zip(path.weights, read, strict=True)
             for part in weight.parts
         )

@@ -49,13 +49,12 @@ class FirstBatch:
         self._calls: dict[int, Call] = {}  # not measured yet, by id
         self._did_run: set[str] = set()
         self._measuring = False
-        declared = [name for name, finding in self.found.items() if finding.declared]
         if why := _not_measurable(model, gathers) if verify else "verify=False":
             self._leave_unverified(why)
-        elif not found or len(declared) < len(found):
+        else:
             self._note(NOT_YET, NOT_YET)
             for name, module in [*compiled_modules(model), *named_modules(model)]:
-                if _may_attend(module) and not any(is_inside(name, outer) for outer in declared):
+                if _may_attend(module):
                     hook = module.register_forward_pre_hook(Hook(self, name), with_kwargs=True)
                     self._hooks.setdefault(name, []).append(hook)
 
