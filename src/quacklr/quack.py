@@ -175,7 +175,7 @@ class QuacK:
         if self._scaler.paths is None:
             self._state = state_dict
         elif state_dict["rule"] is not None:
-            self.rule.load_state_dict(state_dict, partial=self._attachment.waits)
+            self.rule.load_state_dict(state_dict, partial=not self._attachment.is_complete and self._attachment.waits)
 
     def remove(self) -> None:
         """Remove the hooks: later steps of the optimizers are not scaled."""

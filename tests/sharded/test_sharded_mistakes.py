@@ -76,10 +76,10 @@ class Unknown(nn.Module):
 
 def sharded_before_the_first_batch(_: int, which: str) -> None:
     """FSDP2 or FSDP1 between QuacK and the first batch, which would have been measured: there is nothing to guess."""
-    for options in ({}, {"tau": 1.0}):
+    for tau in (None, 1.0):
         model: Any = nn.Sequential(Unknown(), Unknown())
         optimizer = sgd(model)
-        quack = QuacK(model, optimizer, **options)
+        quack = QuacK(model, optimizer, tau)
         if which == "FSDP1":
             model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
         else:

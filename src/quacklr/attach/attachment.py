@@ -25,7 +25,6 @@ from quacklr.find.discover import (
     by_origin,
     found_by_table,
     found_of,
-    left_alone,
     model_of,
     validate_controls,
 )
@@ -65,6 +64,7 @@ class Attachment:
         by_module: the same paths, by the name of their attention module; none if there is no module.
         found: by module name, how its attention was found.
         left_alone: by module name, why its attention is on no path.
+        is_complete: whether all paths were given or declared, so that a measurement only verifies them.
 
     `start` is called before a step if a measurement has found other paths.
     """
@@ -95,6 +95,7 @@ class Attachment:
             elif self.module is not None and self._given is not None:
                 self._given = relocated(self._given, self.module, self.engine.shards)
                 found = found_of(self._given, self.module)
+        self.is_complete = self._given is not None or (bool(found) and all(each.declared for each in found.values()))
         self._first_batch = None
         if self.module is not None and (found or self._given is None):
             self._first_batch = FirstBatch(self.module, found, self.engine.gathers, verify)
@@ -109,12 +110,11 @@ class Attachment:
         self._stepped: set[Optimizer] = set()
 
     def _set_found(self, found: Mapping[str, Finding]) -> None:
-        self.found, self.left_alone = found, left_alone(found)
-        known: list[LogitPath] = self._given or []
-        if self._given is None and self.module is not None:
-            with self.engine.whole_shapes():
-                known = LogitPaths(found, self.module)
-        self.paths = self.engine.located(known)
+        self.found = found
+        with self.engine.whole_shapes():
+            paths = LogitPaths(found, self.module) if self.module is not None else None
+        self.left_alone: Mapping[str, str] = paths.left_alone if paths is not None else {}
+        self.paths = self.engine.located(self._given or paths or [])
         self.by_module = by_origin(self.paths)
 
     def control(self, weights: Sequence[Weight]) -> None:
@@ -147,7 +147,7 @@ class Attachment:
         found = self._first_batch.measure() if self._first_batch is not None else None
         if found is None:
             return False
-        if self._given is not None:  # what the model has besides is not controlled
+        if self.is_complete:
             found = {name: found[name] for name in self.found}
         before = {name: finding.paths for name, finding in self.found.items() if finding.paths}
         self._set_found(found)
@@ -165,14 +165,14 @@ class Attachment:
 
     def before_step(self) -> None:
         """Before the first step of each optimizer: measure the batch, and check the weights."""
+        if not self._stepped:
+            self._check_weights()
         if not self._parts or (self._first_batch is not None and self._first_batch.has_batch):
             self._more |= self._measure()
         if self._more:
             self._start()
             self._more = False
         self._had_gradient.update(id(part.param) for part in self._parts if gradient_of(part.param) is not None)
-        if not self._stepped:
-            self._check_weights()
 
     def after_step(self, optimizer: Optimizer, step: Step | None = None) -> bool:
         """After the first step of each optimizer: measure what ran in it, and check the step of QuacK.

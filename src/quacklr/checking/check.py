@@ -21,7 +21,7 @@ from quacklr.core.rule import Rule, validate_number
 from quacklr.core.step_scaler import first_after_step
 from quacklr.core.weight import Weight
 from quacklr.find.discover import completed, logit_paths
-from quacklr.find.finding import DECLARED, NOT_VERIFIED, Finding, is_inside
+from quacklr.find.finding import DECLARED, NOT_VERIFIED, Finding, innermost
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.quack import QuacK, chosen_rule
 from quacklr.util.modules import run, run_uncompiled, untouched, unwrapped
@@ -153,11 +153,6 @@ def _problems(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dict[
     return {name: reason and f"its rows could not be measured: {reason}" for name, reason in reasons.items()}
 
 
-def _innermost(attention: str, modules: Iterable[str]) -> str | None:
-    """The innermost of these modules that contains an attention."""
-    return max((name for name in modules if is_inside(attention, name)), key=len, default=None)
-
-
 def _real_steps(model: nn.Module, batch: Any, loss: Loss, quack: QuacK, count: int) -> Iterator[dict[Tensor, Tensor]]:
     """Take real steps of the parameters on paths. After each, these parameters as they were before it.
 
@@ -230,7 +225,7 @@ def _measured_changes(
             own = part.spread(part.block_of_row >= 0).to(part.param.device)
             values[part.param] = torch.where(own, new[part.param], values[part.param])
         now = logits_with(values)
-        inside = [each for each in before if _innermost(each.partition("#")[0], modules) == module_of(paths[0])]
+        inside = [each for each in before if innermost(each.partition("#")[0], modules) == module_of(paths[0])]
         pairs = [(now[each], before[each]) for each in inside if each in now and now[each].shape == before[each].shape]
         found = [_root_mean_square(*pair) for pair in pairs if pair[0].shape[1] == paths[0].heads]
         changes[name] = torch.stack([torch.full((paths[0].heads,), -torch.inf), *found]).amax(0)

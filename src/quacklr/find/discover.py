@@ -16,7 +16,7 @@ from torch import nn
 
 from quacklr.core.path import LogitPath, as_paths, changed
 from quacklr.core.weight import Weight
-from quacklr.find.finding import DECLARED, MEASURED, Finding, is_inside, verified
+from quacklr.find.finding import DECLARED, MEASURED, Finding, innermost, is_inside, verified
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.tables import by_table, scaled
 from quacklr.util.caller import warn
@@ -51,14 +51,13 @@ class LogitPaths(list[LogitPath]):
             self.extend(replace(path, origin=(self, name)) for path in paths)
 
     @property
-    def by_module(self) -> dict[str, list[LogitPath]]:
-        """By module name, the paths of each attention that has some."""
-        return by_origin(self)
-
-    @property
     def left_alone(self) -> dict[str, str]:
         """By name, why an attention or a weight of one is on no path."""
-        return left_alone(self.found)
+        reasons: dict[str, str] = {}
+        for name, finding in self.found.items():
+            reasons |= {name: finding.reason} if finding.reason else {}
+            reasons |= {f"{name}.{role}" if name else role: why for role, why in finding.cut.items()}
+        return reasons
 
 
 def by_origin(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
@@ -83,22 +82,9 @@ def found_of(paths: Iterable[LogitPath], model: nn.Module) -> dict[str, Finding]
     """
     own = set(map(id, model.parameters()))
     given = by_origin(p for p in paths if all(id(part.param) in own for w in p.weights for part in w.parts))
-    sources = {id(of[0].origin[0]): of[0].origin[0].found for of in given.values()}
-    return {
-        name: replace(finding, paths=given.get(name, ()))
-        for found in sources.values()
-        for name, finding in found.items()
-        if name in given or not finding.paths
-    }
-
-
-def left_alone(found: Mapping[str, Finding]) -> dict[str, str]:
-    """By name, why an attention or a weight of one is on no path."""
-    reasons: dict[str, str] = {}
-    for name, finding in found.items():
-        reasons |= {name: finding.reason} if finding.reason else {}
-        reasons |= {f"{name}.{role}" if name else role: why for role, why in finding.cut.items()}
-    return reasons
+    found = {name: each for of in given.values() for name, each in of[0].origin[0].found.items()}
+    kept = {name: each for name, each in found.items() if name in given or not each.paths}
+    return {name: replace(each, paths=given.get(name, ())) for name, each in kept.items()}
 
 
 def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> LogitPaths:
@@ -153,8 +139,8 @@ def completed(found: Mapping[str, Finding], measured: Mapping[str, Finding], mod
     declared = [name for name, finding in found.items() if finding.declared]
     parts: dict[str, list[Finding]] = {}  # what is measured in a module that declares its paths belongs to it
     for name, finding in measured.items():
-        outer = max((each for each in declared if is_inside(name, each)), key=len, default=name)
-        parts.setdefault(outer, []).append(finding)
+        outer = innermost(name, declared)
+        parts.setdefault(name if outer is None else outer, []).append(finding)
     for name, findings in parts.items():
         known, first = found.get(name), next((each for each in findings if each.unknown), findings[0])
         finding = replace(first, paths=[path for each in findings for path in each.paths])

@@ -62,13 +62,21 @@ def is_inside(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
+def innermost(name: str, outer: Iterable[str]) -> str | None:
+    """The innermost of these modules that contains one."""
+    return max((each for each in outer if is_inside(name, each)), key=len, default=None)
+
+
 def verified(known: Finding, measured: Finding, name: str, module: nn.Module, names: Mapping[int, str]) -> Finding:
     """A finding, verified by a measurement. ValueError if it contradicts. `names` are by id.
 
     More may be declared than can be measured; or no path, to leave the attention alone.
     """
-    if measured.undecided or (known.declared and measured.unknown):
-        return replace(known, note=f"{NOT_VERIFIED}{measured.reason}")
+    why = measured.reason if measured.undecided or (known.declared and measured.unknown) else ""
+    if any(id(part.param) not in names for path in known.paths for weight in path.weights for part in weight.parts):
+        why = "its parameters are not the model's any more"
+    if why:
+        return replace(known, note=f"{NOT_VERIFIED}{why}")
     wrong = differences(known.paths, measured.paths, names, known.declared) if known.paths or not known.declared else ""
     if measured.unknown:
         said = "that it is on a path" if known.paths else known.reason
@@ -99,11 +107,7 @@ def chains(paths: Iterable[LogitPath], parameters: Mapping[int, str]) -> set[fro
     """The parameter rows that each head of each path reads. Names of weights and the order of heads do not matter."""
     return {
         frozenset(
-            (
-                parameters.get(id(part.param), part.name),
-                part.dim,
-                tuple((part.block_of_row == block).nonzero().flatten().tolist()),
-            )
+            (parameters[id(part.param)], part.dim, tuple((part.block_of_row == block).nonzero().flatten().tolist()))
             for weight, block in zip(path.weights, read, strict=True)
             for part in weight.parts
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quacklr.core.local import FlatTensor
 from quacklr.core.rule import Stepped
-from quacklr.sharded.engines.engine import Engine, class_names
+from quacklr.sharded.engines.engine import Engine
 
 
 def read_fsdp1(model: nn.Module) -> Engine:
@@ -43,13 +43,12 @@ def read_fsdp1(model: nn.Module) -> Engine:
 
 def _wrappers(model: nn.Module) -> list[Any]:
     """The wrappers around the model, and those in it. A model does not refer to what is around it."""
-    inside = [module for module in model.modules() if "torch.FullyShardedDataParallel" in class_names(module)]
-    if model in inside or not any(hasattr(param, "_fsdp_flattened") for param in model.parameters()):
-        return inside
+    if not any(hasattr(param, "_fsdp_flattened") for param in model.parameters()):
+        return []
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    around = [each for each in gc.get_objects() if issubclass(type(each), FullyShardedDataParallel)]
-    return [each for each in around if model in each.modules()] + inside
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), FullyShardedDataParallel)]
+    return [each for each in wrappers if model in each.modules() or each in model.modules()]
 
 
 def _shards(handle: Any) -> Iterator[FlatTensor]:
