@@ -20,15 +20,8 @@ from quacklr.core.local import gradient_of, local_tensor, original
 from quacklr.core.path import LogitPath, as_paths, changed
 from quacklr.core.rule import Step, Stepped
 from quacklr.core.weight import Weight
-from quacklr.find.discover import (
-    LogitPaths,
-    by_origin,
-    found_by_table,
-    found_of,
-    model_of,
-    validate_controls,
-)
-from quacklr.find.finding import Finding
+from quacklr.find.discover import LogitPaths, by_origin, found_by_table, found_of, model_of, validate_controls
+from quacklr.find.finding import DECLARED, Finding
 from quacklr.find.first_batch import FirstBatch
 from quacklr.sharded.collectives import reshard
 from quacklr.sharded.engines import as_module, engine_of
@@ -95,7 +88,9 @@ class Attachment:
             elif self.module is not None and self._given is not None:
                 self._given = relocated(self._given, self.module, self.engine.shards)
                 found = found_of(self._given, self.module)
-        self.is_complete = self._given is not None or (bool(found) and all(each.declared for each in found.values()))
+        self.is_complete = self._given is not None or (
+            bool(found) and all(each.origin == DECLARED for each in found.values())
+        )
         self._first_batch = None
         if self.module is not None and (found or self._given is None):
             self._first_batch = FirstBatch(self.module, found, self.engine.gathers, verify)

@@ -144,12 +144,10 @@ def _copied(model: nn.Module, optimizers: list[Optimizer], paths: Any) -> tuple[
 
 def _problems(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dict[str, str]:
     """By module, why its rows could not be measured, or "". ValueError if the rows are not those measured."""
-    given: dict[str, list[LogitPath]] = {}
-    for path in paths:
-        given.setdefault(module_of(path), []).append(path)
+    given = {name: [path for path in paths if module_of(path) == name] for name in map(module_of, paths)}
     found = {name: Finding(of, origin=DECLARED, note=NOT_SEEN) for name, of in given.items()}
-    notes = {name: each.note for name, each in completed(found, measured_paths(model, batch), model).items()}
-    reasons = {name: notes.get(name, NOT_SEEN).removeprefix(NOT_VERIFIED) for name in given}
+    found |= completed(found, measured_paths(model, batch), model)
+    reasons = {name: found[name].note.removeprefix(NOT_VERIFIED) for name in given}
     return {name: reason and f"its rows could not be measured: {reason}" for name, reason in reasons.items()}
 
 

@@ -62,11 +62,8 @@ class LogitPaths(list[LogitPath]):
 
 def by_origin(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
     """The paths that `logit_paths` found, by module name."""
-    found: dict[str, list[LogitPath]] = {}
-    for path in paths:
-        if path.origin is not None:
-            found.setdefault(path.origin[1], []).append(path)
-    return found
+    named = [(path.origin[1], path) for path in paths if path.origin is not None]
+    return {name: [path for other, path in named if other == name] for name, _ in named}
 
 
 def model_of(paths: Iterable[LogitPath]) -> nn.Module | None:
@@ -106,11 +103,8 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
             raise ValueError(f"{type(model).__name__}: {UNSEEN}")
         if not rules:  # declarations are used where nothing could be measured
             known = [name for name, finding in measured.items() if not finding.unknown]
-            found = {
-                name: finding
-                for name, finding in found.items()
-                if finding.pending or (finding.declared and not any(is_inside(each, name) for each in known))
-            }
+            unknown = [name for name in found if not any(is_inside(each, name) for each in known)]
+            found = {n: each for n, each in found.items() if each.pending or (each.origin == DECLARED and n in unknown)}
         found = without_pending(completed(found, measured, model), measured, model)
     validate_controls(found, model)
     warn_unknown(found)
@@ -136,7 +130,7 @@ def completed(found: Mapping[str, Finding], measured: Mapping[str, Finding], mod
     """Findings, completed by a measurement. ValueError if it contradicts one."""
     modules, complete = dict(named_modules(model)), dict(found)
     parameters = {id(parameter): name for name, parameter in named_parameters(model)}
-    declared = [name for name, finding in found.items() if finding.declared]
+    declared = [name for name, finding in found.items() if finding.origin == DECLARED]
     parts: dict[str, list[Finding]] = {}  # what is measured in a module that declares its paths belongs to it
     for name, finding in measured.items():
         outer = innermost(name, declared)
@@ -189,7 +183,7 @@ def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:
         return
     first_with = {finding.reason: name or "the model" for name, finding in reversed(list(found.items()))}
     kind, reasons = type(model).__name__, "".join(f" ({name}: {why})" for why, name in first_with.items())
-    if found and not any(finding.unknown or finding.declared for finding in found.values()):
+    if found and not any(finding.unknown or finding.origin == DECLARED for finding in found.values()):
         raise ValueError(
             f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}; "
             "train it without QuacK"

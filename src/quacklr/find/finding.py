@@ -47,11 +47,6 @@ class Finding:
     note: str = ""
 
     @property
-    def declared(self) -> bool:
-        """Whether the paths come from the module's own method `logit_paths`."""
-        return self.origin == DECLARED
-
-    @property
     def pending(self) -> bool:
         """Whether the module may be an attention that no table knows: it has to be measured."""
         return self.origin == PENDING
@@ -72,12 +67,13 @@ def verified(known: Finding, measured: Finding, name: str, module: nn.Module, na
 
     More may be declared than can be measured; or no path, to leave the attention alone.
     """
-    why = measured.reason if measured.undecided or (known.declared and measured.unknown) else ""
+    declared = known.origin == DECLARED
+    why = measured.reason if measured.undecided or (declared and measured.unknown) else ""
     if any(id(part.param) not in names for path in known.paths for weight in path.weights for part in weight.parts):
         why = "its parameters are not the model's any more"
     if why:
         return replace(known, note=f"{NOT_VERIFIED}{why}")
-    wrong = differences(known.paths, measured.paths, names, known.declared) if known.paths or not known.declared else ""
+    wrong = differences(known.paths, measured.paths, names, declared) if known.paths or not declared else ""
     if measured.unknown:
         said = "that it is on a path" if known.paths else known.reason
         wrong = f"it says {said}, but the measurement says: {measured.reason}"
