@@ -87,12 +87,12 @@ class Attachment:
                 found = found_by_table(self.module)
             elif self.module is not None and self._given is not None:
                 self._given = relocated(self._given, self.module, self.engine.shards)
-                found = found_of(self._given, self.module)
+                found = found_of(self._given)
         self.is_complete = self._given is not None or (
             bool(found) and all(each.origin == DECLARED for each in found.values())
         )
         self._first_batch = None
-        if self.module is not None and (found or self._given is None):
+        if self.module is not None:
             self._first_batch = FirstBatch(self.module, found, self.engine.gathers, verify)
             found = self._first_batch.found
             if not self.waits or (found and not any(finding.pending for finding in found.values())):

@@ -72,13 +72,9 @@ def model_of(paths: Iterable[LogitPath]) -> nn.Module | None:
     return models.pop() if len(models) == 1 else None
 
 
-def found_of(paths: Iterable[LogitPath], model: nn.Module) -> dict[str, Finding]:
-    """By module name, what `logit_paths` found of paths that were given, and the attention that it left alone.
-
-    Paths of parameters that are not the model's, but those of a copy, are left out.
-    """
-    own = set(map(id, model.parameters()))
-    given = by_origin(p for p in paths if all(id(part.param) in own for w in p.weights for part in w.parts))
+def found_of(paths: Sequence[LogitPath]) -> dict[str, Finding]:
+    """By module name, what `logit_paths` found of paths that were given, and the attention that it left alone."""
+    given = by_origin(paths)
     found = {name: each for of in given.values() for name, each in of[0].origin[0].found.items()}
     kept = {name: each for name, each in found.items() if name in given or not each.paths}
     return {name: replace(each, paths=given.get(name, ())) for name, each in kept.items()}
@@ -131,13 +127,10 @@ def completed(found: Mapping[str, Finding], measured: Mapping[str, Finding], mod
     modules, complete = dict(named_modules(model)), dict(found)
     parameters = {id(parameter): name for name, parameter in named_parameters(model)}
     declared = [name for name, finding in found.items() if finding.origin == DECLARED]
-    parts: dict[str, list[Finding]] = {}  # what is measured in a module that declares its paths belongs to it
-    for name, finding in measured.items():
-        outer = innermost(name, declared)
-        parts.setdefault(name if outer is None else outer, []).append(finding)
-    for name, findings in parts.items():
-        known, first = found.get(name), next((each for each in findings if each.unknown), findings[0])
-        finding = replace(first, paths=[path for each in findings for path in each.paths])
+    for inner, finding in sorted(measured.items(), key=lambda item: item[1].unknown):
+        outer = innermost(inner, declared)
+        name = inner if outer is None else outer
+        known = complete.get(name)
         if known is None or known.unknown:
             complete[name] = replace(scaled(finding, modules[name]), origin=MEASURED)
         elif known.origin != MEASURED or known.note:
