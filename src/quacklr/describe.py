@@ -33,7 +33,7 @@ def describe(compiled: CompiledPaths, when: str, rates: Mapping[str, Tensor], at
     notes = {name: found[name].note for name in modules if name in found and found[name].note}
     left_alone = {**without_rate(compiled.weights), **attachment.left_alone}
     table = columns(attention_rows(attentions, found, when, rates_of))
-    return "\n".join([*table, *grouped("found by table:", notes), *grouped("left alone:", left_alone)])
+    return "\n".join([*table, *grouped("not verified on the first batch:", notes), *grouped("left alone:", left_alone)])
 
 
 def attention_rows(

@@ -55,7 +55,7 @@ class QuacK:
             ConstantTau their steps must be linear in lr, as those of SGD, AdamW, Muon and most others are.
         tau: short for `rule=Paper(tau)`: the rate at the start, relative to the optimizer's lr.
         rule: `Limit`, `Paper`, `ConstantTau`, `Budget`, or a rule of your own. The default is `Limit(0.02)`.
-        verify: measure also attention that was found in a table. If the table was wrong, the first step raises
+        verify: measure also attention that was found in a table or declared. If that was wrong, the first step raises
             ValueError. With False nothing is measured, and attention of other classes is an error.
 
     Sharded parameters are supported (FSDP1 and 2, tensor parallelism, DeepSpeed, Megatron): attach after sharding, in
@@ -175,7 +175,7 @@ class QuacK:
         if self._scaler.paths is None:
             self._state = state_dict
         elif state_dict["rule"] is not None:
-            self.rule.load_state_dict(state_dict, partial=self._attachment.waits)
+            self.rule.load_state_dict(state_dict, partial=not self._attachment.is_complete and self._attachment.waits)
 
     def remove(self) -> None:
         """Remove the hooks: later steps of the optimizers are not scaled."""

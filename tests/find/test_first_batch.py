@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crew import Crew
 from models import Separate, assert_equal
-from quacklr import QKClip, QuacK, logit_paths
+from quacklr import LogitPath, QKClip, QuacK, check, logit_paths
 from quacklr.core.path import mha
 from quacklr.core.weight import packed
 from quacklr.find import discover
@@ -140,9 +141,11 @@ def test_a_wrong_table_is_the_same_error_in_every_place() -> None:
         with pytest.raises(ValueError, match=WRONG) as error:
             batch.measure()
         errors.append(str(error.value))
-    with pytest.raises(ValueError, match=WRONG) as error:
-        logit_paths(model, tokens())
-    assert {*errors, str(error.value)} == {errors[0]}
+    for place in (logit_paths, lambda *given: check(model, torch.optim.SGD(model.parameters(), lr=0.1), given[1])):
+        with pytest.raises(ValueError, match=WRONG) as error:
+            place(model, tokens())
+        errors.append(str(error.value))
+    assert len(set(errors)) == 1
     assert "q_proj.weight[0:4]" in errors[0]
     assert "0:1, 4:5, 8:9, 12:13" in errors[0]
     assert "logit_paths(model, batch, rules=False)" in errors[0]
@@ -263,11 +266,63 @@ def test_a_model_that_fails_on_a_slice_is_left_as_its_table_says_or_is_an_error(
                 batch.measure()
 
 
-def test_what_was_declared_is_not_measured() -> None:
+def test_what_was_declared_is_compared_with_the_first_batch() -> None:
     model = nn.Sequential(Separate())
     batch = started(model)
+    model(torch.randn(2, 3, 16))
+    assert origins(batch.measure()) == {"0": "declared"}
     assert not hooked(model)
-    assert batch.measure() is None
+
+
+class WronglyDeclared(Separate):
+    """Its heads are declared in another order, those of its key."""
+
+    def logit_paths(self) -> list[LogitPath]:
+        (path,) = super().logit_paths()
+        return [replace(path, block_of_head=(None, torch.tensor([1, 0, 2, 3])))]
+
+
+def test_a_wrong_declaration_is_the_same_error_in_every_place() -> None:
+    model, x = nn.Sequential(WronglyDeclared()), torch.randn(2, 3, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    quack = QuacK(model, optimizer)
+    places: list[Callable[[], Any]] = [
+        lambda: step(model, optimizer, x),
+        lambda: logit_paths(model, x),
+        lambda: check(model, optimizer, x),
+        lambda: check(model, optimizer, x, paths=logit_paths(model)),
+    ]
+    errors = []
+    for place in places:
+        with pytest.raises(
+            ValueError, match="^0: what is declared for WronglyDeclared is wrong here; it says"
+        ) as error:
+            place()
+        errors.append(str(error.value))
+    assert len(set(errors)) == 1
+    quack.remove()
+    for ways_out in (logit_paths(model, x, rules=False), model):
+        with QuacK(ways_out, optimizer, verify=ways_out is not model) as quack:
+            step(model, optimizer, x)
+            assert ("measured" if ways_out is not model else "declared") in repr(quack)
+
+
+def test_a_declaration_may_say_more_than_can_be_measured_or_nothing() -> None:
+    class Nonlinear(Separate):
+        def qk(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+            q, k = super().qk(x_BTD)
+            return q * q, k
+
+    class Excluded(Separate):
+        def logit_paths(self) -> list[LogitPath]:
+            return []
+
+    model, x = nn.Sequential(Nonlinear(), Excluded()), torch.randn(2, 3, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for paths in (model, logit_paths(model, x), logit_paths(model, x, rules=False)[:1]):
+        with QuacK(paths, optimizer) as quack:
+            step(model, optimizer, x)
+            assert list(quack.rates()) == ["0.q", "0.k"]
 
 
 class TextAndImages(nn.Module):

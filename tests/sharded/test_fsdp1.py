@@ -20,6 +20,7 @@ from quacklr import QKClip, QuacK, logit_paths
 WRAPPED: dict[str, Any] = {
     "layers": lambda module: isinstance(module, LlamaDecoderLayer),
     "linear": lambda module: isinstance(module, nn.Linear) and module.out_features != 61,  # not the tied output layer
+    "model": lambda _: False,  # one wrapper, around the whole model
 }
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 QUERY = "model.layers.1.self_attn.q"
@@ -95,19 +96,43 @@ def test_a_budget_on_fsdp1_is_that_of_one_process(two: Crew) -> None:
         runs.assert_budget_as_alone(found, runs.alone("AdamW", "budget"), 1e-5)
 
 
-def measured_before(_: int) -> Result:
+class Task(nn.Module):
+    """A model as a part of another module, which is wrapped."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def measured_before(_: int, of: str, strategy: str, inside: bool) -> Result:
     """The paths are measured in one process, before FSDP1 replaces the parameters."""
     inner = runs.llama()
     paths = logit_paths(inner, {"input_ids": runs.batch(0)}, rules=False)
-    return steps(wrapped(model=inner), "SGD", "frobenius", paths)
+    return steps(wrapped(of, strategy, model=Task(inner) if inside else inner), "SGD", "frobenius", list(paths))
 
 
-def test_paths_measured_before_wrapping_give_the_rates_of_one_process(two: Crew) -> None:
+@pytest.mark.parametrize(
+    ("of", "strategy", "inside"),
+    [
+        ("linear", "FULL_SHARD", False),
+        ("model", "FULL_SHARD", False),
+        ("model", "FULL_SHARD", True),
+        ("layers", "SHARD_GRAD_OP", True),
+        ("model", "HYBRID_SHARD", False),
+    ],
+)
+def test_paths_measured_before_wrapping_give_the_rates_of_one_process(
+    of: str, strategy: str, inside: bool, two: Crew, four: Crew
+) -> None:
     wanted = runs.alone("SGD", "frobenius")
-    for found in two(measured_before):
+    for found in (four if strategy in HYBRID else two)(measured_before, of, strategy, inside):
         for here, there in zip(found.rates, wanted.rates, strict=True):  # measured weights have other names
             torch.testing.assert_close([*here.values()], [*there.values()], rtol=1e-5, atol=1e-6)
-        assert runs.difference(found.weights, wanted.weights) <= 1e-5
+        weights = {name.removeprefix("model.") if inside else name: each for name, each in found.weights.items()}
+        assert runs.difference(weights, wanted.weights) <= 1e-5
 
 
 def in_bf16(_: int, rule: str) -> Result:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,6 +60,51 @@ def wrong_order(_: int) -> None:
     quack.remove()
     with pytest.raises(ValueError, match=r"attention.q: its parameter is in none of the optimizers given; sharding"):
         QuacK(model, optimizer, tau=1.0)
+
+
+class Unknown(nn.Module):
+    """An attention that no table knows: rows r of q and k are of head r % 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.beta, self.gamma = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(2, (4, 4)).permute(0, 3, 1, 2) for part in (self.alpha, self.beta, self.gamma))
+        return x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def sharded_before_the_first_batch(_: int, which: str) -> None:
+    """FSDP2 or FSDP1 between QuacK and the first batch, which would have been measured: there is nothing to guess."""
+    for tau in (None, 1.0):
+        model: Any = nn.Sequential(Unknown(), Unknown())
+        optimizer = sgd(model)
+        quack = QuacK(model, optimizer, tau)
+        if which == "FSDP1":
+            model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        else:
+            for layer in model if which == "layers" else ():
+                fully_shard(layer)
+            fully_shard(model)
+        model(torch.randn(2, 6, 16)).square().mean().backward()
+        for _ in range(2):  # the next step raises again
+            with pytest.raises(RuntimeError, match=MEASURE_BEFORE):
+                optimizer.step()
+        quack.remove()
+
+
+MEASURE_BEFORE = (
+    r"^0 and 1 more: no table has the class Unknown, so it has to be measured, but the model is sharded; give the "
+    r"module a method logit_paths\(\), or measure the model on a batch, before it is sharded or compiled, and pass the "
+    r"paths: QuacK\(logit_paths\(model, batch\), optimizer\)$"
+)
+
+
+@pytest.mark.parametrize("which", ["model", "layers", "FSDP1"])
+def test_sharding_between_attaching_and_the_first_batch_is_an_error_if_it_has_to_be_measured(
+    which: str, two: Crew
+) -> None:
+    two(sharded_before_the_first_batch, which)
 
 
 def on_meta_device(_: int) -> None:

@@ -20,8 +20,8 @@ from quacklr.core.local import gradient_of, local_tensor, original
 from quacklr.core.path import LogitPath, as_paths, changed
 from quacklr.core.rule import Step, Stepped
 from quacklr.core.weight import Weight
-from quacklr.find.discover import LogitPaths, found_by_table, validate_controls
-from quacklr.find.finding import Finding
+from quacklr.find.discover import LogitPaths, by_origin, found_by_table, found_of, model_of, validate_controls
+from quacklr.find.finding import DECLARED, Finding
 from quacklr.find.first_batch import FirstBatch
 from quacklr.sharded.collectives import reshard
 from quacklr.sharded.engines import as_module, engine_of
@@ -48,7 +48,7 @@ class Attachment:
     """The optimizers, and the paths over the tensors that they step.
 
     Attributes:
-        module: the model; None if paths were given that do not come from `logit_paths`.
+        module: the model; None if paths were given that do not come from `logit_paths` of one model.
         engine: the training engine that divides the parameters among processes, if there is one.
         optimizers: those whose steps move the weights.
         linear: whether their steps must be linear in lr.
@@ -57,6 +57,7 @@ class Attachment:
         by_module: the same paths, by the name of their attention module; none if there is no module.
         found: by module name, how its attention was found.
         left_alone: by module name, why its attention is on no path.
+        is_complete: whether all paths were given or declared, so that a measurement only verifies them.
 
     `start` is called before a step if a measurement has found other paths.
     """
@@ -70,21 +71,26 @@ class Attachment:
         verify: bool,
         start: Callable[[], None] = lambda: None,
     ) -> None:
-        self._given = None if as_module(model) is not None else as_paths(model, "the model must be an nn.Module or")
+        self.module = as_module(model)
+        self._given = None if self.module is not None else as_paths(model, "the model must be an nn.Module or")
         if self._given == []:
             raise ValueError("there is no path to control: the list of paths is empty")
-        self.module = model.model() if isinstance(model, LogitPaths) else as_module(model)
+        self.module = self.module if self._given is None else model_of(self._given)
         self.linear = linear
         self.engine = engine_of(self.module, optimizer)
         self.optimizers = as_optimizers(self.engine.optimizers or optimizer, linear)
         self.in_groups: Stepped = self.engine.stepped
         reshard(self.module)
-        found: Mapping[str, Finding] = getattr(model, "found", {})
+        found: Mapping[str, Finding] = {}
         with self.engine.whole_shapes():
-            if self._given is None and self.module is not None:
+            if self.module is not None and self._given is None:
                 found = found_by_table(self.module)
-            elif isinstance(model, LogitPaths) and self.module is not None:
-                self._given = relocated(model, self.module, self.engine.shards)
+            elif self.module is not None and self._given is not None:
+                self._given = relocated(self._given, self.module, self.engine.shards)
+                found = found_of(self._given)
+        self.is_complete = self._given is not None or (
+            bool(found) and all(each.origin == DECLARED for each in found.values())
+        )
         self._first_batch = None
         if self.module is not None:
             self._first_batch = FirstBatch(self.module, found, self.engine.gathers, verify)
@@ -103,11 +109,8 @@ class Attachment:
         with self.engine.whole_shapes():
             paths = LogitPaths(found, self.module) if self.module is not None else None
         self.left_alone: Mapping[str, str] = paths.left_alone if paths is not None else {}
-        known = self._given if self._given is not None else paths or []
-        self.paths = self.engine.located(known)
-        modules = paths.by_module if paths is not None else {}
-        names = {name: {path.weights[0].name for path in each} for name, each in modules.items()}
-        self.by_module = {name: [p for p in self.paths if p.weights[0].name in of] for name, of in names.items()}
+        self.paths = self.engine.located(self._given or paths or [])
+        self.by_module = by_origin(self.paths)
 
     def control(self, weights: Sequence[Weight]) -> None:
         """These weights are controlled from now on: validate how the optimizers step them, and check their next step.
@@ -139,6 +142,8 @@ class Attachment:
         found = self._first_batch.measure() if self._first_batch is not None else None
         if found is None:
             return False
+        if self.is_complete:
+            found = {name: found[name] for name in self.found}
         before = {name: finding.paths for name, finding in self.found.items() if finding.paths}
         self._set_found(found)
         return {name: finding.paths for name, finding in found.items() if finding.paths} != before
@@ -155,14 +160,14 @@ class Attachment:
 
     def before_step(self) -> None:
         """Before the first step of each optimizer: measure the batch, and check the weights."""
+        if not self._stepped:
+            self._check_weights()
         if not self._parts or (self._first_batch is not None and self._first_batch.has_batch):
             self._more |= self._measure()
         if self._more:
             self._start()
             self._more = False
         self._had_gradient.update(id(part.param) for part in self._parts if gradient_of(part.param) is not None)
-        if not self._stepped:
-            self._check_weights()
 
     def after_step(self, optimizer: Optimizer, step: Step | None = None) -> bool:
         """After the first step of each optimizer: measure what ran in it, and check the step of QuacK.
@@ -226,15 +231,18 @@ def _is_copy(value: Tensor, param: Tensor) -> bool:
     return weight.shape == kept.shape and bool((kept.to(weight.device) - weight).norm() < 0.5 * weight.norm())
 
 
-def relocated(paths: LogitPaths, model: nn.Module, flat: Container[int]) -> list[LogitPath]:
+def relocated(paths: Sequence[LogitPath], model: nn.Module, flat: Container[int]) -> list[LogitPath]:
     """The same paths over the parameters that the model has now: sharding and assigning may have replaced them.
 
     `flat` are the ids of parameters that an engine has flattened; it knows their whole shapes.
     """
-    now = dict(named_parameters(model))
+    now, known = dict(named_parameters(model)), dict[int, tuple[str, torch.Size]]()
+    for path in (path for path in paths if path.origin is not None):
+        params = {id(part.param) for weight in path.weights for part in weight.parts}
+        known |= {param: named for param, named in path.origin[0].parameters.items() if param in params}
 
     def at_place(weight: Weight) -> Weight:
-        name, shape = paths.parameters.get(id(weight.param), ("", weight.param.shape))
+        name, shape = known.get(id(weight.param), ("", weight.param.shape))
         param: Any = now.get(name, weight.param)
         bias = at_place(weight.bias) if isinstance(weight.bias, Weight) else None
         if param.shape != shape and id(param) not in flat:

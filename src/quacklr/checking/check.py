@@ -20,16 +20,17 @@ from quacklr.core.path import LogitPath, attentions_of, module_of
 from quacklr.core.rule import Rule, validate_number
 from quacklr.core.step_scaler import first_after_step
 from quacklr.core.weight import Weight
-from quacklr.find.discover import logit_paths
-from quacklr.find.finding import contradiction, differences, is_inside
+from quacklr.find.discover import completed, logit_paths
+from quacklr.find.finding import DECLARED, NOT_VERIFIED, Finding, innermost
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.quack import QuacK, chosen_rule
-from quacklr.util.modules import named_modules, named_parameters, run, run_uncompiled, untouched, unwrapped
+from quacklr.util.modules import run, run_uncompiled, untouched, unwrapped
 from quacklr.util.text_table import columns, grouped, value_range
 from quacklr.util.torch_functions import tensors_in
 
 Loss = Callable[[nn.Module, Any], Tensor]
 NOT_SCALED = "{}: QuacK's rates are not applied to its step; does the optimizer or its hook write to weights after it?"
+NOT_SEEN = "no attention was seen in the module that they are named after"
 SHARDED = "{}: its parameter is sharded, and check needs the whole model; check it in one process, before it is sharded"
 
 
@@ -143,24 +144,11 @@ def _copied(model: nn.Module, optimizers: list[Optimizer], paths: Any) -> tuple[
 
 def _problems(model: nn.Module, paths: Sequence[LogitPath], batch: Any) -> dict[str, str]:
     """By module, why its rows could not be measured, or "". ValueError if the rows are not those measured."""
-    modules, measured, problems = dict(named_modules(model)), measured_paths(model, batch), dict[str, str]()
-    parameters = {id(parameter): name for name, parameter in named_parameters(model)}
-    names = dict.fromkeys(map(module_of, paths))
-    for name in names:
-        given = [path for path in paths if module_of(path) == name]
-        found = [finding for inner, finding in measured.items() if _innermost(inner, names) == name]
-        reasons = [finding.reason for finding in found if finding.unknown]
-        if not found:
-            reasons = ["no attention was seen in the module that they are named after"]
-        problems[name] = f"its rows could not be measured: {reasons[0]}" if reasons else ""
-        if not reasons and (wrong := differences(given, [path for each in found for path in each.paths], parameters)):
-            raise contradiction("what is declared", name, modules[name], wrong)
-    return problems
-
-
-def _innermost(attention: str, modules: Iterable[str]) -> str | None:
-    """The innermost of these modules that contains an attention."""
-    return max((name for name in modules if is_inside(attention, name)), key=len, default=None)
+    given = {name: [path for path in paths if module_of(path) == name] for name in map(module_of, paths)}
+    found = {name: Finding(of, origin=DECLARED, note=NOT_SEEN) for name, of in given.items()}
+    found |= completed(found, measured_paths(model, batch), model)
+    reasons = {name: found[name].note.removeprefix(NOT_VERIFIED) for name in given}
+    return {name: reason and f"its rows could not be measured: {reason}" for name, reason in reasons.items()}
 
 
 def _real_steps(model: nn.Module, batch: Any, loss: Loss, quack: QuacK, count: int) -> Iterator[dict[Tensor, Tensor]]:
@@ -235,7 +223,7 @@ def _measured_changes(
             own = part.spread(part.block_of_row >= 0).to(part.param.device)
             values[part.param] = torch.where(own, new[part.param], values[part.param])
         now = logits_with(values)
-        inside = [each for each in before if _innermost(each.partition("#")[0], modules) == module_of(paths[0])]
+        inside = [each for each in before if innermost(each.partition("#")[0], modules) == module_of(paths[0])]
         pairs = [(now[each], before[each]) for each in inside if each in now and now[each].shape == before[each].shape]
         found = [_root_mean_square(*pair) for pair in pairs if pair[0].shape[1] == paths[0].heads]
         changes[name] = torch.stack([torch.full((paths[0].heads,), -torch.inf), *found]).amax(0)

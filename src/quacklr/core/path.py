@@ -30,12 +30,14 @@ class LogitPath:
         block_of_head: for each weight a (heads,) vector, the block that each head reads. None if groups of consecutive
             heads, all of the same size, share a block: head h reads block h * blocks // heads.
         scale: the factor between the product and the logit. None for 1 / sqrt(head size). Only a budget depends on it.
+        origin: the `LogitPaths` that has the path, and the name of its module; None for a path that you made.
     """
 
     weights: tuple[Weight, ...]
     heads: int
     block_of_head: Sequence[Tensor | None] | None = None
     scale: float | None = None
+    origin: Any = None
     reads: Tensor = field(init=False)
     """(weights, heads): the block of each weight that each head reads."""
 

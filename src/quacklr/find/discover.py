@@ -6,7 +6,7 @@ batch, tables are compared with the measurement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from quacklr.core.path import LogitPath, as_paths, changed
 from quacklr.core.weight import Weight
-from quacklr.find.finding import BY_TABLE, DECLARED, MEASURED, VERIFIED, Finding, is_inside, verified
+from quacklr.find.finding import DECLARED, MEASURED, Finding, innermost, is_inside, verified
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.tables import by_table, scaled
 from quacklr.util.caller import warn
@@ -39,17 +39,16 @@ class LogitPaths(list[LogitPath]):
 
     Attributes:
         found: by module name, the finding for each attention.
-        by_module: by module name, the paths of each attention that has some.
         model: a weak reference to the model.
         parameters: the name and the shape that each parameter of the model had, by its id.
     """
 
     def __init__(self, found: Mapping[str, Finding], model: nn.Module) -> None:
         self.found, self.model = dict(found), ref(model)
-        with_paths = [(name, finding.paths) for name, finding in found.items() if finding.paths]
-        self.by_module = {name: changed(paths, partial(_named, module=name)) for name, paths in with_paths}
         self.parameters = {id(each): (name, each.shape) for name, each in named_parameters(model)}
-        super().__init__(path for paths in self.by_module.values() for path in paths)
+        for name, finding in found.items():
+            paths = changed(finding.paths, partial(_named, module=name))
+            self.extend(replace(path, origin=(self, name)) for path in paths)
 
     @property
     def left_alone(self) -> dict[str, str]:
@@ -61,6 +60,26 @@ class LogitPaths(list[LogitPath]):
         return reasons
 
 
+def by_origin(paths: Iterable[LogitPath]) -> dict[str, list[LogitPath]]:
+    """The paths that `logit_paths` found, by module name."""
+    named = [(path.origin[1], path) for path in paths if path.origin is not None]
+    return {name: [path for other, path in named if other == name] for name, _ in named}
+
+
+def model_of(paths: Iterable[LogitPath]) -> nn.Module | None:
+    """The model in which `logit_paths` found the paths; None if there is none, or several."""
+    models = {path.origin[0].model() for path in paths if path.origin is not None}
+    return models.pop() if len(models) == 1 else None
+
+
+def found_of(paths: Sequence[LogitPath]) -> dict[str, Finding]:
+    """By module name, what `logit_paths` found of paths that were given, and the attention that it left alone."""
+    given = by_origin(paths)
+    found = {name: each for of in given.values() for name, each in of[0].origin[0].found.items()}
+    kept = {name: each for name, each in found.items() if name in given or not each.paths}
+    return {name: replace(each, paths=given.get(name, ())) for name, each in kept.items()}
+
+
 def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> LogitPaths:
     """The paths of every attention of the model, with weights named `<module>.<role>`.
 
@@ -68,18 +87,20 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
     the classes of some packages, such as transformers, is found in tables. With a `sample`, a batch that the model
     takes (a tensor, a tuple, or a dict), attention is also measured, in a forward pass that does not change the model.
     Attention of any other class has to be measured: without a sample it is an error. Raises ValueError also if the
-    measurement contradicts a table, or if the model has no path. With `rules=False`, tables are not used: paths are
-    declared or measured.
+    measurement contradicts what was found, or if the model has no path. With `rules=False`, what is measured is used
+    instead of tables and declarations.
     """
     if not rules and sample is None:
         raise ValueError("rules=False takes what is measured, so it needs a batch: logit_paths(model, batch)")
     found = found_by_table(model)
-    if not rules:
-        found = {name: finding for name, finding in found.items() if finding.declared or finding.pending}
     if sample is not None:
         measured = measured_paths(model, sample)
         if not measured:
             raise ValueError(f"{type(model).__name__}: {UNSEEN}")
+        if not rules:  # declarations are used where nothing could be measured
+            known = [name for name, finding in measured.items() if not finding.unknown]
+            unknown = [name for name in found if not any(is_inside(each, name) for each in known)]
+            found = {n: each for n, each in found.items() if each.pending or (each.origin == DECLARED and n in unknown)}
         found = without_pending(completed(found, measured, model), measured, model)
     validate_controls(found, model)
     warn_unknown(found)
@@ -102,17 +123,17 @@ def found_by_table(model: nn.Module) -> dict[str, Finding]:
 
 
 def completed(found: Mapping[str, Finding], measured: Mapping[str, Finding], model: nn.Module) -> dict[str, Finding]:
-    """Findings by table, completed by a measurement. ValueError if it contradicts a table."""
+    """Findings, completed by a measurement. ValueError if it contradicts one."""
     modules, complete = dict(named_modules(model)), dict(found)
     parameters = {id(parameter): name for name, parameter in named_parameters(model)}
-    declared = [name for name, finding in found.items() if finding.declared]
-    for name, finding in measured.items():
-        known = found.get(name)
-        if any(is_inside(name, outer) for outer in declared):
-            continue
+    declared = [name for name, finding in found.items() if finding.origin == DECLARED]
+    for inner, finding in sorted(measured.items(), key=lambda item: item[1].unknown):
+        outer = innermost(inner, declared)
+        name = inner if outer is None else outer
+        known = complete.get(name)
         if known is None or known.unknown:
             complete[name] = replace(scaled(finding, modules[name]), origin=MEASURED)
-        elif known.origin in (BY_TABLE, VERIFIED):
+        elif known.origin != MEASURED or known.note:
             complete[name] = verified(known, finding, name, modules[name], parameters)
     return {name: complete[name] for name in modules if name in complete}
 
@@ -155,7 +176,7 @@ def validate_controls(found: Mapping[str, Finding], model: nn.Module) -> None:
         return
     first_with = {finding.reason: name or "the model" for name, finding in reversed(list(found.items()))}
     kind, reasons = type(model).__name__, "".join(f" ({name}: {why})" for why, name in first_with.items())
-    if found and not any(finding.unknown or finding.declared for finding in found.values()):
+    if found and not any(finding.unknown or finding.origin == DECLARED for finding in found.values()):
         raise ValueError(
             f"{kind} has nothing for QuacK to control in its {len(found)} attention layers{reasons}; "
             "train it without QuacK"

@@ -21,6 +21,12 @@ NO_WEIGHTS = "its queries and keys are not made of weights of its own"
 DECLARED, BY_TABLE, VERIFIED = "declared", "by table", "verified"
 MEASURED, GIVEN, PENDING = "measured", "given", "pending"
 
+NOT_VERIFIED = "not verified: "
+CONTRADICTION = (
+    "{}: {} for {} is wrong here; {}; to use what was measured, pass the paths that logit_paths(model, batch, "
+    "rules=False) returns; to use the rows as they are, QuacK(model, optimizer, verify=False)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -28,7 +34,7 @@ class Finding:
 
     `cut` maps roles of weights that are on no path to the reason. `unknown`: the module may have paths, but they could
     not be determined. `undecided`: unknown because of the sample, so it does not contradict another finding.
-    `origin` is how the attention was found. `note` is the reason why a finding by table is not verified, or why no
+    `origin` is how the attention was found. `note` is the reason why it is not verified on the first batch, or why no
     table applies.
     """
 
@@ -41,11 +47,6 @@ class Finding:
     note: str = ""
 
     @property
-    def declared(self) -> bool:
-        """Whether the paths come from the module's own method `logit_paths`."""
-        return self.origin == DECLARED
-
-    @property
     def pending(self) -> bool:
         """Whether the module may be an attention that no table knows: it has to be measured."""
         return self.origin == PENDING
@@ -56,32 +57,44 @@ def is_inside(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def verified(by_table: Finding, measured: Finding, name: str, module: nn.Module, names: Mapping[int, str]) -> Finding:
-    """The finding of a table, verified by a measurement. ValueError if it contradicts. `names` are by id."""
-    if measured.undecided:
-        return replace(by_table, note=f"not verified: {measured.reason}")
-    wrong = differences(by_table.paths, measured.paths, names)
+def innermost(name: str, outer: Iterable[str]) -> str | None:
+    """The innermost of these modules that contains one."""
+    return max((each for each in outer if is_inside(name, each)), key=len, default=None)
+
+
+def verified(known: Finding, measured: Finding, name: str, module: nn.Module, names: Mapping[int, str]) -> Finding:
+    """A finding, verified by a measurement. ValueError if it contradicts. `names` are by id.
+
+    More may be declared than can be measured; or no path, to leave the attention alone.
+    """
+    declared = known.origin == DECLARED
+    why = measured.reason if measured.undecided or (declared and measured.unknown) else ""
+    if any(id(part.param) not in names for path in known.paths for weight in path.weights for part in weight.parts):
+        why = "its parameters are not the model's any more"
+    if why:
+        return replace(known, note=f"{NOT_VERIFIED}{why}")
+    wrong = differences(known.paths, measured.paths, names, declared) if known.paths or not declared else ""
     if measured.unknown:
-        said = "that it is on a path" if by_table.paths else by_table.reason
+        said = "that it is on a path" if known.paths else known.reason
         wrong = f"it says {said}, but the measurement says: {measured.reason}"
     if wrong:
-        raise contradiction("the table", name, module, wrong)
-    return replace(by_table, origin=VERIFIED, note="")
+        source = {DECLARED: "what is declared", MEASURED: "what was measured before"}.get(known.origin, "the table")
+        raise ValueError(CONTRADICTION.format(name or "the model", source, type(module).__name__, wrong))
+    return replace(known, origin=VERIFIED if known.origin == BY_TABLE else known.origin, note="")
 
 
-def contradiction(source: str, name: str, module: nn.Module, wrong: str) -> ValueError:
-    """The error for paths that a measurement contradicts. `source` is where the paths are from."""
-    return ValueError(
-        f"{name or 'the model'}: {source} for {type(module).__name__} is wrong here; {wrong}; to use what was "
-        "measured, pass the paths that logit_paths(model, batch, rules=False) returns; or give the module a method "
-        "logit_paths(), whose paths are used as they are"
-    )
+def differences(
+    said: Iterable[LogitPath], measured: Iterable[LogitPath], parameters: Mapping[int, str], more: bool = False
+) -> str:
+    """Text with given and with measured paths, if they differ; otherwise empty. `parameters` are names by id.
 
-
-def differences(said: Iterable[LogitPath], measured: Iterable[LogitPath], parameters: Mapping[int, str]) -> str:
-    """Text with given and with measured paths, if they differ; otherwise empty. `parameters` are names by id."""
+    With `more`, rows that were not measured do not count: of weights before a norm, or of other products.
+    """
     one, other = chains(said, parameters), chains(measured, parameters)
-    if one == other:
+    if more:
+        read = {(name, row) for chain in other for name, _, rows in chain for row in rows}
+        one = {frozenset(w for w in chain if not read.isdisjoint((w[0], row) for row in w[2])) for chain in one}
+    if one == other or (more and other < one):
         return ""
     return f"it says {_described(one - other or one)}, but the measurement says {_described(other - one or other)}"
 

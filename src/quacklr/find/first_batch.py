@@ -19,10 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from quacklr.core.local import is_sharded
 from quacklr.find.discover import WAYS_OUT, completed, not_known, validate_controls, warn_unknown, without_pending
-from quacklr.find.finding import BY_TABLE, Finding, is_inside
+from quacklr.find.finding import BY_TABLE, MEASURED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.util.modules import Arguments, compiled_modules, named_modules, wrappers
 
+NO_BATCH = "no batch was seen before the first step (the model ran none, or was compiled after attaching)"
+NOT_YET = "not verified yet: the first batch will be measured before the first step"
 EXAMPLES, TOKENS = 2, 8
 LONGEST = 512  # tokens of the longest example that is run whole, if the model fails on its first tokens
 Call = tuple[str, Arguments]  # the name of an outermost module, and the first examples that it was called with
@@ -47,13 +49,12 @@ class FirstBatch:
         self._calls: dict[int, Call] = {}  # not measured yet, by id
         self._did_run: set[str] = set()
         self._measuring = False
-        declared = [name for name, finding in self.found.items() if finding.declared]
         if why := _not_measurable(model, gathers) if verify else "verify=False":
             self._leave_unverified(why)
-        elif not found or len(declared) < len(found):
-            self._note("not verified yet: the first batch will be measured before the first step")
+        else:
+            self._note(NOT_YET, NOT_YET)
             for name, module in [*compiled_modules(model), *named_modules(model)]:
-                if _may_attend(module) and not any(is_inside(name, outer) for outer in declared):
+                if _may_attend(module):
                     hook = module.register_forward_pre_hook(Hook(self, name), with_kwargs=True)
                     self._hooks.setdefault(name, []).append(hook)
 
@@ -90,15 +91,14 @@ class FirstBatch:
         model = self._model()
         if model is None or self.is_done:
             return None
-        if not self._calls and self._latest:
-            _validate_steps(self.found, model)
-            return None
-        if not self._calls:
-            self._leave_unverified(
-                "no batch was seen before the first step (the model ran none, or was compiled after attaching)"
-            )
+        why = _not_measurable(model) or ("" if self._calls or self._latest else NO_BATCH)
+        if why:  # it may have been sharded or compiled after attaching
+            self._leave_unverified(why)
             self.remove()
             return self.found
+        if not self._calls:
+            _validate_steps(self.found, model)
+            return None
         found, measured = dict(self.found), dict[str, Finding]()
         for outer, arguments in self._calls.values():
             seen, why = self._measured(outer, arguments, found)
@@ -107,7 +107,7 @@ class FirstBatch:
             measured |= seen
             found = completed(found, seen, model)
             for name in inside.keys() - seen.keys():
-                if found[name].origin == BY_TABLE:
+                if found[name].note and not found[name].pending:
                     note = f"not verified: {why or 'it did not attend in the first batch'}"
                     found[name] = replace(found[name], note=note)
         found = without_pending(found, measured, model, self._ran)
@@ -168,9 +168,11 @@ class FirstBatch:
         _raise_if_pending(self.found, why)
         self._note(f"not verified: {why}")
 
-    def _note(self, note: str) -> None:
-        by_table = {name: finding for name, finding in self.found.items() if finding.origin == BY_TABLE}
-        self.found |= {name: replace(finding, note=note) for name, finding in by_table.items()}
+    def _note(self, by_table: str, measured: str = "") -> None:
+        """Note why findings are not verified: those of tables, and those that were measured before."""
+        notes = {BY_TABLE: by_table, MEASURED: measured}
+        known = {name: finding for name, finding in self.found.items() if finding.origin in notes}
+        self.found |= {name: replace(finding, note=notes[finding.origin]) for name, finding in known.items()}
 
 
 def _validate(found: Mapping[str, Finding], model: nn.Module) -> None:
@@ -199,11 +201,13 @@ def _raise_if_pending(found: Mapping[str, Finding], why: str) -> None:
         raise RuntimeError(not_known(names, found, why))
 
 
-def _not_measurable(model: nn.Module, gathers: bool) -> str:
+def _not_measurable(model: nn.Module, gathers: bool = False) -> str:
     """The reason why a model cannot be measured while it trains; empty if it can."""
     if any(each._compiled_call_impl is not None for each in wrappers(model)):
         return "the model was compiled in place, by model.compile()"
-    return "the model is sharded" if gathers or any(is_sharded(param) for param in model.parameters()) else ""
+    flat = {param.ndim for param in model.parameters() if hasattr(param, "_fsdp_flattened")}  # by FSDP1
+    sharded = gathers or flat == {1} or any(is_sharded(param) for param in model.parameters())
+    return "the model is sharded" if sharded else ""
 
 
 def _may_attend(module: nn.Module) -> bool:

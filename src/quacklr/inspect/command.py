@@ -18,7 +18,7 @@ from torch.optim import SGD
 from quacklr.core.path import LogitPath
 from quacklr.core.weight import Weight
 from quacklr.describe import attention_rows, without_rate
-from quacklr.find.discover import LogitPaths, found_by_table, logit_paths, validate_controls
+from quacklr.find.discover import LogitPaths, by_origin, found_by_table, logit_paths, validate_controls
 from quacklr.inspect.resolve import BadTargetError, resolve
 from quacklr.quack import QuacK
 from quacklr.util.arguments import Parser
@@ -104,7 +104,7 @@ class Report:
             return ", ".join(name.removeprefix(f"{module}.").removesuffix(".weight") for name in names)
 
         made = "shapes only" if _on_meta(self.model) else "with its weights"
-        rows = merged(attention_rows(self.paths.by_module.values(), self.paths.found, "weights", stored))
+        rows = merged(attention_rows(by_origin(self.paths).values(), self.paths.found, "weights", stored))
         title, table = [f"{self.name}: {type(self.model).__name__}, {made}"], columns(rows) if self.paths else []
         sections = title, table, grouped("left alone:", self.left_alone), [self.summary]
         return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -112,7 +112,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """The same for programs, with every layer."""
         layers: dict[str, Any] = {}
-        for module, paths in self.paths.by_module.items():
+        for module, paths in by_origin(self.paths).items():
             layers[module] = {"found": self.paths.found[module].origin, "paths": []}
             for path in paths:
                 weights = {w.name: {"parameter": self._parameter(w), "blocks": w.blocks} for w in path.weights}
@@ -136,7 +136,7 @@ def report(name: str, model: nn.Module, batch: Any) -> Report:
             QuacK(model if batch is None else paths, SGD(model.parameters(), lr=1.0)).remove()
     except (ValueError, RuntimeError) as refused:
         return Report(name, model, paths, False, f"{call} raises: {refused}")
-    summary = f"{call} attaches to {len(paths.by_module)} of {len(paths.found)} attention layers"
+    summary = f"{call} attaches to {len(by_origin(paths))} of {len(paths.found)} attention layers"
     return Report(name, model, paths, True, summary)
 
 

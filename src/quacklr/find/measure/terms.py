@@ -17,14 +17,12 @@ from quacklr.util.autograd import batches, depends, gradients, sums
 Chain = tuple[Rows, ...]  # from the projection next to the logit to the one that reads the input
 MIXED = "it mixes the logits of its heads before the softmax"
 OTHER_WAYS = "its logits depend on queries or keys in other ways than by their product"
-NOT_LINEAR = (
-    "its logits are not linear in its queries or keys, and do not grow in proportion to them either; if you know its "
-    "paths, declare them in a method logit_paths() of the module"
-)
+DECLARE = "; if you know its paths, declare them in a method logit_paths() of the module"
+NOT_LINEAR = f"its logits are not linear in its queries or keys, and do not grow in proportion to them either{DECLARE}"
 NOT_FINITE = "its derivatives are not finite"
 SPARSE = (
     "some entries of its queries or keys have no gradient, as after a ReLU, so the measurement may miss rows that they "
-    "are made of; if you know its paths, declare them in a method logit_paths() of the module"
+    f"are made of{DECLARE}"
 )
 
 

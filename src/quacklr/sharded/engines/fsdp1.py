@@ -6,6 +6,7 @@ original parameters, and the memory of each is this process's range of it, as a 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,13 +15,12 @@ from torch import Tensor, nn
 
 from quacklr.core.local import FlatTensor
 from quacklr.core.rule import Stepped
-from quacklr.sharded.engines.engine import Engine, class_names
+from quacklr.sharded.engines.engine import Engine
 
 
 def read_fsdp1(model: nn.Module) -> Engine:
     """The ranges that FSDP1 steps; no engine without FSDP1. ValueError if they are not of single parameters."""
-    wrapper = "torch.FullyShardedDataParallel"
-    wrappers: list[Any] = [module for module in model.modules() if wrapper in class_names(module)]
+    wrappers = _wrappers(model)
     if not wrappers:
         return Engine()
     handles = [module._handle for module in wrappers if module._handle is not None]
@@ -39,6 +39,16 @@ def read_fsdp1(model: nn.Module) -> Engine:
         data_groups=[group for group in groups if group is not None],
         gathers=bool(shards),
     )
+
+
+def _wrappers(model: nn.Module) -> list[Any]:
+    """The wrappers around the model, and those in it. A model does not refer to what is around it."""
+    if not any(hasattr(param, "_fsdp_flattened") for param in model.parameters()):
+        return []
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), FullyShardedDataParallel)]
+    return [each for each in wrappers if model in each.modules() or each in model.modules()]
 
 
 def _shards(handle: Any) -> Iterator[FlatTensor]:
