@@ -23,6 +23,7 @@ from quacklr.find.discover import found_by_table
 from quacklr.find.finding import Finding
 from quacklr.find.first_batch import FirstBatch, first_examples, slices
 from quacklr.util.modules import Arguments
+from quacklr.util.torch_functions import tensors_in
 
 RUNS: list[tuple[int, ...]] = []  # the shapes of the inputs of all attentions, in the order they ran
 
@@ -471,7 +472,7 @@ def test_under_ddp_every_rank_verifies(two: Crew) -> None:
 )
 def test_which_slice_of_a_batch_is_kept(args: tuple[Any, ...], shapes: list[tuple[int, ...]]) -> None:
     first = next(slices(first_examples(Arguments(args, {"flag": True, "text": "a"}))))
-    assert [tuple(tensor.shape) for tensor in first.tensors()] == shapes
+    assert [tuple(tensor.shape) for tensor in tensors_in(first)] == shapes
     assert first.kwargs == {"flag": True, "text": "a"}
 
 
