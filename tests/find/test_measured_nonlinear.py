@@ -323,26 +323,6 @@ def test_both_parts_of_a_query_that_is_a_sum_are_found(by_addmm: bool) -> None:
     assert names(finding, attention) == {frozenset({"q_proj", "k_proj"}), frozenset({"other", "k_proj"})}
 
 
-class Pooled(Plain):
-    """As DeepSeek-V4: a key is pooled over tokens by a softmax of a gate, and then normed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = linear(16)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        gate = self.split(self.gate(hidden_states)).softmax(2)
-        query, key, value = (self.split(proj(hidden_states)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        pooled = (gate * key).sum(2, keepdim=True)
-        key, value = torch.cat([rms(key), rms(pooled)], 2), torch.cat([value, value[:, :, :1]], 2)
-        return self.o_proj(self.attend(rms(query), key, value).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("sample", SHORT, ids=lambda sample: str(tuple(sample.shape)))
-def test_weights_that_pool_keys_before_a_norm_are_on_no_path(sample: Tensor) -> None:
-    assert measured(Pooled(), sample).reason == QK_NORM
-
-
 def test_a_norm_of_some_rows_of_a_projection_is_refused() -> None:
     """Of two rows of one head, the normed one is on no path and the other is. Paths cannot describe that."""
     finding = measured(Changed(lambda x: torch.cat([rms(x[..., :4]), x[..., 4:]], -1), SAME))

@@ -20,9 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 import reference
 from quacklr import QuacK
-from quacklr.find.discover import found_by_table
 from quacklr.find.finding import MEASURED, chains
-from quacklr.find.first_batch import FirstBatch
 from quacklr.util.modules import named_parameters
 
 H, D, W = 4, 6, 24  # heads, head size, width
@@ -344,18 +342,8 @@ class OneHeadEach(nn.Module):
 
 
 OWN = (
-    *(
-        NanoGPT,
-        MinGPT,
-        EinopsFunction,
-        EinopsHeadsLast,
-        EinopsOnePattern,
-        EinopsLayer,
-        ToQToKV,
-        NotCalledSelf,
-        ByLambda,
-    ),
-    *(ArbitraryNames, Repeated, Expanded, Tiled, MultiQuery, ViT, Functional, Transposed, ALiBi, OneHeadEach),
+    *(NanoGPT, MinGPT, EinopsFunction, EinopsHeadsLast, EinopsOnePattern, EinopsLayer, ToQToKV, NotCalledSelf),
+    *(ByLambda, ArbitraryNames, Repeated, Expanded, Tiled, MultiQuery, ViT, Functional, Transposed, ALiBi, OneHeadEach),
 )
 
 
@@ -385,49 +373,22 @@ def expected(truth: Truth, block: str) -> set[Any]:
     return {frozenset([*parts(truth.q, head), *parts(truth.k, head)]) for head in range(H)}
 
 
-def measured(model: nn.Module, *batch: Tensor) -> dict[str, set[Any]]:
-    """The chains of each attention, found on the first batch."""
-    first = FirstBatch(model, found_by_table(model))
-    model(*batch).square().mean().backward()
-    found = first.measure()
-    assert found is not None
+@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
+def test_two_lines_are_enough_for_an_own_attention_and_it_is_found_row_by_row(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = GPT(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    quack = QuacK(model, optimizer)
+    model(torch.randint(50, (4, 16))).square().mean().backward()
+    optimizer.step()
     names = {id(parameter): name for name, parameter in named_parameters(model)}
+    found = quack._attachment.found
     assert all(finding.origin == MEASURED for finding in found.values())
     assert not any(module._forward_pre_hooks for module in model.modules())
-    return {name: chains(finding.paths, names) for name, finding in found.items()}
-
-
-@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_an_own_attention_is_measured_on_the_first_batch_row_by_row(kind: Any) -> None:
-    torch.manual_seed(0)
-    found = measured(GPT(kind), torch.randint(50, (4, 16)))
-    assert found == {f"blocks.{i}": expected(kind.truth, f"blocks.{i}") for i in range(2)}
-
-
-class OwnMLA(nn.Module):
-    """Own latent attention without norms: q = up_q down_q x, k = up_k down_kv x."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down_q, self.up_q = linear(10), linear(W, 10)
-        self.down_kv, self.up_k, self.up_v, self.out = linear(8), linear(W, 8), linear(W, 8), linear(W)
-
-    def forward(self, x: Tensor) -> Tensor:
-        latent = self.down_kv(x)
-        q, k, v = (
-            rearrange(t, "b n (h d) -> b h n d", h=H)
-            for t in (self.up_q(self.down_q(x)), self.up_k(latent), self.up_v(latent))
-        )
-        return self.out(rearrange(F.scaled_dot_product_attention(q, k, v), "b h n d -> b n (h d)"))
-
-
-def test_an_own_latent_attention_is_measured_with_its_latents() -> None:
-    torch.manual_seed(0)
-    found = measured(GPT(OwnMLA), torch.randint(50, (4, 16)))
-    for i in range(2):
-        downs = [(f"blocks.{i}.down_q.weight", 0, tuple(range(10))), (f"blocks.{i}.down_kv.weight", 0, tuple(range(8)))]
-        ups = [[(f"blocks.{i}.up_{x}.weight", 0, tuple(rows)) for x in "qk"] for rows in heads()]
-        assert found[f"blocks.{i}"] == {frozenset([*downs, *of_head]) for of_head in ups}
+    wanted = {f"blocks.{i}": expected(kind.truth, f"blocks.{i}") for i in range(2)}
+    assert {name: chains(finding.paths, names) for name, finding in found.items()} == wanted
+    for name, _ in (kind.truth.q, kind.truth.k):
+        assert all(quack.rate_of(model.get_parameter(f"blocks.{i}.{name}")) is not None for i in range(2))
 
 
 class RotaryMLA(nn.Module):
@@ -494,19 +455,6 @@ def test_an_own_mla_with_two_lines_steps_by_the_papers_algorithm_2() -> None:
             moved = before[name] - parameter
             torch.testing.assert_close(moved, expected[name] * parameter.grad, rtol=1e-5, atol=1e-12)
             parameter.data *= torch.rand(len(parameter), 1) + 1  # each row grows by an amount of its own
-
-
-@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_two_lines_are_enough(kind: Any) -> None:
-    torch.manual_seed(0)
-    model = GPT(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    quack = QuacK(model, optimizer)
-    model(torch.randint(50, (4, 16))).square().mean().backward()
-    optimizer.step()
-    for i in range(2):
-        assert quack.rate_of(model.get_parameter(f"blocks.{i}.{kind.truth.q[0]}")) is not None
-        assert quack.rate_of(model.get_parameter(f"blocks.{i}.{kind.truth.k[0]}")) is not None
 
 
 def test_a_limit_is_relative_to_the_lr_when_quack_was_attached_though_it_is_measured_later() -> None:
