@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Separate, assert_equal, layers, train
-from quacklr import Budget, ConstantTau, Paper, QuacK, Rule, Weight, mha
+from quacklr import Budget, ConstantTau, Paper, QuacK, Rule
 
 
 def parameters(model: nn.Module) -> list[Tensor]:
@@ -62,28 +62,6 @@ def test_an_overflow_of_the_grad_scaler_changes_nothing() -> None:
     moved = (model[0].q.weight.detach() - before[0]).abs().max()  # type: ignore[union-attr, operator]
     assert rates["0.q"].tolist() == [0.5] * 4
     torch.testing.assert_close(float(moved), 0.05, rtol=1e-3, atol=0)  # the first step of Adam is lr
-
-
-def test_a_step_with_a_closure_is_the_same_step() -> None:
-    results = []
-    for use_closure in (False, True):
-        model, optimizer = model_and_optimizer()
-        QuacK(model, optimizer, tau=0.5)
-
-        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(tokens()).square().sum()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            if use_closure:
-                optimizer.step(closure)  # type: ignore[arg-type]
-            else:
-                closure()
-                optimizer.step()
-        results.append(parameters(model))
-    assert_equal(*results)
 
 
 @pytest.mark.parametrize("positional", [True, False])
@@ -249,21 +227,6 @@ def test_remove_leaves_the_optimizer_as_it_was() -> None:
     train(model, optimizer)
     train(plain, plain_optimizer)
     assert_equal(parameters(model), parameters(plain))
-
-
-def test_an_optimizer_that_replaces_the_data_of_its_parameters_is_scaled_too() -> None:
-    class Replaces(torch.optim.SGD):
-        def step(self, _: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param.data = param.data - group["lr"] * param.grad
-
-    param, other = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2, 3))
-    optimizer = Replaces([param, other], lr=1.0)
-    QuacK(mha(Weight("q", param, torch.arange(2)), Weight("k", other, torch.arange(2))), optimizer, tau=0.25)
-    param.grad = other.grad = torch.ones(2, 3)
-    optimizer.step()
-    assert_equal(param.detach(), torch.full((2, 3), 0.75))
 
 
 def test_a_copy_that_would_do_nothing_is_refused() -> None:
