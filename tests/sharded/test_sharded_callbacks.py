@@ -116,15 +116,6 @@ def test_a_training_resumed_by_trainer_is_bitwise_the_uninterrupted_one(
         assert_equal(weights, all_weights)
 
 
-def test_trainer_resumes_in_another_number_of_processes(two: Crew, tmp_path: Path) -> None:
-    alone, kind = Crew(1), "SHARDED_STATE_DICT"
-    uninterrupted, _ = two(trained_by_trainer, 2, tmp_path / "two", kind, {})
-    (resumed,) = alone(trained_by_trainer, 1, tmp_path / "alone", kind, {}, tmp_path / f"two/checkpoint-{SAVED}")
-    alone.stop()
-    torch.testing.assert_close(rates(resumed[1]), rates(uninterrupted[1]))
-    torch.testing.assert_close(resumed[0], uninterrupted[0])
-
-
 class Sharded(Regression):
     """All of it is one attention, sharded by FSDP2; no validation."""
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import ref
 
 from torch import nn
 
 from quacklr.core.path import LogitPath, as_paths, changed
-from quacklr.core.weight import Weight
 from quacklr.find.finding import BY_TABLE, DECLARED, MEASURED, VERIFIED, Finding, is_inside, verified
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.tables import by_table, scaled
@@ -46,8 +44,7 @@ class LogitPaths(list[LogitPath]):
 
     def __init__(self, found: Mapping[str, Finding], model: nn.Module) -> None:
         self.found, self.model = dict(found), ref(model)
-        with_paths = [(name, finding.paths) for name, finding in found.items() if finding.paths]
-        self.by_module = {name: changed(paths, partial(_named, module=name)) for name, paths in with_paths}
+        self.by_module = {name: _named(finding.paths, name) for name, finding in found.items() if finding.paths}
         self.parameters = {id(each): (name, each.shape) for name, each in named_parameters(model)}
         super().__init__(path for paths in self.by_module.values() for path in paths)
 
@@ -181,6 +178,6 @@ def _declared(module: Any, name: str) -> Finding | None:
     return Finding(paths, reason, origin=DECLARED)
 
 
-def _named(weight: Weight, module: str) -> Weight:
-    """The same weight, named `<module>.<role>`."""
-    return replace(weight, name=f"{module}.{weight.name}") if module else weight
+def _named(paths: Sequence[LogitPath], module: str) -> Sequence[LogitPath]:
+    """The same paths, with weights named `<module>.<role>`."""
+    return changed(paths, lambda weight: replace(weight, name=f"{module}.{weight.name}")) if module else paths

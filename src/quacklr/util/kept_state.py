@@ -102,8 +102,7 @@ def _reached(model: nn.Module) -> list[Any]:
     """The modules, the containers and objects that they hold, and the global random generators."""
     found: dict[int, Any] = {}
     numpy: Any = sys.modules.get("numpy")
-    of_random: list[Any] = [random.getstate, *([numpy.random.get_state] if numpy else [])]
-    waiting: list[Any] = [model, *(each.__self__ for each in of_random)]
+    waiting: list[Any] = [model, random.getstate, numpy and numpy.random.get_state.__self__]
     while waiting:
         each = waiting.pop()
         if id(each) not in found and _is_state(each):

@@ -102,8 +102,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 def _random_state_restored(model: nn.Module) -> AbstractContextManager[None]:
     """On exit, restore the random state of torch on the model's devices."""
-    tensors = *model.parameters(), *model.buffers()
-    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    devices = {x.device for x in (*model.parameters(), *model.buffers()) if x.device.type not in ("cpu", "meta")}
     kind = next((device.type for device in devices), "cuda")
     return torch.random.fork_rng(devices, device_type=kind)
 
