@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import runpy
 import subprocess
@@ -12,15 +13,21 @@ from types import FrameType
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import quacklr
+from quacklr import QuacK
+from quacklr.find.discover import found_by_table
+from quacklr.find.first_batch import FirstBatch
 
 ROOT = Path(__file__).parent.parent
 CODE = sorted(
     file for folder in ("src", "tests", "examples", "benchmarks", "website") for file in (ROOT / folder).rglob("*.py")
 )
 PROSE = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NOT_ON_WALKS = tuple(
+    f"src/quacklr/{path}" for path in ("util/", "sharded/", "core/local.py", "find/finding.py", "find/tables/naming.py")
+)
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -131,7 +138,7 @@ def test_the_rule_on_the_page_of_rules_is_that_of_the_example() -> None:
 
 
 class Walk:
-    """The files of quacklr whose functions run while this is entered."""
+    """The files of quacklr with functions that run while this is entered."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -141,27 +148,45 @@ class Walk:
         return self
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            self.files.add(frame.f_code.co_filename)
+        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # not the body of a module or a class
+            self.files.add(frame.f_code.co_filename.removeprefix(f"{ROOT}/"))
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        self.files = {file for file in self.files if file.startswith("src/")}
+
+
+class OwnAttention(nn.Module):
+    """Of no package: it has to be measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 def test_the_walks_of_the_architecture_page_are_those_that_are_run() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     sections = {title.split(":")[0]: part for title, part in re.findall(r"\n### (.*?)\n(.*?)(?=\n##)", text, re.DOTALL)}
-    names = "Attach", "A later step", "Measure"
-    listed = [re.findall(r"^\d+\. `(.*?)`", sections[name], re.MULTILINE) for name in names]
     model = nn.TransformerEncoderLayer(16, 4, batch_first=True)
     optimizer = torch.optim.AdamW(model.parameters())
-    attach, first, later = Walk(), Walk(), Walk()
+    attach, later, measure = Walk(), Walk(), Walk()
     with attach:
-        quacklr.QuacK(model, optimizer)
-    for walk in (first, later):
+        QuacK(model, optimizer)
+    for walk in (Walk(), later):
         model(torch.ones(2, 8, 16)).square().mean().backward()
         with walk:
             optimizer.step()
-    for files, walk, most in zip(listed, (attach, later, first), (18, 6, 12), strict=True):
-        assert 5 < len(files) <= most
-        assert [file for file in files if str(ROOT / file) not in walk.files] == []
+    own, x = OwnAttention(), torch.randn(2, 8, 16)
+    first_batch = FirstBatch(own, found_by_table(own))
+    own(x)
+    with measure:
+        first_batch.measure()
+    named = {"Attach": (attach, 18), "A later step": (later, 6), "Measure": (measure, 12)}
+    for name, (walk, most) in named.items():
+        listed = re.findall(r"^\d+\. `(.*?)`", sections[name], re.MULTILINE)
+        assert 5 < len(listed) <= most
+        assert set(listed) == {file for file in walk.files if not file.startswith(NOT_ON_WALKS)}, name

@@ -137,19 +137,6 @@ def test_a_nested_step_begins_no_iteration_in_the_middle_of_a_step() -> None:
     torch.testing.assert_close(k.detach(), 1 - LR * rates["k"].view(2, 1).expand(2, 3))
 
 
-def test_after_a_nested_step_that_raised_the_next_step_starts_anew() -> None:
-    q, k = parameter(), parameter()
-    optimizer = TwiceSGD([q, k], lr=LR)
-    attached(optimizer, q, k, adapt=False)
-    with pytest.raises(ArithmeticError):
-        optimizer.step(_fails)
-    with torch.no_grad():
-        q.fill_(5)
-    give_gradients(q, k)
-    optimizer.step()
-    torch.testing.assert_close(q.detach(), torch.full((2, 3), 5 - 2 * TAU * LR))
-
-
 @pytest.mark.filterwarnings("ignore:k. 1 of 2 weights on the paths are no longer")
 def test_an_iteration_begins_when_a_tensor_steps_again_not_when_an_optimizer_does() -> None:
     """As DeepSpeed's ZeRO does: one optimizer steps several times an iteration, each time with other groups."""

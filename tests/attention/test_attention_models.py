@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 import by_hand
 import kimi
-from models import assert_equal
 from quacklr import LogitMonitor, QKClip
-from tiny_models import build as tiny
 from tiny_models import tiny_config
 
 BATCH, TOKENS, HEADS = 2, 11, 4
@@ -253,33 +251,6 @@ def test_a_changed_model_is_measured_as_the_plain_one(how: str) -> None:
         evaluate(changed, LEFT)
 
 
-def four_examples(name: str) -> tuple[Any, Batch]:
-    model, batch = tiny(name)
-    return model, {key: torch.cat([each, each.flip(1)]) if len(each) == 2 else each for key, each in batch.items()}
-
-
-def test_heads_are_not_taken_for_as_many_examples() -> None:
-    """Four examples, four heads, and chunks after the heads: larger queries of one head are that head's."""
-    model, batch = four_examples("reformer")
-    monitor = LogitMonitor(model, batch)
-    before = monitor.measure()
-    name = next(name for name, _ in model.named_parameters() if name.endswith(("query.weight", "query_key.weight")))
-    weight = model.get_parameter(name)
-    rows = slice(len(weight) // 4 * 2, len(weight) // 4 * 3)
-    with torch.no_grad():
-        weight[rows] *= 20
-    after = monitor.measure()
-    module = name.rpartition(".query")[0]
-    moved = (after[module].max - before[module].max).abs() > 1e-5
-    assert moved.tolist() == [False, False, True, False]
-
-
-def test_four_heads_and_four_blocks_of_a_sequence_are_no_guess() -> None:
-    model, batch = four_examples("big_bird")
-    with pytest.raises(ValueError, match=r"attention.self#3: it cannot be seen which .* or of another length"):
-        LogitMonitor(model, batch).measure()
-
-
 def maxima_by_hand(model: Any, kind: Kind, micro: list[Batch]) -> Maxima:
     """Of each head over all micro-batches; gradients pile up on the way, as in the step this is the judge of."""
     found: dict[str, list[Tensor]] = {name: [] for name in kind.names}
@@ -351,26 +322,3 @@ def test_with_gradient_checkpointing_too(reentrant: bool) -> None:
     model = build(KINDS["Llama, grouped"])
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_trained_as_by_kimi(KINDS["Llama, grouped"], SGD, model)
-
-
-@pytest.mark.parametrize("threshold", [float("inf"), 1e6])
-def test_a_clip_that_scales_nothing_leaves_a_run_with_dropout_bitwise_as_it_was(threshold: float) -> None:
-    def trained(clips: bool) -> kimi.State:
-        model = build(KINDS["GPT-2, baddbmm"]).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        torch.manual_seed(1)
-        clip = QKClip(model, optimizer, threshold) if clips else None
-        for step in range(3):
-            optimizer.zero_grad()
-            for batch in batches(step):
-                backward(model, batch)
-            optimizer.step()
-            if clip and step == 1:
-                assert all(bool((each > 0.1).all()) for each in clip.max_logits().values())
-                clip.remove()
-        for module in model.modules():
-            assert not module._forward_hooks
-            assert not module._forward_pre_hooks
-        return snapshot(model) | {"random": torch.get_rng_state()}
-
-    assert_equal(trained(True), trained(False))

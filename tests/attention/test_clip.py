@@ -242,14 +242,6 @@ def test_an_optimizer_whose_step_calls_its_parents_clips_once_at_the_end() -> No
     assert clip.max_logits()
 
 
-def test_an_optimizer_that_is_not_linear_in_lr_is_clipped_too() -> None:
-    model = Attention()
-    optimizer = torch.optim.ASGD(model.parameters(), lr=1e-12)
-    QKClip(model, optimizer, THRESHOLD)
-    step(model, optimizer)
-    assert_clipped(model)
-
-
 class Unknown(Attention):
     """A class that neither declares its paths nor is in a table."""
 

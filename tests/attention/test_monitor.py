@@ -19,19 +19,6 @@ def probe() -> Tensor:
     return torch.randint(0, 50, (3, 12), generator=torch.Generator().manual_seed(1))
 
 
-def test_a_resumed_monitor_measures_its_first_change_from_where_it_was() -> None:
-    model = build(SHAPE, GQA, seed=0)
-    first, second = LogitMonitor(model, probe()), LogitMonitor(model, probe())
-    first.measure()
-    second.load_state_dict(first.state_dict())
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(1.1)
-    change = first.measure()[NAME].mean_change
-    assert bool((change > 0).all())
-    assert_equal(change, second.measure()[NAME].mean_change)
-
-
 @pytest.mark.parametrize("form", ["dict", "tuple"])
 def test_a_probe_is_what_the_model_takes(form: str) -> None:
     model = build(SHAPE, GQA, seed=0)
@@ -44,48 +31,6 @@ def test_a_probe_is_what_the_model_takes(form: str) -> None:
 def test_what_is_no_batch_is_refused(probe: object) -> None:
     with pytest.raises(ValueError, match="a probe is a batch that the model is called with"):
         LogitMonitor(nn.Linear(2, 2), probe)
-
-
-class Dropping(nn.Module):
-    """A model with dropout, some of it even in eval mode, whose training depends on the random state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder, self.drop = build(SHAPE, GQA, seed=0), nn.Dropout(0.5)
-        self.frozen = nn.Dropout(0.5).eval()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.drop(self.frozen(self.decoder(tokens)))
-        return nn.functional.dropout(logits, 0.1, training=True)
-
-
-def trained(measured: bool) -> Dropping:
-    torch.manual_seed(0)
-    model = Dropping()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = LogitMonitor(model, probe())
-    for _ in range(3):
-        for part in ("forward", "backward"):  # measured before either
-            if measured:
-                monitor.measure()
-            if part == "forward":
-                loss = model(probe()).square().mean()
-            else:
-                loss.backward()
-        if measured:
-            monitor.measure(keep=False)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def test_a_measured_run_is_bitwise_the_same_and_leaves_no_hook_behind() -> None:
-    found, wanted = trained(True), trained(False)
-    assert_equal([*found.parameters()], [*wanted.parameters()])
-    for one, other in zip(found.modules(), wanted.modules(), strict=True):
-        assert one.training == other.training
-        assert not one._forward_hooks
-        assert not one._forward_pre_hooks
 
 
 class Recurrent(nn.Module):

@@ -171,6 +171,12 @@ WAYS: dict[str, Attend] = {
     "einsum": lambda q, k, seen: softmax(
         torch.einsum("bhid,bhjd->bhij", q, k).masked_fill(~seen, -1e9), dim=3, dtype=torch.float32
     ),
+    "einsum of a list": lambda q, k, seen: (
+        torch.einsum("bhid, bhjd -> bhij", [q, k]).masked_fill(~seen, -1e9).softmax(-1)
+    ),
+    "bmm with a name": lambda q, k, seen: (
+        torch.bmm(q.flatten(0, 1), mat2=k.flatten(0, 1).mT).view_as(seen.expand(len(q), H, T, T).float()) + added(seen)
+    ).softmax(-1),
     "a sum of products": lambda q, k, seen: (q @ k.mT / 2 + (q @ k.mT / 2).masked_fill(~seen, -1e9)).softmax(-1),
     "a minimum": lambda q, k, seen: torch.minimum(q @ k.mT, torch.where(seen, torch.inf, -torch.inf)).softmax(-1),
     "a boolean mask of the kernel": lambda q, k, seen: scaled_dot_product_attention(q, k, k, seen, scale=1.0),

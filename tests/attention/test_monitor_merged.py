@@ -133,26 +133,6 @@ def test_without_paths_the_heads_are_counted_too(layout: str) -> None:
     torch.testing.assert_close(LogitMonitor(model, x_BTD).measure()["attention"].max, largest(model, x_BTD))
 
 
-def test_as_many_queries_as_heads_are_told_apart() -> None:
-    model, x_BTD = built(separate("bihj")), inputs(3)[:, :H]
-    torch.testing.assert_close(LogitMonitor(model, x_BTD).measure()["attention"].max, largest(model, x_BTD))
-
-
-def test_attention_without_heads_is_one_head_however_large_the_batch_is() -> None:
-    class Single(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(D, K), nn.Linear(D, K)
-
-        def forward(self, x_BTD: Tensor) -> Tensor:
-            return (self.q(x_BTD) @ self.k(x_BTD).mT).softmax(-1) @ x_BTD
-
-    torch.manual_seed(0)
-    model, x_BTD = Single(), inputs(3)
-    stats = LogitMonitor(model, x_BTD).measure()[""]
-    torch.testing.assert_close(stats.max, (model.q(x_BTD) @ model.k(x_BTD).mT).max()[None].detach())
-
-
 @pytest.mark.parametrize("layout", [*MERGED, "batch, heads", "batch, queries, heads"])
 def test_the_clip_takes_axes_that_are_separate_and_refuses_merged_ones_of_several_sequences(layout: str) -> None:
     model = built((LAYOUTS | {"batch, heads": separate("bhij")})[layout])

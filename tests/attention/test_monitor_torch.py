@@ -169,23 +169,3 @@ def test_the_layers_of_an_encoder_are_as_by_hand_and_its_fast_path_is_on_again(n
         LogitMonitor(model, probe).measure()
         assert torch.backends.mha.get_fastpath_enabled()
         assert_equal(model(**probe), before)
-
-
-def test_a_decoder_layers_own_and_cross_attention_are_as_by_hand() -> None:
-    torch.manual_seed(0)
-    model = changed(nn.TransformerDecoderLayer(D, H, 24, dropout=0.1, batch_first=True), 0.3)
-    memory = torch.randn(B, KEYS, D, generator=torch.Generator().manual_seed(2))
-    mask = nn.Transformer.generate_square_subsequent_mask(T)
-    probe = {"tgt": inputs(), "memory": memory, "tgt_mask": mask, "tgt_is_causal": True}
-
-    def hand(name: str) -> tuple[by_hand.Written, Tensor]:
-        model.eval()
-        (((given, out),),) = by_hand.calls(model, [name], lambda: model(**probe)).values()
-        model.train()
-        own = name == "self_attn"
-        written = by_hand.multihead(model.get_submodule(name), given["hidden_states"], None if own else memory)
-        pairs = ALL & LOWER if own else torch.ones(B, 1, T, KEYS, dtype=torch.bool)
-        written.check(pairs, out)
-        return written, pairs
-
-    assert_as_by_hand(model, probe, {name: partial(hand, name) for name in ("self_attn", "multihead_attn")})

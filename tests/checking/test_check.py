@@ -107,8 +107,6 @@ def q_and_k(layer: Any) -> list[Weight]:
 
 def wrong_paths() -> Iterator[tuple[str, nn.Module, list[LogitPath] | None]]:
     yield "declared", stack(WronglyDeclared), None
-    model, segments = stack(PerHead), [("q", 1, 2), (None, 1, 2), ("k", 1, 2), (None, 1, 6)]
-    yield "half of the rows", model, paths_of(model, lambda one: packed(one.qkv, *segments, repeat=4))
     model = stack(Separate)
     yield "swapped heads", model, paths_of(model, q_and_k, torch.tensor([0, 2, 1, 3]))
     (q0, k0), (q1, k1) = (path.weights for path in paths_of(model, q_and_k))
@@ -172,20 +170,6 @@ def test_nothing_of_the_original_is_touched() -> None:
     assert check(model, optimizer, batch, steps=1).ok
     assert_equal(list(everything(model, optimizer)), before)
     assert_equal(quack.rates(), rates)
-
-
-def test_a_weight_that_two_layers_share_moves_both_and_that_is_right() -> None:
-    class Shared(Separate):
-        """Its key may be another's, and it declares it first."""
-
-        def logit_paths(self) -> list[LogitPath]:
-            return [LogitPath(tuple(reversed(super().logit_paths()[0].weights)), 4)]
-
-    model = nn.Sequential(stack(Separate), stack(Shared))
-    model.get_submodule("1.0").k = model.get_submodule("0.1.k")
-    report = checked(model)
-    assert report.ok, report
-    assert len(report.layers) == 4
 
 
 class Attention(nn.Module):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -427,8 +428,9 @@ def test_paths_over_the_same_features_have_the_scale_of_one_head() -> None:
         assert 0.8 * BUDGET < float(change.norm()) / math.sqrt(8) <= BUDGET
 
 
+@pytest.mark.parametrize("rule", [partial(Budget, BUDGET), Paper])
 @pytest.mark.parametrize("setting", ["bfloat16", "meta"])
-def test_torchs_defaults_do_not_matter(setting: str) -> None:
+def test_torchs_defaults_do_not_matter(setting: str, rule: Callable[[], Rule]) -> None:
     """Neither the default dtype nor the default device is that of the weights."""
     both = []
     for changed in (False, True):
@@ -441,7 +443,8 @@ def test_torchs_defaults_do_not_matter(setting: str) -> None:
             torch.set_default_dtype(torch.bfloat16)
         try:
             device = torch.device("meta") if changed and setting == "meta" else nullcontext()
-            with device, QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
+            with device, QuacK(model, optimizer, rule=rule()) as quack:
+                quack.load_state_dict(quack.state_dict())
                 optimizer.step()
                 both.append((quack.rates(), {name: change.given for name, change in quack.changes().items()}))
         finally:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from models import assert_equal
-from quacklr import LogitPath, QuacK, Weight, frobenius, mha, packed, spectral
+from quacklr import QuacK, Weight, frobenius, mha, packed, spectral
 from quacklr.core.blocks import Blocks
 
 H, D = 4, 3
@@ -102,30 +102,6 @@ def test_any_assignment_of_rows_is_measured_and_moved_as_if_by_hand(
     moved = torch.cat([moved, b.detach().unsqueeze(1)], 1) if bias else moved
     torch.testing.assert_close(moved, matrix + of_row.unsqueeze(1) * (new - matrix), rtol=1e-5, atol=1e-6)
     assert_equal(moved[block_of_row < 0], new[block_of_row < 0])
-
-
-def test_heads_of_different_sizes_are_one_weight() -> None:
-    param, other = nn.Parameter(torch.ones(6, 2)), nn.Parameter(torch.ones(3, 2))
-    weight = Weight("q", param, torch.tensor([0, 0, 0, 1, 2, 2]))
-    quack = QuacK(
-        [LogitPath((weight, Weight("k", other, torch.arange(3))), 3)], torch.optim.SGD([param, other], lr=0.1), tau=1.0
-    )
-    with torch.no_grad():
-        param[3].mul_(2)
-        param[4:].mul_(4)
-    torch.testing.assert_close(quack.rates()["k"], torch.tensor([1, 1 / 2, 1 / 4]))
-
-
-def test_a_three_dimensional_weight_has_a_head_a_row() -> None:
-    """(heads, width, size), as in einsum-style attention, with its (heads, size) bias."""
-    q, k, b = (nn.Parameter(torch.ones(shape)) for shape in ((2, 3, 5), (2, 3, 5), (2, 5)))
-    paths = mha(Weight("q", q, torch.arange(2), bias=b), Weight("k", k, torch.arange(2)))
-    quack = QuacK(paths, torch.optim.SGD([q, k, b], lr=0.1), tau=1.0)
-    with torch.no_grad():
-        k[1].mul_(10)
-    rate = quack.rate_of(b)
-    assert rate is not None
-    torch.testing.assert_close(rate, torch.tensor([[1.0], [0.1]]))
 
 
 def test_matrices_stacked_in_one_parameter_step_as_if_they_were_apart() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from models import Latent, Separate, assert_equal, layers, train
-from quacklr import ConstantTau, LogitPath, Paper, QuacK, Weight, frobenius, mha, packed, spectral
+from quacklr import ConstantTau, Paper, QuacK, Weight, frobenius, mha, packed, spectral
 from quacklr.core.norms import Norm
 
 
@@ -118,21 +118,6 @@ def test_norms_follow_a_model_that_becomes_double(norm: Norm) -> None:
 
 def row_weight(name: str, rows: Any = (0, 1)) -> Weight:
     return Weight(name, nn.Parameter(torch.ones(2, 3)), rows)
-
-
-@pytest.mark.parametrize("numbers", [[0.7, 1.9], [True, False], [0], [[0, 1]], "ab", [0, 2], [0, -1]])
-def test_rows_and_heads_must_have_whole_numbers_of_blocks(numbers: Any) -> None:
-    if numbers not in ([0, 2], [0, -1]):
-        with pytest.raises(ValueError, match="^q: block_of_row must be 2 whole numbers"):
-            row_weight("q", numbers)
-    with pytest.raises(ValueError, match="^q: block_of_head must give each of 2 heads one of its 2"):
-        LogitPath((row_weight("q"), row_weight("k")), 2, [numbers, None])
-
-
-@pytest.mark.parametrize("heads", [2.0, True, -2])
-def test_the_number_of_heads_must_be_a_positive_whole_number(heads: Any) -> None:
-    with pytest.raises(ValueError, match="heads"):
-        LogitPath((row_weight("q"), row_weight("k")), heads)
 
 
 def test_a_weight_takes_lists_and_small_integers() -> None:

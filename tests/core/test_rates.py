@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models import PerHead, Separate, assert_equal, layers, train
+from models import Separate, assert_equal, layers, train
 from quacklr import ConstantTau, Paper, QuacK, Weight, frobenius, mha
 
 
@@ -53,22 +53,6 @@ def test_a_frozen_partner_counts_and_has_no_rate() -> None:
     assert "0.q: frozen" in repr(quack)
 
 
-def test_a_weight_unfrozen_later_is_controlled_from_then_on() -> None:
-    model, _ = model_and_optimizer()
-    attention: Any = model[0]
-    attention.q.weight.requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    quack = QuacK(model, optimizer, tau=0.5)
-    train(model, optimizer, steps=1)
-    attention.q.weight.requires_grad_(True)
-    optimizer.add_param_group({"params": [attention.q.weight]})
-    rate, before = quack.rates()["0.q"], attention.q.weight.detach().clone()
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    torch.testing.assert_close(attention.q.weight.detach(), before - rate.repeat_interleave(4).unsqueeze(1))
-
-
 def test_tied_layers_are_one_weight_on_several_paths() -> None:
     torch.manual_seed(0)
     shared = Separate()
@@ -84,41 +68,6 @@ def test_tied_layers_are_one_weight_on_several_paths() -> None:
         *(torch.linalg.vector_norm(m.k.weight.detach().view(4, -1), dim=1) for m in (shared, other))
     )
     torch.testing.assert_close(quack.rates()["0.q"], start / loudest)
-
-
-def test_a_bias_counts_in_its_heads_norm_and_gets_its_rate() -> None:
-    model, optimizer = model_and_optimizer(bias=True)
-    quack = QuacK(model, optimizer, tau=1.0)
-    attention: Any = model[0]
-    start = torch.cat([attention.k.weight, attention.k.bias.unsqueeze(1)], 1).view(4, -1).norm(dim=1)
-    with torch.no_grad():
-        attention.k.bias[4:8] += 10
-    now = torch.cat([attention.k.weight, attention.k.bias.unsqueeze(1)], 1).view(4, -1).norm(dim=1)
-    expected = (start / now).detach()
-    torch.testing.assert_close(quack.rates()["0.q"], expected)
-    rate = quack.rate_of(attention.q.bias)
-    assert rate is not None
-    torch.testing.assert_close(rate, expected.repeat_interleave(4))
-    torch.testing.assert_close(quack.rate_of(attention.q.weight), expected.repeat_interleave(4).unsqueeze(1))
-    assert quack.rate_of(attention.v.weight) is None  # on no path
-
-
-def test_rows_on_no_path_keep_rate_1_and_their_plain_step() -> None:
-    results = []
-    for attach in (False, True):
-        torch.manual_seed(0)
-        model = PerHead(bias=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if attach:
-            quack = QuacK(nn.Sequential(model), optimizer, tau=0.01)
-            rate = quack.rate_of(model.qkv.weight)
-            assert rate is not None
-            assert rate.shape == (48, 1)
-            assert rate.view(4, 3, 4)[:, 2].eq(1).all()
-            torch.testing.assert_close(rate.view(4, 3, 4)[:, :2], torch.full((4, 2, 4), 0.01))
-        train(model, optimizer, steps=1)
-        results.append([p.detach().view(4, 3, 4, -1)[:, 2] for p in model.parameters()])
-    assert_equal(*results)
 
 
 def test_a_floor_bounds_every_norm_from_below() -> None:

@@ -57,15 +57,6 @@ def test_the_budget_follows_the_schedule_of_lr(scheduler: Callable[[Optimizer], 
     assert lrs == pytest.approx(factors, rel=1e-2)
 
 
-def test_groups_follow_their_own_lr() -> None:
-    model = layers(2, Separate)
-    optimizer = SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=0.1)
-    with QuacK(model, optimizer, rule=Budget(BUDGET)) as quack:
-        optimizer.param_groups[1]["lr"] = 0.05
-        train(model, optimizer, steps=1)
-        assert [relative_change(quack, name) for name in "01"] == pytest.approx([1, 1 / 2], rel=1e-2)
-
-
 def trained_at_a_tenth() -> dict[str, Any]:
     """The states of a run whose lr was 0.1, and was reduced to 0.01 by a scheduler that writes no initial_lr."""
     model = attention()

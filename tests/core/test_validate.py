@@ -34,6 +34,7 @@ def row(name: str, rows: int, blocks: int = 1, bias: bool = False) -> Weight:
         (lambda: q([0, 0, 1]), "layer.q: block_of_row must be 4 whole numbers, one for each row"),
         (lambda: q([[0, 0], [1, 1]]), "layer.q: block_of_row must be 4 whole numbers"),
         (lambda: q([0.0, 0.0, 1.0, 1.0]), "layer.q: block_of_row must be 4 whole numbers"),
+        (lambda: q([True, False, True, False]), "layer.q: block_of_row must be 4 whole numbers"),
         (lambda: q([0, 0, -2, 1]), "layer.q: block_of_row must be 4 .* number the blocks from 0"),
         (lambda: q([-1, -1, -1, -1]), "layer.q: block_of_row must be 4 .* number the blocks from 0"),
         (lambda: q([0, 0, 2, 2]), "layer.q: block_of_row must be 4 whole numbers, .* from 0 without gaps"),
@@ -47,6 +48,8 @@ def row(name: str, rows: int, blocks: int = 1, bias: bool = False) -> Weight:
         (lambda: LogitPath((), 2), "a path needs at least one weight"),
         (lambda: LogitPath((q(),), 3), "layer.q: 3 heads cannot read 2 blocks in equal runs; pass block_of_head"),
         (lambda: LogitPath((q(),), 0), "layer.q: heads=0; the number of heads"),
+        (lambda: LogitPath((q(),), 2.0), "heads=2.0; the number of heads"),  # type: ignore[arg-type]
+        (lambda: LogitPath((q(),), 2, ("ab",)), "layer.q: block_of_head must give each of 2 heads one"),  # type: ignore[arg-type]
         (lambda: LogitPath((q(),), 2, (torch.tensor([0, 2]),)), "layer.q: block_of_head must give each of 2 heads one"),
         (lambda: LogitPath((q(),), 2, (torch.tensor([0]),)), "layer.q: block_of_head must give each of 2 heads"),
         (lambda: LogitPath((q(),), 2, (None, None)), "layer.q: 1 weights, but block_of_head has 2 entries"),

@@ -84,20 +84,6 @@ def test_multihead_attention_of_torch_is_known(bias: bool, kdim: int | None) -> 
         )
 
 
-def test_a_transformer_of_torch_attaches_as_it_is() -> None:
-    model = nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True)
-    assert names(model) == [
-        f"{attention}.{role}"
-        for attention in ("encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn")
-        for role in ("q", "k")
-    ]
-
-
-def test_a_model_without_attention_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"^Linear has no attention that QuacK can control: .*Mamba.* logit_paths\(\)"):
-        logit_paths(nn.Linear(2, 2))
-
-
 class Normed(Separate):
     """Its logit does not depend on the scale of q and k."""
 

@@ -24,6 +24,7 @@ from quacklr.find.discover import found_by_table
 from quacklr.find.finding import Finding
 from quacklr.find.first_batch import FirstBatch, first_examples, slices
 from quacklr.util.modules import Arguments
+from quacklr.util.torch_functions import tensors_in
 
 RUNS: list[tuple[int, ...]] = []  # the shapes of the inputs of all attentions, in the order they ran
 
@@ -178,19 +179,6 @@ def test_quack_and_qk_clip_raise_before_anything_is_scaled() -> None:
 def test_without_a_batch_there_is_nothing_to_measure() -> None:
     with pytest.raises(ValueError, match="rules=False takes what is measured, so it needs a batch"):
         logit_paths(Model(), rules=False)
-
-
-@pytest.mark.usefixtures("no_table")
-def test_what_no_table_has_is_pending_and_then_measured() -> None:
-    model = Model(interleaved)
-    batch = started(model)
-    assert origins(batch.found) == {"layers.0": "pending", "layers.1": "pending"}
-    model(tokens())
-    found = batch.measure()
-    assert origins(found) == {"layers.0": "measured", "layers.1": "measured"}
-    assert found is not None
-    assert found["layers.1"].paths[0].weights[0].block_of_row.tolist() == [0, 1, 2, 3] * 4
-    assert not hooked(model)
 
 
 WAYS_OUT = r"; give the module a method logit_paths\(\), or measure .* QuacK\(logit_paths\(model, batch\), optimizer\)$"
@@ -350,19 +338,6 @@ def test_a_part_that_runs_in_a_later_batch_is_measured_then() -> None:
     model(tokens(), tokens())
     assert origins(batch.measure()) == {"text.layers.0": "measured", "images.layers.0": "measured"}
     assert not hooked(model)
-
-
-@pytest.mark.usefixtures("no_table")
-def test_a_first_batch_of_text_alone_steps_and_images_are_controlled_when_they_run() -> None:
-    model = TextAndImages()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    quack = QuacK(model, optimizer)
-    step(model, optimizer, tokens())
-    assert {name.split(".")[0] for name in quack.rates()} == {"text"}
-    assert "will be measured" in repr(quack)
-    step(model, optimizer, tokens(), tokens())
-    assert {name.split(".")[0] for name in quack.rates()} == {"text", "images"}
-    assert "will be measured" not in repr(quack)
 
 
 @pytest.mark.usefixtures("no_table")
@@ -526,23 +501,8 @@ def test_under_ddp_every_rank_verifies(two: Crew) -> None:
 )
 def test_which_slice_of_a_batch_is_kept(args: tuple[Any, ...], shapes: list[tuple[int, ...]]) -> None:
     first = next(slices(first_examples(Arguments(args, {"flag": True, "text": "a"}))))
-    assert [tuple(tensor.shape) for tensor in first.tensors()] == shapes
+    assert [tuple(tensor.shape) for tensor in tensors_in(first)] == shapes
     assert first.kwargs == {"flag": True, "text": "a"}
-
-
-def test_a_batch_that_a_closure_runs_inside_of_the_step_is_verified() -> None:
-    """Lightning steps this way."""
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    quack = QuacK(model, optimizer)
-
-    def closure() -> Tensor:
-        loss: Tensor = model(tokens()).square().mean()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert "layers.0   verified" in repr(quack)
 
 
 def test_what_a_sample_is_too_small_to_show_contradicts_no_table() -> None:

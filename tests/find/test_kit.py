@@ -4,31 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import DeepseekV3Config, LlamaConfig, LlamaForCausalLM
 
-from layout import layout
-from quacklr import Weight, mha, mla, packed
 from sample import sample_for
 from small_config import default_config, shrink
 
 CONFIG: Any = LlamaConfig  # its types do not know all of its arguments
-
-
-def test_layouts_have_names() -> None:
-    def fused(*segments: tuple[str | None, int, int], repeat: int) -> str:
-        q, k = sorted(packed(torch.zeros(24, 2), *segments, repeat=repeat), key=lambda weight: weight.name != "q")
-        return layout(mha(q, k), {})
-
-    assert fused(("q", 2, 4), ("k", 2, 4), (None, 2, 4), repeat=1) == "fused [q|k|v]"
-    assert fused(("q", 1, 4), ("k", 1, 4), (None, 1, 4), repeat=2) == "fused per head [q,k,v]"
-    assert fused(("q", 2, 3), ("k", 1, 3), (None, 1, 3), repeat=2) == "grouped [g, r+2, d]"
-    (q,), (k,) = packed(torch.zeros(16, 2), ("q", 1, 4), (None, 1, 4), repeat=2), packed(torch.zeros(8, 2), ("k", 2, 4))
-    assert layout(mha(q, k), {}) == "separate per head [q,other], k"
-    uq, qr = packed(torch.zeros(12, 2), ("uq", 1, 4), ("qr", 1, 2), repeat=2)
-    kr, wide = (Weight("kr", torch.zeros(2, width), torch.zeros(2, dtype=torch.long)) for width in (2, 3))
-    assert layout(mla(uq, k, qr, kr), {}) == "MLA, full queries"
-    assert layout(mla(uq, k, qr, wide), {}) == "MLA, low-rank queries"
 
 
 def test_a_random_batch_has_every_token_but_the_special_ones() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quacklr import logit_paths
 from quacklr.find.measure.assemble import NotRowsError, measured_paths, weight_of
-from stand_ins_kit import HF, WIDTH, Model, Plain, causal, linear
+from stand_ins_kit import HF, WIDTH, Model, Plain, causal
 
 SAMPLE = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0))
 NAME = "model.layers.0.self_attn"
@@ -303,22 +303,6 @@ def test_where_heads_are_mixed_does_not_matter(kind: Callable[[bool], nn.Module]
     (finding,) = measured_paths(Model(HF, kind(mixes)), SAMPLE).values()
     assert ("mixes the logits of its heads" in finding.reason) == mixes
     assert [weight.blocks for path in finding.paths for weight in path.weights] == ([] if mixes else [4, 4])
-
-
-class Reattention(Plain):
-    """As DeepViT: what comes out of the softmax is mixed, which is not a matter of logits."""
-
-    def __init__(self) -> None:
-        super().__init__(groups=4)
-        self.mix = linear(4, 4)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return over_heads((query @ key.mT).softmax(-1), self.mix.weight) @ value
-
-
-def test_heads_that_are_mixed_after_the_softmax_are_plain_heads() -> None:
-    (finding,) = measured_paths(Model(HF, Reattention()), SAMPLE).values()
-    assert [weight.blocks for weight in finding.paths[0].weights] == [4, 4]
 
 
 def test_mixed_heads_are_left_alone_with_a_warning_and_the_rest_attaches() -> None:

@@ -142,27 +142,6 @@ def test_a_model_that_cannot_run_on_random_activations_runs_on_real_ones() -> No
     assert [[weight.blocks for weight in path.weights] for path in finding.paths] == [[4, 2]]
 
 
-class Transposed(Plain):
-    """Its query weight is used transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(32, 32))
-        del self.q_proj
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        q, k, v = (hidden_states @ self.w.T, self.k_proj(hidden_states), self.v_proj(hidden_states))
-        return self.o_proj(self.attend(*(self.split(each) for each in (q, k, v))).transpose(1, 2).flatten(2))
-
-
-def test_frozen_weights_are_followed_to_their_parameters_too() -> None:
-    attention = Transposed()
-    attention.w.requires_grad_(False)
-    (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
-    q = finding.paths[0].weights[0]
-    assert (q.param is attention.w, q.dim, q.blocks) == (True, 0, 4)
-
-
 class Eager(Plain):
     """Its logits are written out, and changed by a function of them, queries and keys."""
 
@@ -227,27 +206,6 @@ def test_weights_cast_to_an_activation_are_weights() -> None:
     assert [weight.blocks for weight in finding.paths[0].weights] == [4, 2]
     with pytest.raises(ValueError, match="q_proj is not a projection that we can read"):
         logit_paths(Model(HF, attention))  # what its forward does is not known
-
-
-class Batched(nn.Module):
-    """As LeViT: a projection and a norm over the batch, which in training removes its scale."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.linear, self.bn = nn.Linear(32, rows, bias=False), nn.BatchNorm1d(rows)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.bn(self.linear(x).flatten(0, 1)).view(*x.shape[:2], -1)
-        return out
-
-
-def test_a_norm_over_the_batch_cuts_a_chain_though_it_does_not_in_eval_mode() -> None:
-    attention = Known()
-    attention.q_proj, attention.k_proj = Batched(32), Batched(16)
-    (finding,) = measured_paths(Model(HF, attention), SAMPLE).values()
-    assert "QK norm" in finding.reason
-    with pytest.raises(ValueError, match="q_proj is not a projection that we can read"):
-        logit_paths(Model(HF, attention))
 
 
 class Experts(nn.Module):

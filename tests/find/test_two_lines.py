@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -18,10 +18,9 @@ from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+import reference
 from quacklr import QuacK
-from quacklr.find.discover import found_by_table
 from quacklr.find.finding import MEASURED, chains
-from quacklr.find.first_batch import FirstBatch
 from quacklr.util.modules import named_parameters
 
 H, D, W = 4, 6, 24  # heads, head size, width
@@ -343,18 +342,8 @@ class OneHeadEach(nn.Module):
 
 
 OWN = (
-    *(
-        NanoGPT,
-        MinGPT,
-        EinopsFunction,
-        EinopsHeadsLast,
-        EinopsOnePattern,
-        EinopsLayer,
-        ToQToKV,
-        NotCalledSelf,
-        ByLambda,
-    ),
-    *(ArbitraryNames, Repeated, Expanded, Tiled, MultiQuery, ViT, Functional, Transposed, ALiBi, OneHeadEach),
+    *(NanoGPT, MinGPT, EinopsFunction, EinopsHeadsLast, EinopsOnePattern, EinopsLayer, ToQToKV, NotCalledSelf),
+    *(ByLambda, ArbitraryNames, Repeated, Expanded, Tiled, MultiQuery, ViT, Functional, Transposed, ALiBi, OneHeadEach),
 )
 
 
@@ -384,62 +373,88 @@ def expected(truth: Truth, block: str) -> set[Any]:
     return {frozenset([*parts(truth.q, head), *parts(truth.k, head)]) for head in range(H)}
 
 
-def measured(model: nn.Module, *batch: Tensor) -> dict[str, set[Any]]:
-    """The chains of each attention, found on the first batch."""
-    first = FirstBatch(model, found_by_table(model))
-    model(*batch).square().mean().backward()
-    found = first.measure()
-    assert found is not None
-    names = {id(parameter): name for name, parameter in named_parameters(model)}
-    assert all(finding.origin == MEASURED for finding in found.values())
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    return {name: chains(finding.paths, names) for name, finding in found.items()}
-
-
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_an_own_attention_is_measured_on_the_first_batch_row_by_row(kind: Any) -> None:
-    torch.manual_seed(0)
-    found = measured(GPT(kind), torch.randint(50, (4, 16)))
-    assert found == {f"blocks.{i}": expected(kind.truth, f"blocks.{i}") for i in range(2)}
-
-
-class OwnMLA(nn.Module):
-    """Own latent attention without norms: q = up_q down_q x, k = up_k down_kv x."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down_q, self.up_q = linear(10), linear(W, 10)
-        self.down_kv, self.up_k, self.up_v, self.out = linear(8), linear(W, 8), linear(W, 8), linear(W)
-
-    def forward(self, x: Tensor) -> Tensor:
-        latent = self.down_kv(x)
-        q, k, v = (
-            rearrange(t, "b n (h d) -> b h n d", h=H)
-            for t in (self.up_q(self.down_q(x)), self.up_k(latent), self.up_v(latent))
-        )
-        return self.out(rearrange(F.scaled_dot_product_attention(q, k, v), "b h n d -> b n (h d)"))
-
-
-def test_an_own_latent_attention_is_measured_with_its_latents() -> None:
-    torch.manual_seed(0)
-    found = measured(GPT(OwnMLA), torch.randint(50, (4, 16)))
-    for i in range(2):
-        downs = [(f"blocks.{i}.down_q.weight", 0, tuple(range(10))), (f"blocks.{i}.down_kv.weight", 0, tuple(range(8)))]
-        ups = [[(f"blocks.{i}.up_{x}.weight", 0, tuple(rows)) for x in "qk"] for rows in heads()]
-        assert found[f"blocks.{i}"] == {frozenset([*downs, *of_head]) for of_head in ups}
-
-
-@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_two_lines_are_enough(kind: Any) -> None:
+def test_two_lines_are_enough_for_an_own_attention_and_it_is_found_row_by_row(kind: Any) -> None:
     torch.manual_seed(0)
     model = GPT(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     quack = QuacK(model, optimizer)
     model(torch.randint(50, (4, 16))).square().mean().backward()
     optimizer.step()
-    for i in range(2):
-        assert quack.rate_of(model.get_parameter(f"blocks.{i}.{kind.truth.q[0]}")) is not None
-        assert quack.rate_of(model.get_parameter(f"blocks.{i}.{kind.truth.k[0]}")) is not None
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
+    found = quack._attachment.found
+    assert all(finding.origin == MEASURED for finding in found.values())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    wanted = {f"blocks.{i}": expected(kind.truth, f"blocks.{i}") for i in range(2)}
+    assert {name: chains(finding.paths, names) for name, finding in found.items()} == wanted
+    for name, _ in (kind.truth.q, kind.truth.k):
+        assert all(quack.rate_of(model.get_parameter(f"blocks.{i}.{name}")) is not None for i in range(2))
+
+
+class RotaryMLA(nn.Module):
+    """Latent attention with a rotary part: one projection reads x, and each head has [nope, rope] and [k, v]."""
+
+    rows: ClassVar[dict[str, tuple[str, list[range]]]] = {
+        "dq": ("down.weight", [range(10)]),
+        "dkv": ("down.weight", [range(10, 18)]),
+        "kr": ("down.weight", [range(18, 22)]),
+        "uq": ("up_q.weight", [range(10 * h, 10 * h + D) for h in range(H)]),
+        "qr": ("up_q.weight", [range(10 * h + D, 10 * h + 10) for h in range(H)]),
+        "uk": ("up_kv.weight", [range(12 * h, 12 * h + D) for h in range(H)]),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up_q, self.up_kv, self.out = linear(22), linear(40, 10), linear(48, 8), linear(W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c_q, c_kv, shared = self.down(x).split([10, 8, 4], -1)
+        q, q_rope = rearrange(self.up_q(c_q), "b n (h d) -> b h n d", h=H).split([D, 4], -1)
+        k, v = rearrange(self.up_kv(c_kv), "b n (h d) -> b h n d", h=H).chunk(2, -1)
+        k_rope = self.turned(shared[:, None]).expand(-1, H, -1, -1)
+        y = F.scaled_dot_product_attention(
+            torch.cat([q, self.turned(q_rope)], -1), torch.cat([k, k_rope], -1), v, is_causal=True
+        )
+        return self.out(rearrange(y, "b h n d -> b n (h d)"))
+
+    @staticmethod
+    def turned(x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[-2]).to(x)[:, None] * torch.tensor([1.0, 0.1]).to(x)
+        one, other = x.chunk(2, -1)
+        return torch.cat([one * angle.cos() - other * angle.sin(), one * angle.sin() + other * angle.cos()], -1)
+
+
+def test_an_own_mla_with_two_lines_steps_by_the_papers_algorithm_2() -> None:
+    torch.manual_seed(0)
+    model = GPT(RotaryMLA).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    QuacK(model, optimizer, tau=0.7)
+    heads = {(i, role): of for i in range(2) for role, of in RotaryMLA.rows.items()}
+
+    def matrices() -> list[reference.Layer]:
+        found: list[reference.Layer] = [{}, {}]
+        for (i, role), (name, rows) in heads.items():
+            blocks = [model.get_parameter(f"blocks.{i}.{name}")[list(of_head)].tolist() for of_head in rows]
+            found[i][role] = blocks if role in ("uq", "uk", "qr") else blocks[0]
+        return found
+
+    at_start = reference.mla_factors(matrices())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randint(50, (4, 16))).square().mean().backward()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        lrs = reference.mla_lrs(matrices(), at_start, tau=0.7, eta=0.1)
+        expected = {name: torch.full_like(parameter, 0.1) for name, parameter in before.items()}  # lr of each entry
+        for (i, role), (name, rows) in heads.items():
+            for h, of_head in enumerate(rows):
+                lr = lrs[i][role]
+                expected[f"blocks.{i}.{name}"][list(of_head)] = lr[h] if isinstance(lr, list) else lr
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            moved = before[name] - parameter
+            torch.testing.assert_close(moved, expected[name] * parameter.grad, rtol=1e-5, atol=1e-12)
+            parameter.data *= torch.rand(len(parameter), 1) + 1  # each row grows by an amount of its own
 
 
 def test_a_limit_is_relative_to_the_lr_when_quack_was_attached_though_it_is_measured_later() -> None:

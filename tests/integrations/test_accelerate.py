@@ -62,9 +62,9 @@ def plain_loop(quack: bool) -> Tensor:
 
 
 class Run:
-    """A loop with accelerate, as its documentation writes it; `checkpointed` is whether it keeps QuacK's state."""
+    """A loop with accelerate, as its documentation writes it."""
 
-    def __init__(self, checkpointed: bool = True) -> None:
+    def __init__(self) -> None:
         self.accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, cpu=True)
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -72,8 +72,7 @@ class Run:
             model, optimizer, ExponentialLR(optimizer, 0.9)
         )
         self.quack = QuacK(self.model, self.optimizer, rule=Paper(2.0, norm=spectral))
-        if checkpointed:
-            self.accelerator.register_for_checkpointing(self.quack)
+        self.accelerator.register_for_checkpointing(self.quack)
 
     def train(self, steps: range) -> Tensor:
         for step in steps:
@@ -104,16 +103,6 @@ def test_a_state_loaded_by_accelerate_continues_bitwise(tmp_path: Path) -> None:
     resumed = Run()
     resumed.accelerator.load_state(str(tmp_path))
     assert_equal(resumed.train(range(4, STEPS)), plain_loop(quack=True))
-
-
-def test_a_state_saved_without_registering_quack_triggers_a_warning(tmp_path: Path) -> None:
-    first = Run(checkpointed=False)
-    first.train(range(4))
-    first.accelerator.save_state(str(tmp_path))
-    resumed = Run(checkpointed=False)
-    resumed.accelerator.load_state(str(tmp_path))
-    with pytest.warns(UserWarning, match="the optimizer's state was loaded but QuacK's was not"):
-        resumed.train(range(4, STEPS))
 
 
 def test_a_quack_attached_before_prepare_gets_no_warning_that_a_state_was_loaded() -> None:

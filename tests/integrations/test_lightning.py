@@ -204,28 +204,6 @@ def is_free(model: nn.Module, trainer: Trainer) -> bool:
     return True
 
 
-def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
-    without = Regression()
-    without.attention = nn.Identity()  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match="Regression: no attention was found by table or declaration"):
-        fit(make_trainer(tmp_path, QuacKCallback(tau=1.0)), without)
-
-
-class Wrapped(Regression):
-    """Calls the model that it holds, not itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 4, 16, batch_first=True)
-        self.attention = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)  # type: ignore[assignment]
-
-
-def test_rules_are_verified_on_the_first_batch(tmp_path: Path) -> None:
-    callback = QuacKCallback(tau=1.0)
-    fit(make_trainer(tmp_path, callback, max_epochs=1), Wrapped())
-    assert "attention.layers.0.self_attn  verified" in repr(callback.quack)
-
-
 def test_loggers_get_the_changes_of_a_limit(tmp_path: Path) -> None:
     """TensorBoard's, read back."""
     callback, logger = QuacKCallback(), TensorBoardLogger(tmp_path)

@@ -21,7 +21,7 @@ from models import assert_equal
 from quacklr import LogitMonitor, LogitStats, Paper, QKClip, QuacK, frobenius, spectral
 from quacklr.core.norms import Norm
 from quacklr.lab.model import MHA, MLA, Shape, build
-from sharding import TAU, Run, assert_same_rates, assert_same_run, gradient, like, mesh_of, moved, spread, whole
+from sharding import TAU, Run, assert_same_run, gradient, like, mesh_of, moved, spread, whole
 
 SHAPE = Shape(d_model=32, layers=2, d_ff=48, context=12, vocab=50, init_std=0.4)
 GQA = MHA(heads=4, kv_heads=2, head_dim=8)
@@ -148,43 +148,6 @@ def test_rates_of_a_sharded_mla_decoder_are_those_of_algorithm_2(four: Crew) -> 
                 for role, lr in layer.items():
                     rate = rates[f"blocks.{i}.attention.{role}"]
                     torch.testing.assert_close(rate, torch.tensor(lr).reshape(-1), rtol=1e-6, atol=0)
-
-
-Saved = dict[str, Any]
-
-
-def continued(_: int, kind: str, saved: Saved | None = None) -> tuple[Saved, list[dict[str, Tensor]]]:
-    """Two steps, from the start or as resumed: what is saved between them, and the rates before, between and after."""
-    model, batch = model_of("llama", kind)
-    for param in model.parameters() if saved else []:
-        param.data.mul_(0.5)  # what is resumed is attached to other weights first
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    with QuacK(model, optimizer, rule=Paper(TAU, norm=spectral)) as quack:
-        if saved:
-            for param, value in zip(model.parameters(), saved["params"], strict=True):
-                param.data.copy_(like(value, param))
-            quack.load_state_dict(saved["quack"])
-        rates = [quack.rates()]
-        for step in (1, 2) if saved else (0, 1):
-            backward(model, batch, step)
-            optimizer.step()
-            rates.append(quack.rates())
-            if step == 0:
-                saved = {"params": [whole(param) for param in model.parameters()], "quack": quack.state_dict()}
-    assert saved is not None
-    return saved, rates
-
-
-def test_a_state_goes_on_with_or_without_tensor_parallelism(two: Crew, four: Crew) -> None:
-    saved, rates = four(continued, "tp x fsdp")[0]
-    alone, wanted = continued(0, "plain")
-    assert spread(wanted[1]) > 0.01
-    for found in (continued(0, "plain", saved), *two(continued, "fsdp", saved)):
-        for here, there in zip(found[1][:2], rates[1:], strict=True):
-            assert_same_rates(here, there)
-    for found in four(continued, "tp x fsdp", alone):
-        for here, there in zip(found[1][:2], wanted[1:], strict=True):
-            assert_same_rates(here, there)
 
 
 Clipped = tuple[dict[str, Tensor], dict[str, Tensor], list[int]]

@@ -1,4 +1,4 @@
-"""Trainer, Lightning and accelerate in several processes: sharded by FSDP2 or replicated, saved, and resumed.
+"""Trainer and Lightning in several processes: sharded by FSDP2 or replicated, saved, and resumed.
 
 Judge: the uninterrupted training. Accelerate has no FSDP on the CPU, so its processes are told that they are GPUs'.
 """
@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
 from accelerate.state import AcceleratorState, GradientState, PartialState  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from lightning.pytorch import LightningModule
@@ -31,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from crew import Crew
 from lightning_model import Regression, batches
 from models import assert_equal
-from quacklr import Paper, QuacK, spectral
+from quacklr import Paper, spectral
 from quacklr.integrations.lightning import QuacKCallback as LightningCallback
 from quacklr.integrations.transformers import QuacKCallback
 from sharding import whole
@@ -114,48 +113,6 @@ def test_a_training_resumed_by_trainer_is_bitwise_the_uninterrupted_one(
     for (weights, rows), (all_weights, all_rows) in zip(resumed, uninterrupted, strict=True):
         assert len(rows) == STEPS
         assert rates(rows) == rates(all_rows)
-        assert_equal(weights, all_weights)
-
-
-def test_trainer_resumes_in_another_number_of_processes(two: Crew, tmp_path: Path) -> None:
-    alone, kind = Crew(1), "SHARDED_STATE_DICT"
-    uninterrupted, _ = two(trained_by_trainer, 2, tmp_path / "two", kind, {})
-    (resumed,) = alone(trained_by_trainer, 1, tmp_path / "alone", kind, {}, tmp_path / f"two/checkpoint-{SAVED}")
-    alone.stop()
-    torch.testing.assert_close(rates(resumed[1]), rates(uninterrupted[1]))
-    torch.testing.assert_close(resumed[0], uninterrupted[0])
-
-
-def trained_by_accelerate(rank: int, folder: Path, resumed: bool) -> Trained:
-    with launched(rank, 2):
-        turn_fsdp_on()
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        model = make_llama()
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
-        quack = QuacK(model, optimizer, rule=Paper(2.0, norm=spectral))
-        accelerator.register_for_checkpointing(quack)
-        if resumed:
-            accelerator.load_state(str(folder))
-        tokens_SBT = torch.randint(8, (STEPS, 4, 6), generator=torch.Generator().manual_seed(1))
-        rows = []
-        for step in range(SAVED if resumed else 0, STEPS):
-            if step == SAVED and not resumed:
-                accelerator.save_state(str(folder))
-            tokens_BT = tokens_SBT[step][2 * rank :][:2]
-            accelerator.backward(model(input_ids=tokens_BT, labels=tokens_BT).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            rows.append({name: float(rate.sum()) for name, rate in quack.rates().items()})
-        assert all(isinstance(param, DTensor) for param in model.parameters())
-        return [whole(param) for param in model.parameters()], rows
-
-
-def test_a_state_loaded_by_accelerate_continues_bitwise(two: Crew, tmp_path: Path) -> None:
-    uninterrupted = two(trained_by_accelerate, tmp_path, False)
-    resumed = two(trained_by_accelerate, tmp_path, True)
-    for (weights, rows), (all_weights, all_rows) in zip(resumed, uninterrupted, strict=True):
-        assert rows == all_rows[SAVED:]
         assert_equal(weights, all_weights)
 
 

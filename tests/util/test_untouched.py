@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from queue import Queue
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from quacklr import LogitMonitor
 from quacklr.find.measure.assemble import measured_paths
@@ -125,6 +130,90 @@ class Registering(Plain):
         module.register_forward_hook(lambda _module, _args, output: output + 1)
 
 
+class WithArrays(Plain):
+    """Arrays that are not tensors, one of them in a dict: every forward writes into them, and reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.scalar, self.sizes = np.zeros((2, 3)), np.array(1.0), {"last": np.zeros(6)[::2]}
+        self.raw, self.numbers = bytearray(2), array("d", [1.0])
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.counts[0] += 1
+        self.scalar += 0.5
+        self.sizes["last"][1] += 1
+        self.raw.append(len(self.raw))
+        self.numbers[0] += 1
+        read = [self.counts.sum(), self.scalar, self.sizes["last"].sum(), len(self.raw), *self.numbers]
+        return super().attend(query, key, value * sum(map(float, read)))
+
+
+class WithGenerators(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.python, self.numpy, self.older = random.Random(0), np.random.default_rng(0), np.random.RandomState(0)
+        self.torch = torch.Generator().manual_seed(0)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        drawn = self.python.gauss(0, 1) + self.numpy.random() + self.older.normal()
+        return super().attend(query, key, value * (drawn + torch.rand(1, generator=self.torch)))
+
+
+class Recorder:
+    """Refers to the module that it records, to an optimizer, and to itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.optimizer, self.parent = module, torch.optim.SGD(module.parameters(), lr=0.1), self
+        self.losses: list[Tensor] = []
+        self.mean = torch.zeros(())
+        self.calls = 0
+
+    def record(self, loss: Tensor) -> Tensor:
+        self.losses.append(loss.detach())
+        self.mean.lerp_(loss.detach(), 0.5)
+        self.calls += 1
+        return torch.stack(self.losses).sum() + self.mean + self.calls
+
+    def on_forward(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output * self.record(output.mean())
+
+
+class Recorded(FourHeads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder = Recorder(self)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attend(query, key, value * self.recorder.record(value.mean()))
+
+
+def recorded_by_a_hook() -> Plain:
+    attention = Plain()
+    attention.register_forward_hook(partial(Recorder(attention).on_forward))
+    return attention
+
+
+def with_class_attributes() -> Plain:
+    """A class of its own, because the run that is compared begins with the same attributes."""
+
+    class Shared:
+        calls = 0
+
+    class Counter(Shared, Plain):
+        losses: ClassVar[list[Tensor]] = []
+        mean: ClassVar[Tensor] = torch.zeros(())
+        last: ClassVar[Tensor]
+
+        def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            Shared.calls += 1
+            type(self).last = query.detach().mean()
+            self.losses.append(getattr(type(self), "last", self.mean))
+            self.mean.lerp_(self.losses[-1], 0.5)
+            return super().attend(query, key, value * (torch.stack(self.losses).sum() + self.calls + self.mean))
+
+    return Counter()
+
+
 def parametrised() -> Plain:
     attention = Plain()
     nn.utils.parametrizations.spectral_norm(attention.v_proj)
@@ -177,7 +266,11 @@ def train(make: Callable[[], nn.Module], measure: Callable[[nn.Module], object])
     ids=["measured_paths", "LogitMonitor"],
 )
 @pytest.mark.parametrize(
-    "make", [AuxiliaryLosses, Cached, WithObject, Counting, Normed, Registering, parametrised, spectral, Plain]
+    "make",
+    [
+        *(AuxiliaryLosses, Cached, WithObject, Counting, Normed, Registering, parametrised, spectral, Plain),
+        *(WithArrays, WithGenerators, Recorded, recorded_by_a_hook, with_class_attributes),
+    ],
 )
 def test_a_run_with_and_without_measuring_is_bitwise_the_same(
     make: Callable[[], nn.Module], measure: Callable[[nn.Module], object]
@@ -218,24 +311,65 @@ def test_gradients_inside_are_gone_and_those_before_are_kept() -> None:
     assert model.bias.grad is None
 
 
-def test_an_object_that_refers_to_a_module_is_not_touched() -> None:
-    """A Trainer has its own state: what it does while a model is measured stays done."""
+class OwnOptimizer(torch.optim.SGD):
+    pass
 
-    class Trainer:
-        def __init__(self, model: nn.Module) -> None:
-            self.model, self.log = model, list[int]()
 
+class Examples(Dataset[int]):
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+
+class Engine:
+    """As an optimizer of DeepSpeed, which derives from no class of torch."""
+
+    def __init__(self) -> None:
+        self.masters: list[int] = []
+
+    @property
+    def param_groups(self) -> list[Any]:
+        return []
+
+
+class Trainer:
+    """Has state of its own and refers to objects that are not state of a forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.log, self.progress = model, list[int](), {"done": 0}
+        self.optimizer = OwnOptimizer(model.parameters(), lr=0.1, momentum=0.9)
+        self.examples, self.engine, self.queue = Examples(), Engine(), Queue[int]()
+
+
+def test_of_an_object_that_refers_to_a_module_its_own_lists_are_restored_and_no_optimizer_dataset_or_queue() -> None:
     model: Any = nn.Linear(2, 2)
-    model.trainer = Trainer(model)
+    model.trainer = trainer = Trainer(model)
     with untouched(model):
-        model.trainer.log.append(1)
-    assert model.trainer.log == [1]
+        trainer.log.append(1)
+        trainer.progress["done"] = 1
+        trainer.optimizer.param_groups[0]["lr"] = 0.2
+        trainer.optimizer.state[model.weight]["momentum_buffer"] = torch.zeros(2, 2)
+        trainer.queue.put(1)
+        trainer.examples.read.append(1)
+        trainer.engine.masters.append(1)
+    assert (trainer.log, trainer.progress) == ([], {"done": 0})
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.2
+    assert model.weight in trainer.optimizer.state
+    assert trainer.examples.read == trainer.engine.masters == [1]
+    assert trainer.queue.get_nowait() == 1, "another thread may read it"
 
 
-def test_a_generator_of_the_model_continues_as_if_not_used() -> None:
-    model: Any = nn.Linear(2, 2)
-    model.generator = torch.Generator().manual_seed(0)
-    expected = torch.rand(3, generator=torch.Generator().manual_seed(0))
-    with untouched(model):
-        torch.rand(3, generator=model.generator)
-    assert torch.equal(torch.rand(3, generator=model.generator), expected)
+def test_class_attributes_of_the_models_own_classes_are_restored_and_torchs_are_not_looked_at() -> None:
+    class Own(nn.Linear):
+        names: ClassVar[list[str]] = []
+
+    model = Own(2, 2)
+    try:
+        with untouched(model):
+            Own.names.append("a")
+            Own.new = 1  # type: ignore[attr-defined]
+            nn.Linear.new = 1  # type: ignore[attr-defined]
+        assert Own.names == []
+        assert "new" not in vars(Own)
+        assert "new" in vars(nn.Linear)
+    finally:
+        del nn.Linear.new  # type: ignore[attr-defined]

@@ -97,7 +97,7 @@ class LocalBlocks:
     """
 
     def __init__(self, weight: Weight, blocks: Tensor, parts: Sequence[tuple[Weight, Box]] | None = None) -> None:
-        self.weight, self.blocks = weight, blocks
+        self.weight, self.blocks, self.rows_are_contiguous = weight, blocks, weight.dims[0] == 0
         parts = parts or [(part, local_boxes(part.param)[0]) for part in weight.parts]
         self.parts = [BlockRows(part, blocks, box) for part, box in parts]  # the columns of [W b]
         self.tensors = {id(rows.tensor) for rows in self.parts} if weight.rated else set[int]()
@@ -111,7 +111,7 @@ class LocalBlocks:
             out = None
         if out is not None and len(parts_BRC) == 1:
             return out.copy_(parts_BRC[0])
-        if self.weight.dims[0] == 0:  # the entries of a row are together in memory
+        if self.rows_are_contiguous:
             return torch.cat(parts_BRC, 2, out=out)
         out_CBR = out.permute(2, 0, 1) if out is not None else None
         return torch.cat([part_BRC.permute(2, 0, 1) for part_BRC in parts_BRC], out=out_CBR).permute(1, 2, 0)

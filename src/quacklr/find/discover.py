@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import ref
 
 from torch import nn
 
 from quacklr.core.path import LogitPath, as_paths, changed
-from quacklr.core.weight import Weight
 from quacklr.find.finding import DECLARED, MEASURED, Finding, innermost, is_inside, verified
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.find.tables import by_table, scaled
@@ -47,8 +45,7 @@ class LogitPaths(list[LogitPath]):
         self.found, self.model = dict(found), ref(model)
         self.parameters = {id(each): (name, each.shape) for name, each in named_parameters(model)}
         for name, finding in found.items():
-            paths = changed(finding.paths, partial(_named, module=name))
-            self.extend(replace(path, origin=(self, name)) for path in paths)
+            self.extend(replace(path, origin=(self, name)) for path in _named(finding.paths, name))
 
     @property
     def left_alone(self) -> dict[str, str]:
@@ -202,6 +199,6 @@ def _declared(module: Any, name: str) -> Finding | None:
     return Finding(paths, reason, origin=DECLARED)
 
 
-def _named(weight: Weight, module: str) -> Weight:
-    """The same weight, named `<module>.<role>`."""
-    return replace(weight, name=f"{module}.{weight.name}") if module else weight
+def _named(paths: Sequence[LogitPath], module: str) -> Sequence[LogitPath]:
+    """The same paths, with weights named `<module>.<role>`."""
+    return changed(paths, lambda weight: replace(weight, name=f"{module}.{weight.name}")) if module else paths

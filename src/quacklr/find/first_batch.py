@@ -22,6 +22,7 @@ from quacklr.find.discover import WAYS_OUT, completed, not_known, validate_contr
 from quacklr.find.finding import BY_TABLE, MEASURED, Finding, is_inside
 from quacklr.find.measure.assemble import measured_paths
 from quacklr.util.modules import Arguments, compiled_modules, named_modules, wrappers
+from quacklr.util.torch_functions import tensors_in
 
 NO_BATCH = "no batch was seen before the first step (the model ran none, or was compiled after attaching)"
 NOT_YET = "not verified yet: the first batch will be measured before the first step"
@@ -219,7 +220,7 @@ def _may_attend(module: nn.Module) -> bool:
 
 
 class Hook:
-    """The forward pre-hook. Its reference is weak, because a measurement restores all that the model holds."""
+    """The forward pre-hook. Its reference is weak: a model does not keep what was attached to it alive."""
 
     def __init__(self, batch: FirstBatch | None, name: str) -> None:
         self.batch, self.name = None if batch is None else ref(batch), name
@@ -265,7 +266,7 @@ def first_examples(call: Arguments) -> Arguments:
 
 def _sizes(call: Arguments) -> tuple[int, set[int]]:
     """The batch size, and the sequence lengths: second dimensions of token ids, or of a batch of vectors."""
-    tensors = call.tensors()
+    tensors = tensors_in(call)
     ids = [tensor for tensor in tensors if tensor.ndim == 2 and not tensor.is_floating_point()]
     vectors = [tensor for tensor in tensors if tensor.ndim == 3 and tensor.is_floating_point()]
     batch = next((len(tensor) for tensor in [*ids, *tensors] if tensor.ndim > 1), 0)

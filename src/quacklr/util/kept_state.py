@@ -1,17 +1,22 @@
 """The state of a model besides its parameters: everything that a forward can write into, kept and restored.
 
-State is what is reached from the model by attributes, lists, dicts, sets and tuples: buffers, hooks, a list of
-auxiliary losses, a cache of keys and values. An object that refers to a module or an optimizer (a Trainer) is
-not state, nor is one with a lock or a dataset; it stays as it is.
+State is what is reached from the model by attributes, lists, dicts, sets, tuples and bound methods, and by attributes
+of its own classes: buffers, hooks, a list of auxiliary losses, a cache of keys and values, arrays, random generators.
+An optimizer, a dataset, an object with a lock and an object of torch are not state; they stay as they are.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
+import gc
+import logging
+import random
+import sys
+from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -22,21 +27,18 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-ATOMS = (
-    *(str, bytes, int, float, complex, type, type(None), Tensor, torch.dtype, torch.device),
-    *(FunctionType, MethodType, BuiltinFunctionType, ModuleType),
-)
+ATOMS = (str, bytes, int, float, complex, type, type(None), Tensor, FunctionType, BuiltinFunctionType, ModuleType)
+NO_STATE = (*ATOMS, Optimizer, Dataset, DataLoader, logging.Logger)
 CONTAINERS = (dict, list, set, deque)
-LOCKS = (threading.Thread, type(threading.Lock()), type(threading.RLock()))
-NO_STATE = (nn.Module, Optimizer, Dataset, DataLoader, *LOCKS)
+NOT_OWN = ("torch.", "quacklr.")  # a forward writes nothing into these classes, and into objects of them
 
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """While entered, the model holds copies of its tensors; on exit, all containers and objects hold what they held."""
+    """While entered, the model holds copies of its tensors; on exit, all that it holds, and its state, is as before."""
     reached = _reached(model)
     kept = [(place, _items(place)) for each in reached for place in _places(each)]
-    generators = [(each, each.get_state()) for each in reached if isinstance(each, torch.Generator)]
+    undo = list(filter(None, map(_undo, reached)))
     copies = _Copies(model)
     try:
         for place, items in kept:
@@ -45,8 +47,24 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for place, items in kept:
             _fill(place, items)
-        for generator, state in generators:
-            generator.set_state(state)
+        for each in undo:
+            each()
+
+
+def _undo(value: Any) -> Callable[[], Any] | None:
+    """What gives an array its numbers of now, or a random generator its state of now."""
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, bytearray | array):
+        return partial(value.__setitem__, slice(None), value[:])
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, torch.Generator) or (numpy and isinstance(value, numpy.random.RandomState)):
+        return partial(value.set_state, value.get_state())
+    if numpy and isinstance(value, numpy.ndarray) and value.flags.writeable:
+        return partial(value.__setitem__, ..., value.copy())
+    if numpy and isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
 
 
 class _Copies:
@@ -81,42 +99,38 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def _reached(model: nn.Module) -> list[Any]:
-    """The modules, and the containers and objects that they hold."""
+    """The modules, the containers and objects that they hold, and the global random generators."""
     found: dict[int, Any] = {}
-    seen: set[int] = set()
-    waiting: list[Any] = [model]
+    numpy: Any = sys.modules.get("numpy")
+    waiting: list[Any] = [model, random.getstate, numpy and numpy.random.get_state.__self__]
     while waiting:
         each = waiting.pop()
-        is_container = isinstance(each, (nn.Module, tuple, frozenset, *CONTAINERS))
-        if id(each) not in seen:
-            found |= {id(each): each} if is_container else _all_in(each)
-            waiting += _parts(each) if is_container else []
-        seen.add(id(each))
+        if id(each) not in found and _is_state(each):
+            found[id(each)] = each
+            waiting += _parts(each)
     return list(found.values())
 
 
-def _all_in(value: Any) -> dict[int, Any]:
-    """The object and all that it holds, by id; nothing if that is more than state."""
-    found: dict[int, Any] = {}
-    waiting = [value]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, NO_STATE):
-            return {}
-        if id(each) not in found:
-            found[id(each)] = each
-            waiting += _parts(each)
-    return found
+def _is_state(value: Any) -> bool:
+    if isinstance(value, NO_STATE) or hasattr(type(value), "param_groups"):  # as an optimizer of DeepSpeed
+        return False
+    if isinstance(value, (nn.Module, torch.Generator, *CONTAINERS)):
+        return True
+    has_lock = any(type(part).__module__ in ("threading", "_thread") for part in _parts(value))
+    return not has_lock and not type(value).__module__.startswith(NOT_OWN)
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a container or an object holds, without tensors, numbers and others that hold nothing."""
-    held = [value] if isinstance(value, tuple | frozenset) else [_items(place).values() for place in _places(value)]
-    return [each for values in held for each in values if not isinstance(each, ATOMS)]
+    """What a container or an object holds."""
+    if isinstance(value, tuple | frozenset | MethodType | partial):
+        return gc.get_referents(value)
+    return [part for place in _places(value) for part in _items(place).values()]
 
 
 def _places(value: Any) -> list[Any]:
-    """Where a value holds others: a container, the dict of its attributes, or the object itself if it has slots."""
+    """Where a value holds others: a container, a dict of attributes, an object with slots, a module's own classes."""
+    if isinstance(value, nn.Module):
+        return [vars(value), *(cls for cls in type(value).__mro__ if not cls.__module__.startswith(NOT_OWN))]
     attributes = getattr(value, "__dict__", None)
     own = [value] if isinstance(value, CONTAINERS) or isinstance(_state(value), tuple) else []
     return [*own, attributes] if isinstance(attributes, dict) else own
@@ -131,7 +145,9 @@ def _items(place: Any) -> dict[Any, Any]:
     """The contents of a place, by key, position or name of a slot."""
     if isinstance(place, dict):
         return dict(place)
-    return dict(enumerate(place)) if isinstance(place, CONTAINERS) else _state(place)[1]
+    if isinstance(place, CONTAINERS):
+        return dict(enumerate(place))
+    return dict(vars(place)) if isinstance(place, type) else _state(place)[1]
 
 
 def _fill(place: Any, items: dict[Any, Any]) -> None:
@@ -148,7 +164,8 @@ def _fill(place: Any, items: dict[Any, Any]) -> None:
         place.clear()
         (place.update if isinstance(place, set) else place.extend)(items.values())
     else:
+        kind = type if isinstance(place, type) else object
         for name in now.keys() - items.keys():
-            object.__delattr__(place, name)
-        for name, item in items.items():
-            object.__setattr__(place, name, item)
+            kind.__delattr__(place, name)
+        for name in [name for name, item in items.items() if now.get(name, now) is not item]:
+            kind.__setattr__(place, name, items[name])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from quacklr.util.kept_state import state_kept
-from quacklr.util.torch_functions import tensors_in
 
 IN_PLACE = ("_orig_mod", "_fsdp_wrapped_module")  # of torch.compile and FSDP1, which also wrap modules inside a model
 WRAPPERS = {  # the package and the name of classes with the model as `module`
@@ -95,7 +92,7 @@ def trainable(model: nn.Module) -> AbstractContextManager[None]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """On exit, the model is what it was: a forward or a backward inside leaves nothing behind.
 
-    Restored are its state (util/kept_state.py), its gradients and the random state. While entered, it has copies of its
+    Restored are its state (util/kept_state.py), its gradients and all random state. While entered, it has copies of its
     tensors, and no gradients; so a graph that was made before can still be differentiated. Parameters are not copied: a
     forward that writes into a parameter changes it.
     """
@@ -103,21 +100,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _random_state_restored(model: nn.Module) -> Iterator[None]:
-    """On exit, restore the random state of Python, of NumPy if it is imported, and of torch on the model's devices."""
-    numpy, of_python = sys.modules.get("numpy"), random.getstate()
-    of_numpy = numpy.random.get_state() if numpy else None
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    devices = {device for device in devices if device.type not in ("cpu", "meta")}
+def _random_state_restored(model: nn.Module) -> AbstractContextManager[None]:
+    """On exit, restore the random state of torch on the model's devices."""
+    devices = {x.device for x in (*model.parameters(), *model.buffers()) if x.device.type not in ("cpu", "meta")}
     kind = next((device.type for device in devices), "cuda")
-    try:
-        with torch.random.fork_rng(devices, device_type=kind):
-            yield
-    finally:
-        random.setstate(of_python)
-        if numpy:
-            numpy.random.set_state(of_numpy)
+    return torch.random.fork_rng(devices, device_type=kind)
 
 
 @contextmanager
@@ -166,10 +153,6 @@ class Arguments(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors among the arguments, also in lists, tuples and dicts."""
-        return tensors_in((self.args, self.kwargs))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
         """The same arguments with a function applied to every tensor."""

@@ -31,11 +31,7 @@ class Projection:
     rows: Axes  # (axis of the output, axis of the weight) for all axes that both have
     calls: tuple[int, ...]  # numbers of the module calls that were running, outermost first
     number: int  # position among projections and products and learned tensors in the order they ran
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """The number of the projection, and "output"."""
-        return self.number, "output"
+    key: tuple[int, str]  # the number, "output"
 
     def per_row(self, gradients: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
         """The sizes of several gradients, along the first axis, reduced over all axes but those of the rows."""

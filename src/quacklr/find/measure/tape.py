@@ -57,10 +57,8 @@ class Tape(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.running, self.on_attention, self.options = running, on_attention, options
-        self.weights: dict[int, Tensor] = {
-            id(each): each for each in model.parameters()
-        }  # and what is computed of them
-        self.constants = {id(each): each for each in model.buffers()}  # and what is computed of them alone
+        self.weights: dict[int, Tensor] = {id(each): each for each in model.parameters()}  # and what is made of them
+        self.constants = {id(each): each for each in model.buffers()}  # and what is made of them alone
         self.projections: dict[int, Projection] = {}
         self.products: dict[int, Product] = {}
         self.outputs: dict[int, tuple[Tensor, Projection]] = {}  # the tensors returned to the model in place of outputs
@@ -181,7 +179,8 @@ class Tape(TorchFunctionMode):
             self.idle.append(weight)
         leaf = self._leaf(weight, 1.0) if output is None else self._leaf(output, self.options.scale)
         bias = bias if self._is_weight(bias) else None
-        projection = Projection(leaf, output, x, weight, bias, rows, self.running.calls, self.count)
+        key = self.count, "output"
+        projection = Projection(leaf, output, x, weight, bias, rows, self.running.calls, self.count, key)
         self.projections[id(leaf)] = projection
         returned = leaf.clone()  # so that the model may write into it
         self.outputs[id(returned)] = returned, projection
