@@ -84,22 +84,25 @@ class ShardedBlocks(Blocks):
         """A flat vector as (B, 1, 1) tensors, one for each of `local`."""
         return flat[self._flat_of_local].view(-1, 1, 1).split([len(each.blocks) for each in self.local])
 
-    def measure(self, norm: Norm) -> tuple[Copies, list[Tensor]]:
+    def measure(self, norm: Norm) -> tuple[Copies, Tensor]:
         """Copies of the local rows, and the norms of all blocks. A collective call."""
-        copies = [each.copy() for each in self.local]
+        copies = self.copy()
+        rows = [each.read() for each in self.local]
         if norm is frobenius:
-            return list(copies), [self._sum(self._squares(copies)).sqrt_()]
-        whole = self._exchange.whole_blocks(copies)
-        return list(copies), [self._sum(self._flat_of((blocks, norm(rows_BRC)) for blocks, rows_BRC in whole))]
+            return copies, self._sum(self._squares(rows)).sqrt_()
+        whole = self._exchange.whole_blocks(rows)
+        return copies, self._sum(self._flat_of((blocks, norm(rows_BRC)) for blocks, rows_BRC in whole))
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
         """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
 
         Takes two collectives: an all-to-all (block_exchange.py) and an all-reduce.
         """
-        rows = [each.read() for each in self.local]
-        steps = [None if old is None else now - old for now, old in zip(rows, copies, strict=True)]
-        before = [now if old is None else old for now, old in zip(rows, copies, strict=True)]
+        before: list[Tensor] = [each.read() for each in self.local]
+        steps: list[Tensor | None] = [None] * len(before)
+        for copy in copies:
+            for i, old_BRC in zip(copy.stack.places, copy.rows.split(copy.stack.counts), strict=True):
+                before[i], steps[i] = old_BRC, before[i] - old_BRC
         whole = self._exchange.whole_blocks(steps)
         largest = largest_singular_values([gram(step_BRC) for _, step_BRC in whole])
         values = self._flat_of(zip([blocks for blocks, _ in whole], largest, strict=True))
