@@ -87,15 +87,17 @@ def _grid(index: Tensor) -> tuple[int, int, int] | None:
 class LocalBlocks:
     """Blocks of one weight that have the same number of local rows; almost always all of its blocks.
 
-    `parts` are the parameters whose rows it reads, each with the box that they are in: by default the weight and its
-    bias, which are whole. `kind` is the same for all that can be copied into one tensor.
+    `index` has their flat indices. `parts` are the parameters whose rows it reads, each with the box that they are in:
+    by default the weight and its bias, which are whole. `kind` is the same for all that are copied into one tensor.
     """
 
-    def __init__(self, weight: Weight, blocks: Tensor, parts: Sequence[tuple[Weight, Box]] | None = None) -> None:
-        self.weight, self.blocks = weight, blocks
+    def __init__(
+        self, weight: Weight, blocks: Tensor, index: Tensor, parts: Sequence[tuple[Weight, Box]] | None = None
+    ) -> None:
+        self.weight, self.blocks, self.index = weight, blocks, index.to(weight.param.device)
         parts = parts or [(part, local_boxes(part.param)[0]) for part in weight.parts]
         self.parts = [BlockRows(part, blocks, box) for part, box in parts]  # the columns of [W b]
-        self.tensors = {id(rows.tensor) for rows in self.parts} if weight.rated else set[int]()
+        self.tensors = [id(rows.tensor) if weight.rated else None for rows in self.parts]
         columns = tuple((rows.size[2], rows.tensor.dtype) for rows in self.parts)
         self.kind = self.parts[0].size[1], columns, weight.param.device, weight.dims[0] == 0
 
@@ -110,23 +112,23 @@ class Copy(NamedTuple):
 
     stack: Stack
     rows: Tensor  # (B, R, C)
-    parts: list[Tensor]  # views: one for each of `stack.parts`
+    parts: list[Tensor]  # views of it: one for each of `stack.parts`
 
 
 Copies = list[Copy]
 
 
 class Stack:
-    """Blocks of one size, of any number of weights: those of `local` at `places`."""
+    """Blocks of one size, of any number of weights. One operation copies, measures or scales all of them."""
 
-    def __init__(self, local: Sequence[LocalBlocks], places: Sequence[int]) -> None:
-        self.places, stacked = places, [local[i] for i in places]
-        self.counts = [len(each.blocks) for each in stacked]
-        self.widths = [rows.size[2] for rows in stacked[0].parts]
-        self.parts = [each.parts[i] for i in range(len(self.widths)) for each in stacked]  # all weights, then biases
-        self.rated = [each.weight.rated for each in stacked] * len(self.widths)
-        self.size = sum(self.counts), stacked[0].parts[0].size[1], sum(self.widths)
-        self.rows_together = stacked[0].weight.dims[0] == 0  # the entries of a row are together in memory
+    def __init__(self, local: Sequence[LocalBlocks]) -> None:
+        self.local, self.counts = local, [len(each.blocks) for each in local]
+        self.index = torch.cat([each.index for each in local])
+        self.widths = [rows.size[2] for rows in local[0].parts]
+        self.parts = [part for same in zip(*(each.parts for each in local), strict=True) for part in same]
+        self.tensors = [tensor for same in zip(*(each.tensors for each in local), strict=True) for tensor in same]
+        self.size = len(self.index), local[0].parts[0].size[1], sum(self.widths)
+        self.order = (0, 1, 2) if local[0].weight.dims[0] == 0 else (2, 0, 1)  # of the dimensions in memory
         self._spares: defaultdict[object, list[Copy]] = defaultdict(list)  # memory for the next copies
 
     def copy(self, dtype: torch.dtype | None = None) -> Copy:
@@ -139,9 +141,8 @@ class Stack:
         return copy
 
     def _new_copy(self, dtype: torch.dtype, device: torch.device) -> Copy:
-        order = (0, 1, 2) if self.rows_together else (2, 0, 1)  # of the dimensions in memory
-        copy_BRC = torch.empty_permuted(self.size, order, dtype=dtype, device=device)
-        columns_BRC = copy_BRC.split_with_sizes(self.widths, 2) if len(self.widths) > 1 else [copy_BRC]
+        copy_BRC = torch.empty_permuted(self.size, self.order, dtype=dtype, device=device)
+        columns_BRC = copy_BRC.split_with_sizes(self.widths, 2)
         return Copy(self, copy_BRC, [part for each in columns_BRC for part in each.split_with_sizes(self.counts)])
 
     def keep(self, copy: Copy) -> None:
@@ -152,25 +153,27 @@ class Stack:
     def gram_of_step(self, old: Copy) -> Tensor:
         """(B, S, S): the Gram matrices of now - old."""
         step = self.copy(precision(old.rows))
-        result_BSS = gram(step.rows.sub_(old.rows))
+        gram_BSS = gram(step.rows.sub_(old.rows))
         self.keep(step)
-        return result_BSS
+        return gram_BSS
 
-    def scale_step(self, old: Copy, rates: Sequence[Tensor], tensors: Set[int]) -> None:
+    def scale_step(self, old: Copy, rates: Tensor, tensors: Set[int]) -> None:
         """Set the rows of these tensors (by id) to old + rate * (new - old); exactly to `new` where the rate is 1.
 
-        `rates` has (B, 1, 1) for each weight. The memory of `old` is used for the result.
+        The memory of `old` is used for the result.
         """
-        moved = [i for i, part in enumerate(self.parts) if self.rated[i] and id(part.tensor) in tensors]
+        moved = [i for i, tensor in enumerate(self.tensors) if tensor in tensors]
         if not moved:
             return
         new, scaled = [self.parts[i].read() for i in moved], old
-        if old.rows.dtype == precision(old.rows):
-            ends, weights = [each.to(old.rows.dtype) for each in new], [rates[i % len(rates)] for i in moved]
+        rate_B11 = rates[self.index].to(old.rows.device, precision(old.rows)).view(-1, 1, 1)
+        if old.rows.dtype == rate_B11.dtype:
+            of_parts = rate_B11.split_with_sizes(self.counts) * len(self.widths)
+            ends, weights = [each.to(old.rows.dtype) for each in new], [of_parts[i] for i in moved]
             torch._foreach_lerp_([old.parts[i] for i in moved], ends, weights)
         else:  # in fp32, since a rate in bf16 would be off by up to 0.2 %
             scaled = self.copy(torch.float32)
-            scaled.rows.sub_(old.rows).mul_(torch.cat(list(rates))).add_(old.rows)
+            scaled.rows.sub_(old.rows).mul_(rate_B11).add_(old.rows)
             self.keep(scaled)
         torch._foreach_copy_(new, [scaled.parts[i] for i in moved])
         for i, each in zip(moved, new, strict=True):
@@ -196,7 +199,6 @@ class Blocks:
             for weight in weights
             for blocks in by_size(torch.arange(weight.blocks, device="cpu"), weight.rows_of_block)
         ]
-        self.local = self._local_blocks()
         self.flat_index: dict[Weight, Tensor] = {}
         self.total = 0
         for weight, blocks in self.groups:
@@ -204,25 +206,19 @@ class Blocks:
             index[blocks] = torch.arange(self.total, self.total + len(blocks), device="cpu")
             self.total += len(blocks)
         self.device = self.groups[0][0].param.device
-        self._split: tuple[Tensor, Sequence[Tensor]] | None = None
-        self._stacks, self._order = cache(self._new_stacks), cache(self._new_order)
+        self.local = self._local_blocks()
+        self._stacks = cache(self._new_stacks)
 
     def _local_blocks(self) -> list[LocalBlocks]:
-        return [LocalBlocks(weight, blocks) for weight, blocks in self.groups]
+        return [LocalBlocks(weight, blocks, self.flat_index[weight][blocks]) for weight, blocks in self.groups]
 
     def _new_stacks(self, tensors: frozenset[int] | None) -> list[Stack]:
         """The stacks of all blocks; or only of those that have rows of these tensors (by id)."""
-        places = defaultdict[object, list[int]](list)
-        for i, each in enumerate(self.local):
-            if tensors is None or not each.tensors.isdisjoint(tensors):
-                places[each.kind].append(i)
-        return [Stack(self.local, same) for same in places.values()]
-
-    def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """A flat vector as (B, 1, 1) views, one for each of `local`."""
-        if self._split is None or self._split[0] is not flat:
-            self._split = flat, flat.view(-1, 1, 1).split_with_sizes([len(each.blocks) for each in self.local])
-        return self._split[1]
+        same_kind = defaultdict[object, list[LocalBlocks]](list)
+        for each in self.local:
+            if tensors is None or not tensors.isdisjoint(each.tensors):
+                same_kind[each.kind].append(each)
+        return [Stack(same) for same in same_kind.values()]
 
     def copy(self, tensors: Set[int] | None = None) -> Copies:
         """Copies of the rows of these tensors (by id); without `tensors`, of all."""
@@ -236,35 +232,28 @@ class Blocks:
     def measure(self, norm: Norm) -> tuple[Copies, Tensor]:
         """Copies of all rows, and the norms of all blocks."""
         copies = self.copy()
-        return copies, self._flat([norm(copy.rows) for copy in copies], copies)
+        return copies, self._flat((copy.stack.index, norm(copy.rows)) for copy in copies)
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
         """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
 
         `copies` are the rows before the step. Blocks that have none did not step, so their step is 0.
         """
-        stepped = {i for copy in copies for i in copy.stack.places}
-        still = [frobenius(each.read()) for i, each in enumerate(self.local) if i not in stepped]
-        norms = [frobenius(copy.rows) for copy in copies]
+        copied = {each for copy in copies for each in copy.stack.local}
+        norms = [(copy.stack.index, frobenius(copy.rows)) for copy in copies]
+        norms += [(each.index, frobenius(each.read())) for each in self.local if each not in copied]
         steps = largest_singular_values([copy.stack.gram_of_step(copy) for copy in copies])
-        return self._flat(norms + still, copies), self._flat(steps + [torch.zeros_like(each) for each in still], copies)
+        return self._flat(norms), self._flat(zip([copy.stack.index for copy in copies], steps, strict=True))
 
-    def _flat(self, values: Sequence[Tensor], copies: Copies) -> Tensor:
-        """A flat vector from the values of the blocks in these copies, and then of all others."""
-        flat = torch.cat([each.to(self.device, torch.float32) for each in values])
-        order = self._order(tuple(i for copy in copies for i in copy.stack.places))
-        return flat if order is None else flat[order]
-
-    def _new_order(self, places: tuple[int, ...]) -> Tensor | None:
-        """The index that sorts values by flat index; None if they are sorted."""
-        others = [i for i in range(len(self.local)) if i not in places]
-        held = [self.local[i] for i in (*places, *others)]
-        order = torch.cat([self.flat_index[each.weight][each.blocks] for each in held]).argsort()
-        return None if torch.equal(order, order.sort().values) else order.to(self.device)
+    def _flat(self, values: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """(total,): a flat vector from flat indices and values; 0 for all other blocks."""
+        flat = torch.zeros(self.total, device=self.device, dtype=torch.float32)
+        for index, of_blocks in values:
+            flat[index] = of_blocks.to(flat)
+        return flat
 
     def scale_step(self, copies: Copies, rates: Tensor, tensors: Set[int]) -> None:
         """Set every row of these tensors (by id) to old + rate of its block * (new - old)."""
         for copy in copies:
-            of_local = self.split(rates.to(copy.rows.device, precision(copy.rows)))
-            copy.stack.scale_step(copy, [of_local[i] for i in copy.stack.places], tensors)
+            copy.stack.scale_step(copy, rates, tensors)
             copy.stack.keep(copy)

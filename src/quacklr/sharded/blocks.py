@@ -58,10 +58,8 @@ class ShardedBlocks(Blocks):
         self._process_groups = list(dict.fromkeys(group for part in parts for group in shard_groups(part.param)))
         self._all_ranks = merged_group(self._process_groups)
         super().__init__(weights)
-        self._flat_indices = indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
-        none = torch.empty(0, dtype=torch.long, device="cpu")
-        self._flat_of_local = torch.cat([none, *indices]).to(self.device)
-        self._flat_of_counted = torch.cat([none, *compress(indices, self._counted)]).to(self.device)
+        indices = [torch.empty(0, dtype=torch.long, device="cpu"), *(each.index for each in self.local)]
+        self._flat_of_counted = torch.cat(list(compress(indices, [True, *self._counted]))).to(self.device)
 
     def _local_blocks(self) -> list[LocalBlocks]:
         """LocalBlocks for each shard of a block group and number of local rows."""
@@ -75,49 +73,42 @@ class ShardedBlocks(Blocks):
                 sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
                 counted = all(dist.get_rank(other) == 0 for other in self._process_groups if other not in own_groups)
                 for same_size in by_size(blocks, sizes) if len(columns) else ():
-                    local.append(LocalBlocks(weight, same_size, parts))
+                    local.append(LocalBlocks(weight, same_size, self.flat_index[weight][same_size], parts))
                     self._columns.append(columns)
                     self._counted.append(counted)
         return local
 
-    def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """A flat vector as (B, 1, 1) tensors, one for each of `local`."""
-        return flat[self._flat_of_local].view(-1, 1, 1).split([len(each.blocks) for each in self.local])
-
     def measure(self, norm: Norm) -> tuple[Copies, Tensor]:
         """Copies of the local rows, and the norms of all blocks. A collective call."""
         copies = self.copy()
-        rows = [each.read() for each in self.local]
+        copied = rows_of(copies)
+        rows = [copied[each] for each in self.local]
         if norm is frobenius:
             return copies, self._sum(self._squares(rows)).sqrt_()
         whole = self._exchange.whole_blocks(rows)
-        return copies, self._sum(self._flat_of((blocks, norm(rows_BRC)) for blocks, rows_BRC in whole))
+        return copies, self._sum(self._flat((blocks, norm(rows_BRC)) for blocks, rows_BRC in whole))
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
         """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
 
         Takes two collectives: an all-to-all (block_exchange.py) and an all-reduce.
         """
-        before: list[Tensor] = [each.read() for each in self.local]
-        steps: list[Tensor | None] = [None] * len(before)
-        for copy in copies:
-            for i, old_BRC in zip(copy.stack.places, copy.rows.split(copy.stack.counts), strict=True):
-                before[i], steps[i] = old_BRC, before[i] - old_BRC
+        now, old = {each: each.read() for each in self.local}, rows_of(copies)
+        steps = [now[each] - old[each] if each in old else None for each in self.local]
         whole = self._exchange.whole_blocks(steps)
         largest = largest_singular_values([gram(step_BRC) for _, step_BRC in whole])
-        values = self._flat_of(zip([blocks for blocks, _ in whole], largest, strict=True))
-        sums = self._sum(torch.cat([self._squares(before), values]))
+        values = self._flat(zip([blocks for blocks, _ in whole], largest, strict=True))
+        sums = self._sum(torch.cat([self._squares([{**now, **old}[each] for each in self.local]), values]))
         return sums[: self.total].sqrt(), sums[self.total :]
 
     @cached_property
     def _exchange(self) -> BlockExchange:
         """The exchange among all ranks. Making it is a collective call."""
         parts: list[list[BlockPart]] = []
-        places = zip(self.local, self._flat_indices, self._columns, self._counted, strict=True)
-        for each, flat, columns, counted in places:
+        for each, columns, counted in zip(self.local, self._columns, self._counted, strict=True):
             weight, box, index = each.parts[0].weight, each.parts[0].box, each.parts[0].index.cpu()
             parts.append([])
-            held = zip(flat.tolist(), each.blocks, weight.rows_in(box)[index], strict=True)
+            held = zip(each.index.tolist(), each.blocks, weight.rows_in(box)[index], strict=True)
             for place, block, rows in held if counted else ():
                 of_block = (weight.block_of_row == block).nonzero().squeeze(1)
                 parts[-1].append(BlockPart(place, torch.searchsorted(of_block, rows), columns))
@@ -132,18 +123,17 @@ class ShardedBlocks(Blocks):
             dist.all_reduce(flat, group=self._all_ranks)
         return flat
 
-    def _flat_of(self, values: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """(total,): a flat vector from flat indices and values; 0 for blocks of other ranks, so that ranks can add."""
-        flat = torch.zeros(self.total, device=self.device, dtype=torch.float32)
-        for blocks, of_blocks in values:
-            flat[blocks] = of_blocks.to(flat)
-        return flat
-
     def _squares(self, rows: list[Tensor]) -> Tensor:
         """(total,): for each block, the sum of squares of its local rows, without those that another rank counts."""
         zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
         norms = torch.cat([zeros[:0], *(frobenius(rows_BRC).to(zeros) for rows_BRC in compress(rows, self._counted))])
         return zeros.index_add(0, self._flat_of_counted, norms.square_())
+
+
+def rows_of(copies: Copies) -> dict[LocalBlocks, Tensor]:
+    """The copied rows of each weight, (B, R, C)."""
+    pairs = (zip(copy.stack.local, copy.rows.split(copy.stack.counts), strict=True) for copy in copies)
+    return {each: rows_BRC for of_stack in pairs for each, rows_BRC in of_stack}
 
 
 def shards_of(weight: Weight) -> list[tuple[list[tuple[Weight, Box]], Tensor]]:
