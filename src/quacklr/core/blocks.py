@@ -2,7 +2,7 @@
 
 Norms, sensitivities and rates are flat vectors with one entry for each block. A block has the same index in all of
 them. Rows are read through a view of the parameter. The rows of all blocks of one size are copied into one tensor, with
-the bias as a last column, so that the number of operations does not grow with the number of layers.
+the bias as a last column: the number of operations does not grow with the number of layers.
 
 Shapes: B blocks, R rows, C columns.
 """
@@ -91,10 +91,8 @@ class LocalBlocks:
     by default the weight and its bias, which are whole. `kind` is the same for all that are copied into one tensor.
     """
 
-    def __init__(
-        self, weight: Weight, blocks: Tensor, index: Tensor, parts: Sequence[tuple[Weight, Box]] | None = None
-    ) -> None:
-        self.weight, self.blocks, self.index = weight, blocks, index.to(weight.param.device)
+    def __init__(self, weight: Weight, blocks: Tensor, index: Tensor, parts: Sequence[tuple[Weight, Box]] = ()) -> None:
+        self.weight, self.blocks, self.index = weight, blocks, index
         parts = parts or [(part, local_boxes(part.param)[0]) for part in weight.parts]
         self.parts = [BlockRows(part, blocks, box) for part, box in parts]  # the columns of [W b]
         self.tensors = [id(rows.tensor) if weight.rated else None for rows in self.parts]
@@ -113,6 +111,10 @@ class Copy(NamedTuple):
     stack: Stack
     rows: Tensor  # (B, R, C)
     parts: list[Tensor]  # views of it: one for each of `stack.parts`
+
+    def by_weight(self) -> Iterator[tuple[LocalBlocks, Tensor]]:
+        """The rows of each weight."""
+        return zip(self.stack.local, self.rows.split(self.stack.counts), strict=True)
 
 
 Copies = list[Copy]
@@ -134,9 +136,8 @@ class Stack:
     def copy(self, dtype: torch.dtype | None = None) -> Copy:
         """A copy of the rows, with the memory layout of the parameters."""
         parts_BRC = [part.read() for part in self.parts]
-        dtype = dtype or reduce(torch.promote_types, {part_BRC.dtype for part_BRC in parts_BRC})
-        spares = self._spares[dtype, parts_BRC[0].device]
-        copy = spares.pop() if spares else self._new_copy(dtype, parts_BRC[0].device)
+        kind = dtype or reduce(torch.promote_types, {each.dtype for each in parts_BRC}), parts_BRC[0].device
+        copy = self._spares[kind].pop() if self._spares[kind] else self._new_copy(*kind)
         torch._foreach_copy_(copy.parts, parts_BRC)
         return copy
 
@@ -180,10 +181,9 @@ class Stack:
             self.parts[i].write(each)
 
 
-def by_size(blocks: Tensor, sizes: Tensor) -> Iterator[Tensor]:
+def by_size(blocks: Tensor, sizes: Tensor) -> list[Tensor]:
     """The blocks of each size, smallest first, without those of size 0."""
-    for size in sorted(set(sizes.tolist()) - {0}):
-        yield blocks[sizes == size]
+    return [blocks[sizes == size] for size in sizes.unique() if size]
 
 
 class Blocks:
@@ -206,11 +206,12 @@ class Blocks:
             index[blocks] = torch.arange(self.total, self.total + len(blocks), device="cpu")
             self.total += len(blocks)
         self.device = self.groups[0][0].param.device
+        self.zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
         self.local = self._local_blocks()
         self._stacks = cache(self._new_stacks)
 
     def _local_blocks(self) -> list[LocalBlocks]:
-        return [LocalBlocks(weight, blocks, self.flat_index[weight][blocks]) for weight, blocks in self.groups]
+        return [LocalBlocks(weight, b, self.flat_index[weight][b].to(self.device)) for weight, b in self.groups]
 
     def _new_stacks(self, tensors: frozenset[int] | None) -> list[Stack]:
         """The stacks of all blocks; or only of those that have rows of these tensors (by id)."""
@@ -247,9 +248,9 @@ class Blocks:
 
     def _flat(self, values: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """(total,): a flat vector from flat indices and values; 0 for all other blocks."""
-        flat = torch.zeros(self.total, device=self.device, dtype=torch.float32)
+        flat = self.zeros
         for index, of_blocks in values:
-            flat[index] = of_blocks.to(flat)
+            flat = flat.index_copy(0, index, of_blocks.to(flat))
         return flat
 
     def scale_step(self, copies: Copies, rates: Tensor, tensors: Set[int]) -> None:

@@ -58,14 +58,13 @@ def largest_singular_values(grams: Sequence[Tensor]) -> list[Tensor]:
     It is not finite for a step with NaN or inf. All matrices of one size are computed together, so that the number of
     operations does not grow with the number of layers.
     """
-    bounds = list(grams)
+    bounds: dict[int, Tensor] = {}
     kinds = [(gram_BSS.shape[1], gram_BSS.dtype, gram_BSS.device) for gram_BSS in grams]
     for kind in dict.fromkeys(kinds):
         same = [i for i, each in enumerate(kinds) if each == kind]
         together = schatten(torch.cat([grams[i] for i in same]) if same[1:] else grams[same[0]], STEP_SQUARINGS)
-        for i, bound_B in zip(same, together.split([len(grams[i]) for i in same]), strict=True):
-            bounds[i] = bound_B
-    return bounds
+        bounds.update(zip(same, together.split([len(grams[i]) for i in same]), strict=True))
+    return [bounds[i] for i in range(len(grams))]
 
 
 def schatten(gram_BSS: Tensor, squarings: int) -> Tensor:

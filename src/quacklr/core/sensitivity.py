@@ -142,8 +142,8 @@ class LogitChanges:
 
     def __init__(self, compiled: CompiledPaths) -> None:
         self.heads: dict[str, slice] = {}
-        self.total_blocks, self.total_heads = compiled.blocks.total, 0
-        rows = torch.ones(self.total_blocks, device="cpu", dtype=torch.float32)
+        self.total_heads = 0
+        rows = torch.ones(compiled.blocks.total, device="cpu", dtype=torch.float32)
         for weight, index in compiled.blocks.flat_index.items():
             rows[index] = weight.rows_of_block.to(rows)
         terms: list[Tensor] = []
@@ -167,7 +167,7 @@ class LogitChanges:
         self.sqrt_rows, self.one = rows.sqrt().to(device), compiled.one
         self.factor = torch.cat(factors).to(device) * self.sqrt_rows[self.block]
         self._zeros = torch.zeros(self.total_heads, device=device, dtype=torch.float32)
-        self._no_limits = torch.full((self.total_blocks,), torch.inf, device=device, dtype=torch.float32)
+        self._no_limits = torch.full_like(self.sqrt_rows, torch.inf)
 
     def asked(self, norms: Tensor, steps: Tensor) -> Tensor:
         """(heads,): the change by the step as it is, to first order.
@@ -176,11 +176,13 @@ class LogitChanges:
             norms: Frobenius norms of all blocks before the step; or larger numbers, for a bound to all orders.
             steps: largest singular values of their steps; 0 for blocks that did not step.
         """
-        return self._of_heads(self._terms(norms, steps))
+        norm = torch.cat([norms, self.one])
+        partners = [norm.take(each) for each in self.partners]
+        return self._zeros.index_add(0, self.head, reduce(torch.mul, partners, self.factor * steps[self.block]))
 
     def given(self, norms: Tensor, steps: Tensor, rates: Tensor) -> Tensor:
         """(heads,): the change by the scaled step, to all orders: an upper bound where `asked` is a bound."""
-        return self._of_heads(self._terms(self.larger(norms, steps, rates), steps) * rates[self.block])
+        return self.asked(self.larger(norms, steps, rates), rates * steps)
 
     def larger(self, norms: Tensor, steps: Tensor, rates: Tensor) -> Tensor:
         """Upper bounds of the norms after the scaled step."""
@@ -196,14 +198,6 @@ class LogitChanges:
         for norms, steps, rates in measured:
             asked, given = asked + self.asked(norms, steps), given + self.given(norms, steps, rates)
         return {name: HeadChange(asked[heads], given[heads]) for name, heads in self.heads.items()}
-
-    def _terms(self, norms: Tensor, steps: Tensor) -> Tensor:
-        """For each term, the change of its head's logits by the step of its block."""
-        norm = torch.cat([norms, self.one])
-        return reduce(torch.mul, [norm.take(partners) for partners in self.partners], self.factor * steps[self.block])
-
-    def _of_heads(self, terms: Tensor) -> Tensor:
-        return self._zeros.index_add(0, self.head, terms)
 
 
 def first_of_features(meetings: Sequence[Sequence[Weight]]) -> list[int]:

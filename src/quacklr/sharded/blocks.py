@@ -11,7 +11,7 @@ Shapes: B blocks, R rows, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, compress
 
@@ -58,8 +58,8 @@ class ShardedBlocks(Blocks):
         self._process_groups = list(dict.fromkeys(group for part in parts for group in shard_groups(part.param)))
         self._all_ranks = merged_group(self._process_groups)
         super().__init__(weights)
-        indices = [torch.empty(0, dtype=torch.long, device="cpu"), *(each.index for each in self.local)]
-        self._flat_of_counted = torch.cat(list(compress(indices, [True, *self._counted]))).to(self.device)
+        none = torch.empty(0, dtype=torch.long, device=self.device)
+        self._flat_of_counted = torch.cat([none, *compress((each.index for each in self.local), self._counted)])
 
     def _local_blocks(self) -> list[LocalBlocks]:
         """LocalBlocks for each shard of a block group and number of local rows."""
@@ -73,7 +73,9 @@ class ShardedBlocks(Blocks):
                 sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
                 counted = all(dist.get_rank(other) == 0 for other in self._process_groups if other not in own_groups)
                 for same_size in by_size(blocks, sizes) if len(columns) else ():
-                    local.append(LocalBlocks(weight, same_size, self.flat_index[weight][same_size], parts))
+                    local.append(
+                        LocalBlocks(weight, same_size, self.flat_index[weight][same_size].to(self.device), parts)
+                    )
                     self._columns.append(columns)
                     self._counted.append(counted)
         return local
@@ -81,11 +83,10 @@ class ShardedBlocks(Blocks):
     def measure(self, norm: Norm) -> tuple[Copies, Tensor]:
         """Copies of the local rows, and the norms of all blocks. A collective call."""
         copies = self.copy()
-        copied = rows_of(copies)
-        rows = [copied[each] for each in self.local]
+        rows = dict(pair for copy in copies for pair in copy.by_weight())
         if norm is frobenius:
             return copies, self._sum(self._squares(rows)).sqrt_()
-        whole = self._exchange.whole_blocks(rows)
+        whole = self._exchange.whole_blocks([rows[each] for each in self.local])
         return copies, self._sum(self._flat((blocks, norm(rows_BRC)) for blocks, rows_BRC in whole))
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
@@ -93,12 +94,12 @@ class ShardedBlocks(Blocks):
 
         Takes two collectives: an all-to-all (block_exchange.py) and an all-reduce.
         """
-        now, old = {each: each.read() for each in self.local}, rows_of(copies)
-        steps = [now[each] - old[each] if each in old else None for each in self.local]
+        old = dict(pair for copy in copies for pair in copy.by_weight())
+        steps = [each.read() - old[each] if each in old else None for each in self.local]
         whole = self._exchange.whole_blocks(steps)
         largest = largest_singular_values([gram(step_BRC) for _, step_BRC in whole])
         values = self._flat(zip([blocks for blocks, _ in whole], largest, strict=True))
-        sums = self._sum(torch.cat([self._squares([{**now, **old}[each] for each in self.local]), values]))
+        sums = self._sum(torch.cat([self._squares(old), values]))
         return sums[: self.total].sqrt(), sums[self.total :]
 
     @cached_property
@@ -120,20 +121,14 @@ class ShardedBlocks(Blocks):
 
     def _sum(self, flat: Tensor) -> Tensor:
         if self._process_groups:
-            dist.all_reduce(flat, group=self._all_ranks)
+            dist.all_reduce(flat := flat.clone(), group=self._all_ranks)
         return flat
 
-    def _squares(self, rows: list[Tensor]) -> Tensor:
+    def _squares(self, copied: Mapping[LocalBlocks, Tensor]) -> Tensor:
         """(total,): for each block, the sum of squares of its local rows, without those that another rank counts."""
-        zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
-        norms = torch.cat([zeros[:0], *(frobenius(rows_BRC).to(zeros) for rows_BRC in compress(rows, self._counted))])
-        return zeros.index_add(0, self._flat_of_counted, norms.square_())
-
-
-def rows_of(copies: Copies) -> dict[LocalBlocks, Tensor]:
-    """The copied rows of each weight, (B, R, C)."""
-    pairs = (zip(copy.stack.local, copy.rows.split(copy.stack.counts), strict=True) for copy in copies)
-    return {each: rows_BRC for of_stack in pairs for each, rows_BRC in of_stack}
+        rows = (copied[each] if each in copied else each.read() for each in compress(self.local, self._counted))
+        norms = torch.cat([self.zeros[:0], *(frobenius(rows_BRC).to(self.zeros) for rows_BRC in rows)])
+        return self.zeros.index_add(0, self._flat_of_counted, norms.square_())
 
 
 def shards_of(weight: Weight) -> list[tuple[list[tuple[Weight, Box]], Tensor]]:
