@@ -14,7 +14,7 @@ the step, and one sum of their squares, in plain torch calls.
     step    time of a step with QuacK / mean time of the plain steps before and after it; median over the cycles, with
             its standard error. It includes the machine's noise
     floor   time in QuacK's hooks / time of the floor, medians
-    memory  peak number of bytes allocated by QuacK in its first step / bytes of the q/k rows
+    memory  bytes that QuacK allocates in its first step and keeps for the next one / bytes of the q/k rows
     calls   torch operations that QuacK adds to a step, with the given number of heads and with eight times as many
 """
 
@@ -186,9 +186,9 @@ def memory(rule: Rule, width: int, layers: int, heads: int) -> float:
     with QuacK(model, optimizer, rule=rule) as quack:
         before = alive()
         quack._scaler.before(optimizer)
-        inside = alive()
         quack._scaler.after(optimizer)
-    return (inside - before) / sum(p.numel() * p.element_size() for p in rows_of(model))
+        kept = alive()
+    return (kept - before) / sum(p.numel() * p.element_size() for p in rows_of(model))
 
 
 def main() -> None:

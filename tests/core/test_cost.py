@@ -67,7 +67,7 @@ def test_the_number_of_operations_does_not_depend_on_the_number_of_heads(
     assert few == many
 
 
-@pytest.mark.parametrize(("rule", "most"), [(Paper, 12), (partial(Paper, norm=spectral), 45), (Limit, 60)])
+@pytest.mark.parametrize(("rule", "most"), [(Paper, 13), (partial(Paper, norm=spectral), 45), (Limit, 60)])
 @pytest.mark.parametrize("attention", [Separate, lambda: PerHead(bias=True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_number_of_operations_does_not_depend_on_the_number_of_layers(

@@ -54,7 +54,6 @@ class CompiledPaths:
                 raise ValueError(f"{name}: block {int(of_blocks.int().argmin())} is read by no head of its path")
         device = self.blocks.device
         self.block, *self.partners = terms.to(device)
-        self.one_term_each = len(self.block) == self.blocks.total
         self.one = torch.ones(1, device=device, dtype=torch.float32)
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
@@ -89,9 +88,7 @@ class CompiledPaths:
         """The sensitivities of all blocks, (total,), from their norms. Does not wait for the device."""
         norm = torch.cat([norms, self.one])
         of_term = reduce(torch.mul, [norm.take(partners) for partners in self.partners])
-        if self.one_term_each:
-            return of_term
-        return norm.new_zeros(self.blocks.total).scatter_reduce_(0, self.block, of_term, "amax")
+        return self.blocks.zeros.scatter_reduce(0, self.block, of_term, "amax")
 
     def validate(self, norms: Tensor, sensitivity: Tensor) -> None:
         """Norms must be finite and sensitivities positive, since Lemma 1 needs a lower bound on every norm."""
