@@ -1,18 +1,20 @@
 """Measures the cost of QuacK in a training step on the CPU: ratios from interleaved steps in one process.
 
+Times are CPU times of one thread, so that other processes on the machine count less.
+
     python benchmarks/step_overhead.py                              about five minutes on 2 cores
     python benchmarks/step_overhead.py --cycles 20                  faster, with more noise
     python benchmarks/step_overhead.py --out results/costs.md       also writes the table that README quotes
 
-A step is forward, backward and fused AdamW on 1024 tokens. A cycle takes a plain step, a step with QuacK, and a step
-with the floor instead of QuacK. The floor is the least work possible: one copy of the q/k rows, kept during the step,
-and one sum of their squares, in plain torch calls.
+A step is forward, backward and fused AdamW on 1,024 or 8,192 tokens. A cycle takes a plain step, a step with QuacK,
+and a step with the floor instead of QuacK. The floor is the least work possible: one copy of the q/k rows, kept during
+the step, and one sum of their squares, in plain torch calls.
 
     hooks   1 + time in QuacK's hooks / time of a plain step, medians
     step    time of a step with QuacK / mean time of the plain steps before and after it; median over the cycles, with
             its standard error. It includes the machine's noise
     floor   time in QuacK's hooks / time of the floor, medians
-    memory  peak number of bytes allocated by QuacK in its first step / bytes of the q/k rows
+    memory  bytes that QuacK allocates in its first step and keeps for the next one / bytes of the q/k rows
     calls   torch operations that QuacK adds to a step, with the given number of heads and with eight times as many
 """
 
@@ -31,11 +33,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quacklr import Budget, LogitPath, Paper, QuacK, Rule, mha, packed
+from quacklr import Limit, LogitPath, Paper, QuacK, Rule, mha, packed
 
 HEAD = "| model | hooks | step | floor | memory | calls |"
-MODELS = {"1M": (128, 4, 4), "25M": (512, 8, 8)}  # width, layers, heads
-RULES: dict[str, Callable[[], Rule]] = {"tau": Paper, "budget": Budget}
+SMALL, LARGE = (128, 4, 4), (512, 8, 8)  # width, layers, heads
+PAPER, LIMIT = "`Paper` (tau)", "`Limit`"
+RULES: dict[str, Callable[[], Rule]] = {PAPER: Paper, LIMIT: Limit}
+CASES = [  # a model, tokens in a step, a share of the cycles, a rule
+    ("1M (d 128, 4 layers)", SMALL, 1024, 1.0, PAPER),
+    ("1M (d 128, 4 layers)", SMALL, 1024, 1.0, LIMIT),
+    ("25M (d 512, 8 layers)", LARGE, 1024, 0.1, PAPER),
+    ("25M (d 512, 8 layers)", LARGE, 1024, 0.1, LIMIT),
+    ("25M (d 512, 8 layers)", LARGE, 8192, 0.02, LIMIT),
+]
 
 
 class Attention(nn.Module):
@@ -82,9 +92,9 @@ class Timed:
         self.function, self.seconds = function, 0.0
 
     def __call__(self, *args: Any) -> None:
-        start = time.perf_counter()
+        start = time.process_time()
         self.function(*args)
-        self.seconds += time.perf_counter() - start
+        self.seconds += time.process_time() - start
 
 
 class Floor:
@@ -114,20 +124,20 @@ def timed_step(
             (optimizer.register_step_pre_hook, optimizer.register_step_post_hook), timed, strict=False
         )
     ]
-    start = time.perf_counter()
+    start = time.process_time()
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
     optimizer.step()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     for handle in handles:
         handle.remove()
     return seconds, sum(hook.seconds for hook in timed)
 
 
-def cycles(model: nn.Module, rule: Rule) -> Iterator[dict[str, float]]:
+def cycles(model: nn.Module, rule: Rule, tokens: int) -> Iterator[dict[str, float]]:
     """The times of one cycle after another."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    batch, floor = torch.randint(256, (8, 129)), Floor(rows_of(model))
+    batch, floor = torch.randint(256, (tokens // 128, 129)), Floor(rows_of(model))
     quack = QuacK(model, optimizer, rule=rule)
     quack.remove()
     while True:
@@ -176,32 +186,30 @@ def memory(rule: Rule, width: int, layers: int, heads: int) -> float:
     with QuacK(model, optimizer, rule=rule) as quack:
         before = alive()
         quack._scaler.before(optimizer)
-        inside = alive()
         quack._scaler.after(optimizer)
-    return (inside - before) / sum(p.numel() * p.element_size() for p in rows_of(model))
+        kept = alive()
+    return (kept - before) / sum(p.numel() * p.element_size() for p in rows_of(model))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cycles", type=int, default=200, help="number of cycles for the small model; a tenth of it for the large one"
+        "--cycles", type=int, default=200, help="for the small model; a tenth or less for the large one"
     )
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     given = parser.parse_args()
     lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     print("\n".join(lines), flush=True)
-    counts = (given.cycles, given.cycles // 10)
-    cases = [
-        (*model, count, *way) for model, count in zip(MODELS.items(), counts, strict=True) for way in RULES.items()
-    ]
-    for name, size, count, way, rule in cases:
-        run = cycles(decoder(*size), rule())
-        rows = [next(run) for _ in range(max(3, count) + 2)][2:]
+    torch.set_num_threads(1)
+    for name, size, tokens, share, way in CASES:
+        rule = RULES[way]
+        run = cycles(decoder(*size), rule(), tokens)
+        rows = [next(run) for _ in range(max(2, int(share * given.cycles)) + 1)][1:]
         middle = {key: median(row[key] for row in rows) for key in rows[0]}
         error = 1.25 * stdev(row["ratio"] for row in rows) / len(rows) ** 0.5
         width, layers, heads = size
         cells = (
-            f"{name} (d {width}, {layers} layers), {way}",
+            f"{name}, {tokens:,} tokens, {way}",
             f"{1 + middle['hooks'] / middle['plain']:.4f}",
             f"{middle['ratio']:.3f} (standard error {error:.3f})",
             f"{middle['hooks'] / middle['floor']:.2f}",
@@ -211,7 +219,8 @@ def main() -> None:
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     if given.out:
-        about = f"# What a step costs\n\n`python benchmarks/step_overhead.py --cycles {given.cycles}`, on the CPU.\n\n"
+        command = f"`python benchmarks/step_overhead.py --cycles {given.cycles}`"
+        about = f"# What a step costs\n\n{command}, CPU times of one thread.\n\n"
         given.out.write_text(about + "\n".join(lines) + "\n")
 
 

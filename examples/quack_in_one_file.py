@@ -78,16 +78,16 @@ class Quack:
             found[weight].scatter_reduce_(0, blocks, reduce(mul, [norms[w][read] for w, read in partners]), "amax")
         return found
 
-    def limited(self, norms: Numbers, steps: Numbers, allowed: dict[Tensor, float]) -> Numbers:
+    def limited(self, norms: Numbers, steps: Numbers, allowed: dict[Tensor, float], largest: Any) -> Numbers:
         """The rates with which no head's logits change by more than is allowed."""
         changes, rates = dict[int, Any](), {w: torch.full_like(norms[w], torch.inf) for w in self.weights}
         for logit, weight, blocks, partners, scale in self.terms:
-            step = scale * (steps[weight] * weight.rows**0.5)[blocks]
+            step = scale * torch.tensor(weight.rows).sqrt().item() * steps[weight][blocks]
             changes[logit] = changes.get(logit, 0) + reduce(mul, [norms[w][read] for w, read in partners], step)
         for logit, weight, blocks, *_ in self.terms:
-            limits = (1 / changes[logit]).where((changes[logit] > 0) & changes[logit].isfinite(), torch.inf)
-            rates[weight].scatter_reduce_(0, blocks, limits, "amin")
-        return {w: (allowed.get(w.parts[0], 0) * r).clamp(max=1).where(r.isfinite(), 1) for w, r in rates.items()}
+            rates[weight].scatter_reduce_(0, blocks, 1 / changes[logit].nan_to_num(posinf=0.0), "amin")
+        rates = {weight: allowed.get(weight.parts[0], 0) * rate for weight, rate in rates.items()}
+        return {w: rate.nan_to_num(1.0, 1.0).clamp(max=largest[w]) for w, rate in rates.items()}
 
     def allowed(self) -> dict[Tensor, float]:
         """By parameter: nats * lr / the largest lr that a scheduler has announced, or that was seen."""
@@ -107,9 +107,9 @@ class Quack:
             rates = {w: (tau * start / now[w]).nan_to_num(tau, tau) for w, start in self.start.items()}
         else:
             steps, allowed = {w: largest_singular_value(new[w] - self.old[w]) for w in self.weights}, self.allowed()
-            first = self.limited(norms, steps, allowed)
-            larger = {w: norms[w] + first[w] * steps[w] * w.rows**0.5 for w in self.weights}
-            rates = {w: first[w].minimum(rate) for w, rate in self.limited(larger, steps, allowed).items()}
+            first = self.limited(norms, steps, allowed, dict.fromkeys(self.weights, 1))
+            larger = {w: torch.addcmul(norms[w], first[w], steps[w] * w.rows**0.5) for w in self.weights}
+            rates = self.limited(larger, steps, allowed, first)
         for weight, rate in rates.items():
             weight.write(torch.lerp(self.old[weight], new[weight], rate[:, None, None]))
 

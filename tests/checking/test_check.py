@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from models import PerHead, Separate, assert_equal, layers
 from quacklr import LogitPath, QuacK, Weight, check, logit_paths, mha, packed
 from quacklr.checking.check import CheckReport, default_loss
-from quacklr.core.blocks import BlockRows
+from quacklr.core.blocks import Blocks
 from quacklr.lab.model import build
 from quacklr.lab.model.spec import MHA, MLA, Shape
 from tiny_models import CAUSAL, TORCH
@@ -219,7 +219,7 @@ def test_the_measured_change_is_that_by_hand_of_the_layers_own_rows_for_the_inpu
 def test_rows_that_do_not_step_by_their_rates_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the hooks were lost on the way: the weights are grown, so the rates are not 1, but nothing is scaled."""
     model = stack(Separate)
-    monkeypatch.setattr(BlockRows, "scale_step", lambda *_: None)
+    monkeypatch.setattr(Blocks, "scale_step", lambda *_: None)
     with pytest.raises(ValueError, match=r"^0\.q: QuacK's rates are not applied to its step"):
         checked(model)
 

@@ -50,7 +50,7 @@ class Anchored(Rule):
 
     def start(self, *args: Any) -> None:
         super().start(*args)
-        self.norms = torch.cat(self.paths.blocks.measure(frobenius)[1])
+        self.norms = self.paths.blocks.measure(frobenius)[1]
 
     def after(self, step: Step) -> Tensor:
         self.rates = 0.5 * self.norms / step.measure()[0]

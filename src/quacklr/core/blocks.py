@@ -1,7 +1,8 @@
 """The blocks of a model's weights: copy their rows, compute their norms, and scale the step that they took.
 
 Norms, sensitivities and rates are flat vectors with one entry for each block. A block has the same index in all of
-them. Rows are read through a view of the parameter, and copied with the bias as a last column.
+them. Rows are read through a view of the parameter. The rows of all blocks of one size are copied into one tensor, with
+the bias as a last column: the number of operations does not grow with the number of layers.
 
 Shapes: B blocks, R rows, C columns.
 """
@@ -9,25 +10,24 @@ Shapes: B blocks, R rows, C columns.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
-from functools import reduce
-from typing import Any
+from functools import cache, reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quacklr.core.local import Box, is_sharded, local_boxes
-from quacklr.core.norms import Norm, frobenius, gram, largest_singular_values
+from quacklr.core.norms import Norm, frobenius, gram, largest_singular_values, precision
 from quacklr.core.weight import Weight
-
-Copies = list[Tensor | None]
 
 
 class BlockRows:
     """The rows of some blocks that are in a box of a parameter, with the same number of rows in every block.
 
     If the rows are at regular distances, as in every common layout, they are read and written through a view.
-    Otherwise they are gathered into a copy, and `scale_step` writes the copy back.
+    Otherwise they are gathered into a copy, and `write` writes the copy back.
     """
 
     def __init__(self, weight: Weight, blocks: Tensor, box: Box) -> None:
@@ -52,16 +52,11 @@ class BlockRows:
             self._view, self._view_of = self._new_view(), view_of
         return self._view if self._view is not None else self.weight.rows_first(self.box)[self.index].reshape(self.size)
 
-    def scale_step(self, old_BRC: Tensor, rate_B11: Tensor) -> None:
-        """Set the rows to old + rate * (new - old); exactly to `new` where the rate is 1."""
-        new_BRC = self.read()
-        if new_BRC.dtype in (torch.float32, torch.float64):
-            torch.lerp(old_BRC.to(new_BRC.dtype), new_BRC, rate_B11.to(new_BRC.dtype), out=new_BRC)
-        else:  # in fp32, since a rate in bf16 would be off by up to 0.2 %
-            new_BRC.copy_(torch.lerp(old_BRC.to(torch.float32), new_BRC.to(torch.float32), rate_B11))
+    def write(self, rows_BRC: Tensor) -> None:
+        """Write back what `read` returned and has changed since: needed only if it was a copy."""
         if self._view is None:
             tensor = self.weight.rows_first(self.box)
-            tensor[self.index] = new_BRC.view(*self.index.shape, *tensor.shape[1:])
+            tensor[self.index] = rows_BRC.view(*self.index.shape, *tensor.shape[1:])
 
     def _new_view(self) -> Tensor | None:
         """The view, or None if strides cannot describe it."""
@@ -92,53 +87,103 @@ def _grid(index: Tensor) -> tuple[int, int, int] | None:
 class LocalBlocks:
     """Blocks of one weight that have the same number of local rows; almost always all of its blocks.
 
-    `parts` are the parameters whose rows it reads, each with the box that they are in: by default the weight and its
-    bias, which are whole.
+    `index` has their flat indices. `parts` are the parameters whose rows it reads, each with the box that they are in:
+    by default the weight and its bias, which are whole. `kind` is the same for all that are copied into one tensor.
     """
 
-    def __init__(self, weight: Weight, blocks: Tensor, parts: Sequence[tuple[Weight, Box]] | None = None) -> None:
-        self.weight, self.blocks, self.rows_are_contiguous = weight, blocks, weight.dims[0] == 0
+    def __init__(self, weight: Weight, blocks: Tensor, index: Tensor, parts: Sequence[tuple[Weight, Box]] = ()) -> None:
+        self.weight, self.blocks, self.index = weight, blocks, index
         parts = parts or [(part, local_boxes(part.param)[0]) for part in weight.parts]
         self.parts = [BlockRows(part, blocks, box) for part, box in parts]  # the columns of [W b]
-        self.tensors = {id(rows.tensor) for rows in self.parts} if weight.rated else set[int]()
-        self._spare: Tensor | None = None  # memory for the next copy
-
-    def copy(self) -> Tensor:
-        """(B, R, C): a copy of the rows, with the memory layout of the parameter."""
-        parts_BRC = [rows.read() for rows in self.parts]
-        out, self._spare = self._spare, None
-        if out is not None and out.dtype != reduce(torch.promote_types, [part_BRC.dtype for part_BRC in parts_BRC]):
-            out = None
-        if out is not None and len(parts_BRC) == 1:
-            return out.copy_(parts_BRC[0])
-        if self.rows_are_contiguous:
-            return torch.cat(parts_BRC, 2, out=out)
-        out_CBR = out.permute(2, 0, 1) if out is not None else None
-        return torch.cat([part_BRC.permute(2, 0, 1) for part_BRC in parts_BRC], out=out_CBR).permute(1, 2, 0)
+        self.tensors = [id(rows.tensor) if weight.rated else None for rows in self.parts]
+        columns = tuple((rows.size[2], rows.tensor.dtype) for rows in self.parts)
+        self.kind = self.parts[0].size[1], columns, weight.param.device, weight.dims[0] == 0
 
     def read(self) -> Tensor:
         """(B, R, C): the rows as they are now; a view if possible."""
         parts_BRC = [rows.read() for rows in self.parts]
         return torch.cat(parts_BRC, 2) if len(parts_BRC) > 1 else parts_BRC[0]
 
-    def scale_step(self, old_BRC: Tensor, rate_B11: Tensor, tensors: Set[int]) -> None:
-        """Set the rows of these tensors (by id) to old + rate * (new - old).
 
-        On the CPU, keep the memory of `old_BRC` for the next copy: allocating pages costs more than copying.
+class Copy(NamedTuple):
+    """The rows of a stack at some time."""
+
+    stack: Stack
+    rows: Tensor  # (B, R, C)
+    parts: list[Tensor]  # views of it: one for each of `stack.parts`
+
+    def by_weight(self) -> Iterator[tuple[LocalBlocks, Tensor]]:
+        """The rows of each weight."""
+        return zip(self.stack.local, self.rows.split(self.stack.counts), strict=True)
+
+
+Copies = list[Copy]
+
+
+class Stack:
+    """Blocks of one size, of any number of weights. One operation copies, measures or scales all of them."""
+
+    def __init__(self, local: Sequence[LocalBlocks]) -> None:
+        self.local, self.counts = local, [len(each.blocks) for each in local]
+        self.index = torch.cat([each.index for each in local])
+        self.widths = [rows.size[2] for rows in local[0].parts]
+        self.parts = [part for same in zip(*(each.parts for each in local), strict=True) for part in same]
+        self.tensors = [tensor for same in zip(*(each.tensors for each in local), strict=True) for tensor in same]
+        self.size = len(self.index), local[0].parts[0].size[1], sum(self.widths)
+        self.order = (0, 1, 2) if local[0].weight.dims[0] == 0 else (2, 0, 1)  # of the dimensions in memory
+        self._spares: defaultdict[object, list[Copy]] = defaultdict(list)  # memory for the next copies
+
+    def copy(self, dtype: torch.dtype | None = None) -> Copy:
+        """A copy of the rows, with the memory layout of the parameters."""
+        parts_BRC = [part.read() for part in self.parts]
+        kind = dtype or reduce(torch.promote_types, {each.dtype for each in parts_BRC}), parts_BRC[0].device
+        copy = self._spares[kind].pop() if self._spares[kind] else self._new_copy(*kind)
+        torch._foreach_copy_(copy.parts, parts_BRC)
+        return copy
+
+    def _new_copy(self, dtype: torch.dtype, device: torch.device) -> Copy:
+        copy_BRC = torch.empty_permuted(self.size, self.order, dtype=dtype, device=device)
+        columns_BRC = copy_BRC.split_with_sizes(self.widths, 2)
+        return Copy(self, copy_BRC, [part for each in columns_BRC for part in each.split_with_sizes(self.counts)])
+
+    def keep(self, copy: Copy) -> None:
+        """On the CPU, keep the memory for the next copy: allocating pages costs more than copying."""
+        if copy.rows.device.type == "cpu":
+            self._spares[copy.rows.dtype, copy.rows.device].append(copy)
+
+    def gram_of_step(self, old: Copy) -> Tensor:
+        """(B, S, S): the Gram matrices of now - old."""
+        step = self.copy(precision(old.rows))
+        gram_BSS = gram(step.rows.sub_(old.rows))
+        self.keep(step)
+        return gram_BSS
+
+    def scale_step(self, old: Copy, rates: Tensor, tensors: Set[int]) -> None:
+        """Set the rows of these tensors (by id) to old + rate * (new - old); exactly to `new` where the rate is 1.
+
+        The memory of `old` is used for the result.
         """
-        widths, moved = [rows.size[2] for rows in self.parts], self.tensors & tensors
-        copies = old_BRC.split_with_sizes(widths, 2) if len(widths) > 1 else (old_BRC,)
-        for rows, old in zip(self.parts, copies, strict=True):
-            if id(rows.tensor) in moved:
-                rows.scale_step(old, rate_B11)
-        if old_BRC.device.type == "cpu":
-            self._spare = old_BRC
+        moved = [i for i, tensor in enumerate(self.tensors) if tensor in tensors]
+        if not moved:
+            return
+        new, scaled = [self.parts[i].read() for i in moved], old
+        rate_B11 = rates[self.index].to(old.rows.device, precision(old.rows)).view(-1, 1, 1)
+        if old.rows.dtype == rate_B11.dtype:
+            of_parts = rate_B11.split_with_sizes(self.counts) * len(self.widths)
+            ends, weights = [each.to(old.rows.dtype) for each in new], [of_parts[i] for i in moved]
+            torch._foreach_lerp_([old.parts[i] for i in moved], ends, weights)
+        else:  # in fp32, since a rate in bf16 would be off by up to 0.2 %
+            scaled = self.copy(torch.float32)
+            torch.lerp(old.rows.to(torch.float32), scaled.rows, rate_B11, out=scaled.rows)
+            self.keep(scaled)
+        torch._foreach_copy_(new, [scaled.parts[i] for i in moved])
+        for i, each in zip(moved, new, strict=True):
+            self.parts[i].write(each)
 
 
-def by_size(blocks: Tensor, sizes: Tensor) -> Iterator[Tensor]:
+def by_size(blocks: Tensor, sizes: Tensor) -> list[Tensor]:
     """The blocks of each size, smallest first, without those of size 0."""
-    for size in sorted(set(sizes.tolist()) - {0}):
-        yield blocks[sizes == size]
+    return [blocks[sizes == size] for size in sizes.unique() if size]
 
 
 class Blocks:
@@ -154,7 +199,6 @@ class Blocks:
             for weight in weights
             for blocks in by_size(torch.arange(weight.blocks, device="cpu"), weight.rows_of_block)
         ]
-        self.local = self._local_blocks()
         self.flat_index: dict[Weight, Tensor] = {}
         self.total = 0
         for weight, blocks in self.groups:
@@ -162,63 +206,55 @@ class Blocks:
             index[blocks] = torch.arange(self.total, self.total + len(blocks), device="cpu")
             self.total += len(blocks)
         self.device = self.groups[0][0].param.device
-        self._split: tuple[Tensor, Sequence[Tensor]] | None = None
-        self._scratch: dict[Any, Tensor] = {}
+        self.zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
+        self.local = self._local_blocks()
+        self._stacks = cache(self._new_stacks)
 
     def _local_blocks(self) -> list[LocalBlocks]:
-        return [LocalBlocks(weight, blocks) for weight, blocks in self.groups]
+        return [LocalBlocks(weight, b, self.flat_index[weight][b].to(self.device)) for weight, b in self.groups]
 
-    def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """A flat vector as (B, 1, 1) views, one for each of `local`."""
-        if self._split is None or self._split[0] is not flat:
-            self._split = flat, flat.view(-1, 1, 1).split_with_sizes([len(each.blocks) for each in self.local])
-        return self._split[1]
+    def _new_stacks(self, tensors: frozenset[int] | None) -> list[Stack]:
+        """The stacks of all blocks; or only of those that have rows of these tensors (by id)."""
+        same_kind = defaultdict[object, list[LocalBlocks]](list)
+        for each in self.local:
+            if tensors is None or not tensors.isdisjoint(each.tensors):
+                same_kind[each.kind].append(each)
+        return [Stack(same) for same in same_kind.values()]
 
-    def copy(self, tensors: Set[int]) -> Copies:
-        """Copies of the rows of these tensors (by id), one for each of `local`; None for other tensors."""
-        return [None if each.tensors.isdisjoint(tensors) else each.copy() for each in self.local]
+    def copy(self, tensors: Set[int] | None = None) -> Copies:
+        """Copies of the rows of these tensors (by id); without `tensors`, of all."""
+        return [stack.copy() for stack in self._stacks(None if tensors is None else frozenset(tensors))]
 
     def have_moved(self, copies: Copies) -> bool:
         """Whether any row differs from its copy. Waits for the device."""
-        pairs = zip(self.local, copies, strict=True)
-        return any(not torch.equal(each.read(), old) for each, old in pairs if old is not None)
+        pairs = (pair for copy in copies for pair in zip(copy.stack.parts, copy.parts, strict=True))
+        return any(not torch.equal(part.read().to(old.dtype), old) for part, old in pairs)
 
-    def measure(self, norm: Norm) -> tuple[Copies, list[Tensor]]:
-        """Copies of all rows, and the norms of all blocks.
-
-        The norm of each copy is computed as soon as the copy is made, while it is in the CPU's cache.
-        """
-        pairs = [(copy_BRC, norm(copy_BRC)) for copy_BRC in map(LocalBlocks.copy, self.local)]
-        return [copy_BRC for copy_BRC, _ in pairs], [norm_B.to(self.device, torch.float32) for _, norm_B in pairs]
+    def measure(self, norm: Norm) -> tuple[Copies, Tensor]:
+        """Copies of all rows, and the norms of all blocks."""
+        copies = self.copy()
+        return copies, self._flat((copy.stack.index, norm(copy.rows)) for copy in copies)
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
         """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
 
-        `copies` are the rows before the step; None for rows that did not step, whose step is 0.
+        `copies` are the rows before the step. Blocks that have none did not step, so their step is 0.
         """
-        norms, grams = [], []
-        for each, old_BRC in zip(self.local, copies, strict=True):
-            now_BRC = each.read()
-            norms.append(frobenius(now_BRC if old_BRC is None else old_BRC))
-            if old_BRC is not None:
-                grams.append(gram(self._difference(now_BRC, old_BRC)))
-        largest = iter(largest_singular_values(grams))
-        pairs = zip(norms, copies, strict=True)
-        steps = [torch.zeros_like(norm_B) if old is None else next(largest) for norm_B, old in pairs]
-        of_groups = ([each.to(self.device, torch.float32) for each in vectors] for vectors in (norms, steps))
-        return torch.cat(next(of_groups)), torch.cat(next(of_groups))
+        copied = {each for copy in copies for each in copy.stack.local}
+        norms = [(copy.stack.index, frobenius(copy.rows)) for copy in copies]
+        norms += [(each.index, frobenius(each.read())) for each in self.local if each not in copied]
+        steps = largest_singular_values([copy.stack.gram_of_step(copy) for copy in copies])
+        return self._flat(norms), self._flat(zip([copy.stack.index for copy in copies], steps, strict=True))
 
-    def _difference(self, now_BRC: Tensor, old_BRC: Tensor) -> Tensor:
-        """now - old. On the CPU it is valid until the next call: its memory is kept."""
-        if now_BRC.device.type != "cpu" or now_BRC.dtype != old_BRC.dtype:
-            return now_BRC - old_BRC
-        key = old_BRC.shape, old_BRC.stride(), old_BRC.dtype
-        if key not in self._scratch:
-            self._scratch[key] = torch.empty_like(old_BRC)
-        return torch.sub(now_BRC, old_BRC, out=self._scratch[key])
+    def _flat(self, values: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """(total,): a flat vector from flat indices and values; 0 for all other blocks."""
+        flat = self.zeros
+        for index, of_blocks in values:
+            flat = flat.index_copy(0, index, of_blocks.to(flat))
+        return flat
 
     def scale_step(self, copies: Copies, rates: Tensor, tensors: Set[int]) -> None:
         """Set every row of these tensors (by id) to old + rate of its block * (new - old)."""
-        for each, old_BRC, rate_B11 in zip(self.local, copies, self.split(rates), strict=True):
-            if old_BRC is not None:
-                each.scale_step(old_BRC, rate_B11.to(old_BRC.device), tensors)
+        for copy in copies:
+            copy.stack.scale_step(copy, rates, tensors)
+            copy.stack.keep(copy)

@@ -58,25 +58,25 @@ def largest_singular_values(grams: Sequence[Tensor]) -> list[Tensor]:
     It is not finite for a step with NaN or inf. All matrices of one size are computed together, so that the number of
     operations does not grow with the number of layers.
     """
-    bounds = list(grams)
+    bounds: dict[int, Tensor] = {}
     kinds = [(gram_BSS.shape[1], gram_BSS.dtype, gram_BSS.device) for gram_BSS in grams]
     for kind in dict.fromkeys(kinds):
         same = [i for i, each in enumerate(kinds) if each == kind]
-        together = schatten(torch.cat([grams[i] for i in same]), STEP_SQUARINGS)
-        for i, bound_B in zip(same, together.split([len(grams[i]) for i in same]), strict=True):
-            bounds[i] = bound_B
-    return bounds
+        together = schatten(torch.cat([grams[i] for i in same]) if same[1:] else grams[same[0]], STEP_SQUARINGS)
+        bounds.update(zip(same, together.split([len(grams[i]) for i in same]), strict=True))
+    return [bounds[i] for i in range(len(grams))]
 
 
 def schatten(gram_BSS: Tensor, squarings: int) -> Tensor:
     """(B,): tr(G^n)^(1 / 2n) of Gram matrices G, where n = 2^(squarings + 1)."""
     tiny = torch.finfo(gram_BSS.dtype).tiny
-    peak_B = gram_BSS.amax((1, 2)).clamp(min=tiny)  # the norm of very small entries would be 0, of very large ones inf
-    power_BSS, bound_B = gram_BSS / peak_B[:, None, None], peak_B
+    peak_B11 = gram_BSS.amax((1, 2), True).clamp(min=tiny)  # the norm of small entries would be 0, of large ones inf
+    power_BSS, bound_B11 = gram_BSS / peak_B11, peak_B11
     for done in range(squarings):
         if done % 3 == 0:  # three squarings of a matrix of norm 1 have a norm of at least S^-4
-            norm_B = torch.linalg.vector_norm(power_BSS, dim=(1, 2))
-            bound_B = bound_B * norm_B.pow(2.0**-done)
-            power_BSS = power_BSS / norm_B.clamp(min=tiny)[:, None, None]
+            norm_B11 = torch.linalg.vector_norm(power_BSS, dim=(1, 2), keepdim=True)
+            bound_B11 = bound_B11 * norm_B11.pow(2.0**-done)
+            power_BSS = power_BSS / norm_B11.clamp(min=tiny)
         power_BSS = torch.bmm(power_BSS, power_BSS)
-    return (bound_B * torch.linalg.vector_norm(power_BSS, dim=(1, 2)).pow(2.0**-squarings)).sqrt()
+    norm_B11 = torch.linalg.vector_norm(power_BSS, dim=(1, 2), keepdim=True)
+    return (bound_B11 * norm_B11.pow(2.0**-squarings)).sqrt().view(-1)

@@ -54,7 +54,6 @@ class CompiledPaths:
                 raise ValueError(f"{name}: block {int(of_blocks.int().argmin())} is read by no head of its path")
         device = self.blocks.device
         self.block, *self.partners = terms.to(device)
-        self.one_term_each = len(self.block) == self.blocks.total
         self.one = torch.ones(1, device=device, dtype=torch.float32)
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
@@ -85,13 +84,11 @@ class CompiledPaths:
         others = [[*read[:i], *read[i + 1 :], *padding] for i in range(len(read))]
         return torch.cat([torch.stack([block, *each]) for block, each in zip(read, others, strict=True)], 1)
 
-    def sensitivity(self, norms: list[Tensor]) -> Tensor:
+    def sensitivity(self, norms: Tensor) -> Tensor:
         """The sensitivities of all blocks, (total,), from their norms. Does not wait for the device."""
-        norm = torch.cat([*norms, self.one])
+        norm = torch.cat([norms, self.one])
         of_term = reduce(torch.mul, [norm.take(partners) for partners in self.partners])
-        if self.one_term_each:
-            return of_term
-        return norm.new_zeros(self.blocks.total).scatter_reduce_(0, self.block, of_term, "amax")
+        return self.blocks.zeros.scatter_reduce(0, self.block, of_term, "amax")
 
     def validate(self, norms: Tensor, sensitivity: Tensor) -> None:
         """Norms must be finite and sensitivities positive, since Lemma 1 needs a lower bound on every norm."""
@@ -142,8 +139,8 @@ class LogitChanges:
 
     def __init__(self, compiled: CompiledPaths) -> None:
         self.heads: dict[str, slice] = {}
-        self.total_blocks, self.total_heads = compiled.blocks.total, 0
-        rows = torch.ones(self.total_blocks, device="cpu", dtype=torch.float32)
+        self.total_heads = 0
+        rows = torch.ones(compiled.blocks.total, device="cpu", dtype=torch.float32)
         for weight, index in compiled.blocks.flat_index.items():
             rows[index] = weight.rows_of_block.to(rows)
         terms: list[Tensor] = []
@@ -164,8 +161,10 @@ class LogitChanges:
                 factors.append(factor.repeat(len(read)))
         device = compiled.blocks.device
         self.head, self.block, *self.partners = torch.cat(terms, 1).to(device)
-        self.factor, self.one = torch.cat(factors).to(device), compiled.one
-        self.sqrt_rows = rows.sqrt().to(device)
+        self.sqrt_rows, self.one = rows.sqrt().to(device), compiled.one
+        self.factor = torch.cat(factors).to(device) * self.sqrt_rows[self.block]
+        self._zeros = torch.zeros(self.total_heads, device=device, dtype=torch.float32)
+        self._no_limits = torch.full_like(self.sqrt_rows, torch.inf)
 
     def asked(self, norms: Tensor, steps: Tensor) -> Tensor:
         """(heads,): the change by the step as it is, to first order.
@@ -174,32 +173,28 @@ class LogitChanges:
             norms: Frobenius norms of all blocks before the step; or larger numbers, for a bound to all orders.
             steps: largest singular values of their steps; 0 for blocks that did not step.
         """
-        return self._of_heads(self._terms(norms, steps * self.sqrt_rows))
+        norm = torch.cat([norms, self.one])
+        partners = [norm.take(each) for each in self.partners]
+        return self._zeros.index_add(0, self.head, reduce(torch.mul, partners, self.factor * steps[self.block]))
 
     def given(self, norms: Tensor, steps: Tensor, rates: Tensor) -> Tensor:
         """(heads,): the change by the scaled step, to all orders: an upper bound where `asked` is a bound."""
-        sizes = steps * self.sqrt_rows
-        return self._of_heads(self._terms(norms + rates * sizes, sizes) * rates[self.block])
+        return self.asked(self.larger(norms, steps, rates), rates * steps)
+
+    def larger(self, norms: Tensor, steps: Tensor, rates: Tensor) -> Tensor:
+        """Upper bounds of the norms after the scaled step."""
+        return torch.addcmul(norms, rates, steps * self.sqrt_rows)
 
     def smallest_of_heads(self, of_head: Tensor) -> Tensor:
         """(blocks,): for each block, the smallest number of the heads that read it."""
-        smallest = of_head.new_full((self.total_blocks,), torch.inf)
-        return smallest.scatter_reduce_(0, self.block, of_head[self.head], "amin")
+        return self._no_limits.scatter_reduce(0, self.block, of_head[self.head], "amin")
 
     def by_module(self, measured: Iterable[Sequence[Tensor]]) -> dict[str, HeadChange]:
         """The changes by some steps together, each given by (norms, steps, rates); by the name of the attention."""
-        asked = given = self.factor.new_zeros(self.total_heads)
+        asked = given = self._zeros
         for norms, steps, rates in measured:
             asked, given = asked + self.asked(norms, steps), given + self.given(norms, steps, rates)
         return {name: HeadChange(asked[heads], given[heads]) for name, heads in self.heads.items()}
-
-    def _terms(self, norms: Tensor, sizes: Tensor) -> Tensor:
-        """For each term, the change of its head's logits by the step of its block."""
-        norm = torch.cat([norms, self.one])
-        return reduce(torch.mul, [norm.take(partners) for partners in self.partners], self.factor * sizes[self.block])
-
-    def _of_heads(self, terms: Tensor) -> Tensor:
-        return terms.new_zeros(self.total_heads).index_add_(0, self.head, terms)
 
 
 def first_of_features(meetings: Sequence[Sequence[Weight]]) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quacklr.core.rule import Group, Rule, Step, Stepped, validate_number
+from quacklr.core.rule import FLOAT32, Group, Rule, Step, Stepped, validate_number
 from quacklr.core.sensitivity import CompiledPaths, LogitChanges
 from quacklr.core.weight import Weight
 from quacklr.util.caller import warn
@@ -74,6 +74,7 @@ class Budget(Rule):
         self._changes = LogitChanges(paths)
         self._parts = [(part, index) for weight, index in paths.blocks.flat_index.items() for part in weight.parts]
         self._blocks_in = cache(lambda tensors: (self._sizes(tensors) > 0).to(self.rates.device))  # a mask of blocks
+        self._ones_in = cache(lambda tensors: self._blocks_in(tensors).to(torch.float32))
         self._share = cache(self._new_share)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -99,20 +100,20 @@ class Budget(Rule):
         tensors, params = frozenset(step.tensors), (part.param for part, _ in self._parts)
         trained = tensors.union(id(param) for param in params if param.requires_grad)
         allowed, share = self._allowed(step), self._share(tensors, trained)
-        first = self._limited(self._changes.asked(norms, steps), share, allowed)
-        larger = norms + first * steps * self._changes.sqrt_rows
-        rates = torch.minimum(first, self._limited(self._changes.asked(larger, steps), share, allowed))
+        first = self._limited(self._changes.asked(norms, steps), share, allowed, self.largest_rate)
+        larger = self._changes.larger(norms, steps, first)
+        rates = self._limited(self._changes.asked(larger, steps), share, allowed, first)
         self.rates = rates.where(self._blocks_in(tensors), self.rates)
         if not self._ever_stepped.issuperset(step.tensors):
             self._warn_of_rounding(step.tensors)
         self._ever_stepped = self._ever_stepped | step.tensors  # copies of the rule share the old set
         return rates
 
-    def _limited(self, changes: Tensor, share: Tensor, allowed: Tensor) -> Tensor:
+    def _limited(self, changes: Tensor, share: Tensor, allowed: Tensor, largest: float | Tensor) -> Tensor:
         """The rates of all blocks from the changes of heads; a block takes the smallest rate of its heads."""
-        limits = (share / changes).where((changes > 0) & changes.isfinite(), torch.inf)
-        smallest = self._changes.smallest_of_heads(limits)
-        return (allowed * smallest).clamp(max=self.largest_rate).where(smallest.isfinite(), 1)
+        limits = share / changes.nan_to_num(posinf=0.0)  # inf for a change of 0, NaN or inf
+        rates = allowed * self._changes.smallest_of_heads(limits)
+        return rates.nan_to_num_(nan=1.0, posinf=1.0).clamp_(max=largest)
 
     def has_rates(self, weight: Weight) -> bool:
         """Whether a weight has rates, which are those of its last step."""
@@ -120,12 +121,12 @@ class Budget(Rule):
 
     def _allowed(self, step: Step) -> Tensor:
         """By block, the budget in nats, times lr / initial lr of its param group."""
-        allowed = torch.zeros_like(self.rates)
-        for group, ids in self.in_groups.groups(step.optimizer):
-            if tensors := step.tensors.intersection(ids):
-                nats = self.nats * self._relative_lr(step.optimizer, group)
-                allowed = torch.where(self._blocks_in(frozenset(tensors)), allowed.clamp(min=nats), allowed)
-        return allowed
+        allowed = [
+            self._ones_in(frozenset(tensors)) * (self.nats * self._relative_lr(step.optimizer, group))
+            for group, ids in self.in_groups.groups(step.optimizer)
+            if (tensors := step.tensors.intersection(ids))
+        ]
+        return reduce(torch.maximum, allowed)
 
     def _relative_lr(self, optimizer: Optimizer, group: Group) -> float | Tensor:
         """lr now / initial lr, at most 1. Warns once if lr has risen by hand, as in a warmup without a scheduler."""
@@ -166,7 +167,7 @@ class Budget(Rule):
         head, block = torch.stack([self._changes.head, self._changes.block]).cpu().unique(dim=1)
         zeros = torch.zeros(self._changes.total_heads, device="cpu", dtype=torch.float32)
         step, total = (zeros.index_add(0, head, self._sizes(each)[block]) for each in (tensors, trained))
-        return (step / total.clamp(min=1)).to(self.rates.device)
+        return (step / total.clamp(min=1)).clamp(min=FLOAT32.tiny).to(self.rates.device)  # 0 / 0 is no limit
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.nats:g})"

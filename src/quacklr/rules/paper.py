@@ -98,7 +98,7 @@ class Paper(Rule):
         super().start(paths, optimizers, in_groups)
         _, norms = self._measure()
         sensitivity = paths.sensitivity(norms)
-        paths.validate(torch.cat(norms), sensitivity)
+        paths.validate(norms, sensitivity)
         if self._attached_late and not self._known and in_groups.is_plain:
             self._warning = ATTACHED_LATE
         self._set_start(paths.flat({**paths.by_name(sensitivity), **self._known}))
@@ -109,11 +109,11 @@ class Paper(Rule):
         self._largest = float(sensitivity.nan_to_num(0, 0).max())
         self.tau = self._tau  # sets the target too
 
-    def _measure(self) -> tuple[Copies, list[Tensor]]:
+    def _measure(self) -> tuple[Copies, Tensor]:
         copies, norms = self.paths.blocks.measure(self.norm)
-        return copies, [norm.clamp(min=self.floor) for norm in norms] if self.floor else norms
+        return copies, norms.clamp(min=self.floor) if self.floor else norms
 
-    def _rates(self, norms: list[Tensor], out: Tensor | None = None) -> Tensor:
+    def _rates(self, norms: Tensor, out: Tensor | None = None) -> Tensor:
         """Never NaN or inf: if a partner is exactly zero, the block moves no logit and its rate is tau."""
         now = self.paths.sensitivity(norms)
         return torch.div(self._target, now, out=out).nan_to_num_(nan=self.tau, posinf=self.tau)

@@ -11,7 +11,7 @@ Shapes: B blocks, R rows, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, compress
 
@@ -58,10 +58,8 @@ class ShardedBlocks(Blocks):
         self._process_groups = list(dict.fromkeys(group for part in parts for group in shard_groups(part.param)))
         self._all_ranks = merged_group(self._process_groups)
         super().__init__(weights)
-        self._flat_indices = indices = [self.flat_index[each.weight][each.blocks] for each in self.local]
-        none = torch.empty(0, dtype=torch.long, device="cpu")
-        self._flat_of_local = torch.cat([none, *indices]).to(self.device)
-        self._flat_of_counted = torch.cat([none, *compress(indices, self._counted)]).to(self.device)
+        none = torch.empty(0, dtype=torch.long, device=self.device)
+        self._flat_of_counted = torch.cat([none, *compress((each.index for each in self.local), self._counted)])
 
     def _local_blocks(self) -> list[LocalBlocks]:
         """LocalBlocks for each shard of a block group and number of local rows."""
@@ -75,46 +73,43 @@ class ShardedBlocks(Blocks):
                 sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
                 counted = all(dist.get_rank(other) == 0 for other in self._process_groups if other not in own_groups)
                 for same_size in by_size(blocks, sizes) if len(columns) else ():
-                    local.append(LocalBlocks(weight, same_size, parts))
+                    local.append(
+                        LocalBlocks(weight, same_size, self.flat_index[weight][same_size].to(self.device), parts)
+                    )
                     self._columns.append(columns)
                     self._counted.append(counted)
         return local
 
-    def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """A flat vector as (B, 1, 1) tensors, one for each of `local`."""
-        return flat[self._flat_of_local].view(-1, 1, 1).split([len(each.blocks) for each in self.local])
-
-    def measure(self, norm: Norm) -> tuple[Copies, list[Tensor]]:
+    def measure(self, norm: Norm) -> tuple[Copies, Tensor]:
         """Copies of the local rows, and the norms of all blocks. A collective call."""
-        copies = [each.copy() for each in self.local]
+        copies = self.copy()
+        rows = dict(pair for copy in copies for pair in copy.by_weight())
         if norm is frobenius:
-            return list(copies), [self._sum(self._squares(copies)).sqrt_()]
-        whole = self._exchange.whole_blocks(copies)
-        return list(copies), [self._sum(self._flat_of((blocks, norm(rows_BRC)) for blocks, rows_BRC in whole))]
+            return copies, self._sum(self._squares(rows)).sqrt_()
+        whole = self._exchange.whole_blocks([rows[each] for each in self.local])
+        return copies, self._sum(self._flat((blocks, norm(rows_BRC)) for blocks, rows_BRC in whole))
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
         """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
 
         Takes two collectives: an all-to-all (block_exchange.py) and an all-reduce.
         """
-        rows = [each.read() for each in self.local]
-        steps = [None if old is None else now - old for now, old in zip(rows, copies, strict=True)]
-        before = [now if old is None else old for now, old in zip(rows, copies, strict=True)]
+        old = dict(pair for copy in copies for pair in copy.by_weight())
+        steps = [each.read() - old[each] if each in old else None for each in self.local]
         whole = self._exchange.whole_blocks(steps)
         largest = largest_singular_values([gram(step_BRC) for _, step_BRC in whole])
-        values = self._flat_of(zip([blocks for blocks, _ in whole], largest, strict=True))
-        sums = self._sum(torch.cat([self._squares(before), values]))
+        values = self._flat(zip([blocks for blocks, _ in whole], largest, strict=True))
+        sums = self._sum(torch.cat([self._squares(old), values]))
         return sums[: self.total].sqrt(), sums[self.total :]
 
     @cached_property
     def _exchange(self) -> BlockExchange:
         """The exchange among all ranks. Making it is a collective call."""
         parts: list[list[BlockPart]] = []
-        places = zip(self.local, self._flat_indices, self._columns, self._counted, strict=True)
-        for each, flat, columns, counted in places:
+        for each, columns, counted in zip(self.local, self._columns, self._counted, strict=True):
             weight, box, index = each.parts[0].weight, each.parts[0].box, each.parts[0].index.cpu()
             parts.append([])
-            held = zip(flat.tolist(), each.blocks, weight.rows_in(box)[index], strict=True)
+            held = zip(each.index.tolist(), each.blocks, weight.rows_in(box)[index], strict=True)
             for place, block, rows in held if counted else ():
                 of_block = (weight.block_of_row == block).nonzero().squeeze(1)
                 parts[-1].append(BlockPart(place, torch.searchsorted(of_block, rows), columns))
@@ -126,21 +121,14 @@ class ShardedBlocks(Blocks):
 
     def _sum(self, flat: Tensor) -> Tensor:
         if self._process_groups:
-            dist.all_reduce(flat, group=self._all_ranks)
+            dist.all_reduce(flat := flat.clone(), group=self._all_ranks)
         return flat
 
-    def _flat_of(self, values: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """(total,): a flat vector from flat indices and values; 0 for blocks of other ranks, so that ranks can add."""
-        flat = torch.zeros(self.total, device=self.device, dtype=torch.float32)
-        for blocks, of_blocks in values:
-            flat[blocks] = of_blocks.to(flat)
-        return flat
-
-    def _squares(self, rows: list[Tensor]) -> Tensor:
+    def _squares(self, copied: Mapping[LocalBlocks, Tensor]) -> Tensor:
         """(total,): for each block, the sum of squares of its local rows, without those that another rank counts."""
-        zeros = torch.zeros(self.total, device=self.device, dtype=torch.float32)
-        norms = torch.cat([zeros[:0], *(frobenius(rows_BRC).to(zeros) for rows_BRC in compress(rows, self._counted))])
-        return zeros.index_add(0, self._flat_of_counted, norms.square_())
+        rows = (copied[each] if each in copied else each.read() for each in compress(self.local, self._counted))
+        norms = torch.cat([self.zeros[:0], *(frobenius(rows_BRC).to(self.zeros) for rows_BRC in rows)])
+        return self.zeros.index_add(0, self._flat_of_counted, norms.square_())
 
 
 def shards_of(weight: Weight) -> list[tuple[list[tuple[Weight, Box]], Tensor]]:
