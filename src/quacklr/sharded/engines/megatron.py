@@ -20,14 +20,7 @@ from torch.optim import Optimizer
 from quacklr.core.local import FlatTensor
 from quacklr.core.rule import Group, Stepped
 from quacklr.core.weight import Weight
-from quacklr.sharded.engines.engine import (
-    NOT_READ,
-    Engine,
-    class_names,
-    flat_range,
-    unwrapped_optimizer,
-    validate_settings,
-)
+from quacklr.sharded.engines.engine import NOT_READ, Engine, class_names, flat_range, validate_settings
 
 DISTRIBUTED, PLAIN = "megatron.DistributedOptimizer", "megatron.FP32Optimizer"
 WITH_COPIES = "megatron.Float16OptimizerWithFloat16Params"
@@ -41,11 +34,10 @@ REFUSED = {
 
 def megatron_optimizers(given: Any) -> list[Any]:
     """Megatron's optimizers, if the given object is one, or a chain of them; else none."""
-    found = unwrapped_optimizer(given)
-    if not any(name.startswith("megatron.") for name in class_names(found)):
+    if not any(name.startswith("megatron.") for name in class_names(given)):
         return []
-    chain = found.chained_optimizers if type(found).__name__ == "ChainedOptimizer" else None
-    return [found] if chain is None else [each for one in chain for each in megatron_optimizers(one)]
+    chain = given.chained_optimizers if type(given).__name__ == "ChainedOptimizer" else None
+    return [given] if chain is None else [each for one in chain for each in megatron_optimizers(one)]
 
 
 def read_megatron(optimizers: Sequence[Any]) -> Engine:
