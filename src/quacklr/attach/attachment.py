@@ -88,9 +88,7 @@ class Attachment:
             elif self.module is not None and self._given is not None:
                 self._given = relocated(self._given, self.module, self.engine.shards)
                 found = found_of(self._given)
-        self.is_complete = self._given is not None or (
-            bool(found) and all(each.origin == DECLARED for each in found.values())
-        )
+        self.is_complete = self._given is not None or {each.origin for each in found.values()} == {DECLARED}
         self._first_batch = None
         if self.module is not None:
             self._first_batch = FirstBatch(self.module, found, self.engine.gathers, verify)

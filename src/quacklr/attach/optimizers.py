@@ -1,8 +1,5 @@
 """The optimizers whose steps are scaled, and whether a scaled step is the step with a scaled lr.
 
-The hooks must be on the object whose `step` moves the weights. For a wrapper these are the optimizers inside it, unless
-its step is scaled.
-
 A rule may need steps that are linear in lr. The optimizers of torch are known by name. Every other class is tested. It
 is constructed twice, on small parameters of its own, and both optimizers take the same steps: one with lr * RATE, one
 with lr and with every step scaled by RATE. The weights differ if lr is not just a factor of the step, or if the

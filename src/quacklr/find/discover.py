@@ -45,7 +45,9 @@ class LogitPaths(list[LogitPath]):
         self.found, self.model = dict(found), ref(model)
         self.parameters = {id(each): (name, each.shape) for name, each in named_parameters(model)}
         for name, finding in found.items():
-            self.extend(replace(path, origin=(self, name)) for path in _named(finding.paths, name))
+            prefix = f"{name}." if name else ""
+            named = changed(finding.paths, lambda weight, prefix=prefix: replace(weight, name=prefix + weight.name))
+            self.extend(replace(path, origin=(self, name)) for path in named)
 
     @property
     def left_alone(self) -> dict[str, str]:
@@ -73,8 +75,7 @@ def found_of(paths: Sequence[LogitPath]) -> dict[str, Finding]:
     """By module name, what `logit_paths` found of paths that were given, and the attention that it left alone."""
     given = by_origin(paths)
     found = {name: each for of in given.values() for name, each in of[0].origin[0].found.items()}
-    kept = {name: each for name, each in found.items() if name in given or not each.paths}
-    return {name: replace(each, paths=given.get(name, ())) for name, each in kept.items()}
+    return {n: replace(each, paths=given.get(n, ())) for n, each in found.items() if n in given or not each.paths}
 
 
 def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> LogitPaths:
@@ -197,8 +198,3 @@ def _declared(module: Any, name: str) -> Finding | None:
     paths = as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'} must return")
     reason = "" if paths else "declares no path: its logit does not depend on the scale of its weights"
     return Finding(paths, reason, origin=DECLARED)
-
-
-def _named(paths: Sequence[LogitPath], module: str) -> Sequence[LogitPath]:
-    """The same paths, with weights named `<module>.<role>`."""
-    return changed(paths, lambda weight: replace(weight, name=f"{module}.{weight.name}")) if module else paths
