@@ -62,7 +62,6 @@ def _is_deepspeed(given: object) -> bool:
 def read_deepspeed(zero: Any) -> Engine:
     """The ranges that DeepSpeed steps. `zero` is its optimizer, or for stage 0 its engine."""
     groups: Any = sys.modules["deepspeed.utils.groups"]  # a module of the package that made the optimizer
-
     flats = [] if class_names(zero) & ENGINES else _flats(zero)
     of_tensor = {id(flat): [id(shard) for shard in shards] for flat, shards in flats}
     is_stage_3 = type(zero).__name__ == STAGE_3

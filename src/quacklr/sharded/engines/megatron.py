@@ -30,6 +30,7 @@ REFUSED = {
     "optimizer_cpu_offload": ("offload of the optimizer to the CPU", "set optimizer_cpu_offload=False"),
     "use_megatron_fsdp": ("FSDP", f"{USE_DISTRIBUTED} without it"),
 }
+Ranges = list[tuple[FlatTensor, Tensor]]  # each with its tensor in a param group; an empty one, if this rank has none
 
 
 def megatron_optimizers(given: Any) -> list[Any]:
@@ -100,10 +101,6 @@ def _validate_heads(weight: Weight) -> None:
             "needs the heads of other ranks, which QuacK cannot read; use tensor parallel size 1, or the paths without "
             "it"
         )
-
-
-Ranges = list[tuple[FlatTensor, Tensor]]
-"""Each with the tensor in a param group that it is in; an empty one, if this rank has none."""
 
 
 def _distributed(optimizer: Any) -> tuple[Ranges, list[set[int]]]:
