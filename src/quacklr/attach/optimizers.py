@@ -136,11 +136,7 @@ def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer],
 
 
 def validate_linear(optimizers: Iterable[Optimizer], params: Iterable[Tensor], in_groups: Stepped) -> None:
-    """Raise ValueError for an optimizer whose step of these parameters is not linear in lr.
-
-    Warns of an optimizer that cannot be constructed or run on small parameters. Takes some milliseconds for an
-    optimizer that is not torch's.
-    """
+    """ValueError for an optimizer whose step of these parameters is not linear in lr. Warns if it cannot be tested."""
     rated = set(map(id, params))
     for optimizer in optimizers:
         groups = [

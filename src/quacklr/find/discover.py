@@ -45,9 +45,7 @@ class LogitPaths(list[LogitPath]):
         self.found, self.model = dict(found), ref(model)
         self.parameters = {id(each): (name, each.shape) for name, each in named_parameters(model)}
         for name, finding in found.items():
-            prefix = f"{name}." if name else ""
-            named = changed(finding.paths, lambda weight, prefix=prefix: replace(weight, name=prefix + weight.name))
-            self.extend(replace(path, origin=(self, name)) for path in named)
+            self.extend(replace(path, origin=(self, name)) for path in _named(finding.paths, name))
 
     @property
     def left_alone(self) -> dict[str, str]:
@@ -106,10 +104,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
 
 
 def found_by_table(model: nn.Module) -> dict[str, Finding]:
-    """The finding by declaration or by table for each attention, by module name, in the model's order.
-
-    A finding is pending if the module may be an attention that no table knows.
-    """
+    """The finding by declaration or by table for each attention, by module name, in the model's order."""
     found: dict[str, Finding] = {}
     with evaluating(model):  # reading a parametrised weight in training mode may change it
         for name, module in named_modules(model):
@@ -198,3 +193,8 @@ def _declared(module: Any, name: str) -> Finding | None:
     paths = as_paths(module.logit_paths(), f"logit_paths() of {name or 'the model'} must return")
     reason = "" if paths else "declares no path: its logit does not depend on the scale of its weights"
     return Finding(paths, reason, origin=DECLARED)
+
+
+def _named(paths: Sequence[LogitPath], module: str) -> Sequence[LogitPath]:
+    """The same paths, with weights named `<module>.<role>`."""
+    return changed(paths, lambda weight: replace(weight, name=f"{module}.{weight.name}")) if module else paths

@@ -34,10 +34,9 @@ Call = tuple[str, Arguments]  # the name of an outermost module, and the first e
 class FirstBatch:
     """Keeps a slice of the first batch; `measure` verifies the findings of tables on it, and measures all others.
 
-    Costs some forward and backward passes of 2 x 8 tokens, once. The measurement does not change the model, its
-    gradients or the random state. `found` has the findings, completed by `measure`. A model that cannot be measured is
-    left with the findings of tables; then RuntimeError, if an attention is pending. `gathers`: the model has whole
-    parameters only while it runs. Without `verify` nothing is measured.
+    Costs some forward and backward passes of 2 x 8 tokens, once. `found` has the findings, completed by `measure`. A
+    model that cannot be measured is left with the findings of tables; then RuntimeError, if an attention is pending.
+    `gathers`: the model has whole parameters only while it runs. Without `verify` nothing is measured.
     """
 
     def __init__(
