@@ -50,10 +50,7 @@ class Engine:
 
     @contextmanager
     def whole_shapes(self) -> Iterator[None]:
-        """While entered, all parameters have their whole shapes.
-
-        Those that are gathered have no values: all their entries are in one place of memory.
-        """
+        """While entered, all parameters have their whole shapes; those that are gathered have no values."""
         shards = list(self.shards.values()) if self.gathers else []
         kept = [shard.param.data for shard in shards]
         try:
