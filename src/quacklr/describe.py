@@ -48,7 +48,8 @@ def attention_rows(
         module = module_of(paths[0])
         origin = found[module].origin if module in found else GIVEN
         heads = "/".join(dict.fromkeys(str(path.heads) for path in paths))
-        logit = " + ".join(" ".join(_term(weight, module) for weight in path.weights) for path in paths)
+        terms = [[_short(w, module) + f"[{w.blocks}]" * (w.blocks > 1) for w in path.weights] for path in paths]
+        logit = " + ".join(map(" ".join, terms))
         rows.append((module or "(model)", origin, heads, logit, last(module, paths)))
     return rows
 
@@ -60,8 +61,3 @@ def without_rate(weights: Iterable[Weight]) -> dict[str, str]:
 
 def _short(weight: Weight, module: str) -> str:
     return weight.name.removeprefix(f"{module}.")
-
-
-def _term(weight: Weight, module: str) -> str:
-    """The weight's name within the module and its number of blocks: q[8]."""
-    return _short(weight, module) + (f"[{weight.blocks}]" if weight.blocks > 1 else "")

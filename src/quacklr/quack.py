@@ -7,8 +7,9 @@ attach/attachment.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -29,7 +30,7 @@ from quacklr.sharded.blocks import ShardedBlocks, blocks_of
 _attached: WeakSet[StepScaler] = WeakSet()  # their hooks keep them alive
 
 
-class QuacK:
+class QuacK(AbstractContextManager["QuacK"]):
     """Per-head learning rates that limit how far one optimizer step moves the attention logits.
 
     An attention logit is a product of weights: the same step of a head's query weights moves its logits further when
@@ -189,9 +190,6 @@ class QuacK:
             "a QuacK cannot be copied or pickled; attach a new one to the copied optimizer, and give it this one's "
             "state_dict()"
         )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.remove()

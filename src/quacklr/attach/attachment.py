@@ -88,9 +88,7 @@ class Attachment:
             elif self.module is not None and self._given is not None:
                 self._given = relocated(self._given, self.module, self.engine.shards)
                 found = found_of(self._given)
-        self.is_complete = self._given is not None or (
-            bool(found) and all(each.origin == DECLARED for each in found.values())
-        )
+        self.is_complete = self._given is not None or {each.origin for each in found.values()} == {DECLARED}
         self._first_batch = None
         if self.module is not None:
             self._first_batch = FirstBatch(self.module, found, self.engine.gathers, verify)
@@ -113,10 +111,7 @@ class Attachment:
         self.by_module = by_origin(self.paths)
 
     def control(self, weights: Sequence[Weight]) -> None:
-        """These weights are controlled from now on: validate how the optimizers step them, and check their next step.
-
-        ValueError if the optimizers do not step them, or not in the way that the rule needs.
-        """
+        """Control these weights from now on: validate how the optimizers step them, and check their next step."""
         self._parts = [part for weight in weights for part in weight.parts if weight.rated]
         with self.engine.filled_groups():
             validate_stepped(weights, self.optimizers, self.in_groups)
@@ -135,10 +130,7 @@ class Attachment:
         return self._first_batch is not None and not self._first_batch.is_done
 
     def _measure(self) -> bool:
-        """Measure the batch that the model has run, before or after a step. Returns whether there are other paths now.
-
-        ValueError if the measurement contradicts what was found. RuntimeError if something cannot be measured.
-        """
+        """Measure the batch that the model has run. Returns whether there are other paths now."""
         found = self._first_batch.measure() if self._first_batch is not None else None
         if found is None:
             return False
@@ -203,10 +195,7 @@ class Attachment:
         warn(NO_GRADIENT.format(f" of {type(step.optimizer).__name__}"))
 
     def _warn_of_copies(self, step: Step) -> None:
-        """Warn if the optimizer's state has a copy of a weight that it steps: an average, or a master weight.
-
-        The scaling is lost if the optimizer computes the next weights from the copy. Waits for the device.
-        """
+        """Warn if the optimizer's state has a copy of a weight that it steps. Waits for the device."""
         for param in (param for group in step.optimizer.param_groups for param in group["params"]):
             on_path = not step.tensors.isdisjoint(self.in_groups.of(param))
             state: Any = step.optimizer.state.get(param) if on_path else None

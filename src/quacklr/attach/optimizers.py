@@ -1,8 +1,5 @@
 """The optimizers whose steps are scaled, and whether a scaled step is the step with a scaled lr.
 
-The hooks must be on the object whose `step` moves the weights. For a wrapper these are the optimizers inside it, unless
-its step is scaled.
-
 A rule may need steps that are linear in lr. The optimizers of torch are known by name. Every other class is tested. It
 is constructed twice, on small parameters of its own, and both optimizers take the same steps: one with lr * RATE, one
 with lr and with every step scaled by RATE. The weights differ if lr is not just a factor of the step, or if the
@@ -139,11 +136,7 @@ def validate_stepped(weights: Sequence[Weight], optimizers: Sequence[Optimizer],
 
 
 def validate_linear(optimizers: Iterable[Optimizer], params: Iterable[Tensor], in_groups: Stepped) -> None:
-    """Raise ValueError for an optimizer whose step of these parameters is not linear in lr.
-
-    Warns of an optimizer that cannot be constructed or run on small parameters. Takes some milliseconds for an
-    optimizer that is not torch's.
-    """
+    """ValueError for an optimizer whose step of these parameters is not linear in lr. Warns if it cannot be tested."""
     rated = set(map(id, params))
     for optimizer in optimizers:
         groups = [

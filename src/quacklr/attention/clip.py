@@ -13,8 +13,9 @@ each query by the remaining factor, so that no head shrinks by more than its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, Self
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -49,7 +50,7 @@ MERGED = (
 )
 
 
-class QKClip:
+class QKClip(AbstractContextManager["QKClip"]):
     """Kimi K2's QK clip on a model and the optimizer (or optimizers) that train it.
 
         clip = QKClip(model, optimizer, threshold=100.0)     # once; the training loop stays as it was
@@ -180,9 +181,6 @@ class QKClip:
         self._attachment.remove()
         for each in self._hooks:
             each.remove()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.remove()

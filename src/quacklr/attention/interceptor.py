@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -57,7 +58,7 @@ class AttentionInterceptor(TorchFunctionMode):
             self._report(self._sdpa_logits, query.detach(), key.detach(), mask, causal, scale, groups)
         elif func in SOFTMAX or func in LOGSUMEXP:
             self._report(self._softmax_logits, *bound(args, kwargs, "input", "dim"))
-        elif is_flex(func):
+        elif isinstance(func, HigherOrderOperator) and func.name() == "flex_attention":
             self._report(flex_logits, *args, **kwargs)
             return func(*args, **kwargs) if torch.is_grad_enabled() else run_flex(*args, **kwargs)
         output = func(*args, **kwargs)
@@ -114,26 +115,14 @@ class AttentionInterceptor(TorchFunctionMode):
                 self.on_logits(logits)
 
 
-def is_flex(func: Any) -> bool:
-    """Whether a function is flex attention's operator."""
-    return isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "flex_attention"
-
-
 def flex_logits(
-    query: Tensor,
-    key: Tensor,
-    _value: Tensor,
-    score_mod: Callable[..., Tensor],
-    block_mask: tuple[Any, ...],
-    scale: float,
-    _kernel_options: Any = None,
-    score_buffers: tuple[Tensor, ...] = (),
-    mask_buffers: tuple[Tensor, ...] = (),
+    query: Tensor, key: Tensor, _value: Tensor, score_mod: Any, block_mask: Any, scale: float, _: Any, *buffers: Any
 ) -> QKLogits:
     """The logits of a call of flex attention's operator, with its signature."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 
+    score_buffers, mask_buffers = buffers or ((), ())
     score: Any = _vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(score_buffers))
     mask: Any = _vmap_for_bhqkv(block_mask[-1], prefix=(), suffix=(None,) * len(mask_buffers))
 
@@ -148,9 +137,9 @@ def flex_logits(
     return QKLogits(query.detach(), key.shape[2], k_BGJD, scale, score_mod=modified)
 
 
-def run_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def run_flex(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs of flex attention, without gradients, in chunks: torch's own code holds all logits in memory."""
-    logits = flex_logits(query, key, value, *args, **kwargs)
+    logits = flex_logits(query, key, value, *others)
     v_BGJD = value.float().expand(query.shape[0], *value.shape[1:])
     v_BHJD = v_BGJD.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     output = query.new_empty(*query.shape[:3], value.shape[3])

@@ -157,10 +157,7 @@ class LogitMonitor:
         return {name: LogitStats(max_H, *of) for name, max_H, of in zip(found, maxima, means, strict=True)}
 
     def _run(self, batches: Sequence[Any], one_sequence: bool = False) -> dict[str, list[StatsAccumulator]]:
-        """Run batches one after the other; for each attention, the sums of each batch.
-
-        ValueError if no attention was found, or if the ranks differ.
-        """
+        """Run batches one after the other; for each attention, the sums of each batch. ValueError if there is none."""
         found: dict[str, list[StatsAccumulator]] = {}
         calls: dict[str, int] = {}  # of each module, in one batch
         model = unwrapped(self.model)

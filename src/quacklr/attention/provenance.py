@@ -54,8 +54,7 @@ class ProvenanceTracker:
         A tensor of the shape of a product counts too: some models mix the logits of their heads with a weight.
         """
         known = Origin(tensor.shape[-1]) if tuple(sorted(tensor.shape)) in self._shapes else None
-        origin: Origin | None = self._origins.get(tensor, known)
-        return origin
+        return self._origins.get(tensor, known)
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter, a view of one, or a function of parameters alone."""
@@ -97,8 +96,7 @@ class ProvenanceTracker:
     def _masks(self, value: Any, factor: float = 1) -> Tensor:
         """Where a value masks the logit that it is added to or written over. Of logits: where they are masked."""
         if isinstance(value, Tensor) and value in self._origins:
-            masked: Tensor = self._origins[value].masked
-            return masked
+            return self._origins[value].masked
         return (value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")) * factor <= MASKING
 
     def _changed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], logits: Tensor, out: Tensor) -> Origin:
@@ -152,8 +150,7 @@ def same_layout(of: Tensor, func: Any, args: Sequence[Any], kwargs: dict[str, An
         return of
     of = of.expand_as(logits).contiguous()
     args = [of if each is logits else each for each in args]
-    changed: Tensor = func(*args, **{name: of if each is logits else each for name, each in kwargs.items()})
-    return changed
+    return func(*args, **{name: of if each is logits else each for name, each in kwargs.items()})
 
 
 def fits(tensor: Tensor, other: Tensor) -> bool:

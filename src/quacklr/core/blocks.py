@@ -187,11 +187,7 @@ def by_size(blocks: Tensor, sizes: Tensor) -> list[Tensor]:
 
 
 class Blocks:
-    """All blocks of some weights.
-
-    `groups` are the blocks of a weight that have the same number of rows, almost always all of them. In flat vectors
-    the blocks are in this order.
-    """
+    """All blocks of some weights, in `groups` of one weight and one number of rows; in flat vectors in this order."""
 
     def __init__(self, weights: Iterable[Weight]) -> None:
         self.groups = [

@@ -133,10 +133,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """The local shard of a DTensor, the flat range of a FlatTensor, or the tensor itself.
-
-    The result is detached, and in the memory of the parameter.
-    """
+    """The local shard of a DTensor, the range of a FlatTensor, or the tensor itself; detached, in the same memory."""
     if isinstance(tensor, FlatTensor):
         return tensor.entries()
     if not is_dtensor(tensor):

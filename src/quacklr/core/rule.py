@@ -80,10 +80,7 @@ class Step:
     measured: tuple[Tensor, Tensor] | None = None
 
     def measure(self) -> tuple[Tensor, Tensor]:
-        """After a step, for all blocks: Frobenius norms before it, and its largest singular values.
-
-        Collective for sharded weights.
-        """
+        """Frobenius norms of all blocks before the step, and its largest singular values. Collective if sharded."""
         if self.measured is None:
             self.measured = self.blocks.measure_step(self.copies)
         return self.measured

@@ -73,8 +73,7 @@ def found_of(paths: Sequence[LogitPath]) -> dict[str, Finding]:
     """By module name, what `logit_paths` found of paths that were given, and the attention that it left alone."""
     given = by_origin(paths)
     found = {name: each for of in given.values() for name, each in of[0].origin[0].found.items()}
-    kept = {name: each for name, each in found.items() if name in given or not each.paths}
-    return {name: replace(each, paths=given.get(name, ())) for name, each in kept.items()}
+    return {n: replace(each, paths=given.get(n, ())) for n, each in found.items() if n in given or not each.paths}
 
 
 def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> LogitPaths:
@@ -105,10 +104,7 @@ def logit_paths(model: nn.Module, sample: Any = None, *, rules: bool = True) -> 
 
 
 def found_by_table(model: nn.Module) -> dict[str, Finding]:
-    """The finding by declaration or by table for each attention, by module name, in the model's order.
-
-    A finding is pending if the module may be an attention that no table knows.
-    """
+    """The finding by declaration or by table for each attention, by module name, in the model's order."""
     found: dict[str, Finding] = {}
     with evaluating(model):  # reading a parametrised weight in training mode may change it
         for name, module in named_modules(model):

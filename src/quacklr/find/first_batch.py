@@ -34,10 +34,9 @@ Call = tuple[str, Arguments]  # the name of an outermost module, and the first e
 class FirstBatch:
     """Keeps a slice of the first batch; `measure` verifies the findings of tables on it, and measures all others.
 
-    Costs some forward and backward passes of 2 x 8 tokens, once. The measurement does not change the model, its
-    gradients or the random state. `found` has the findings, completed by `measure`. A model that cannot be measured is
-    left with the findings of tables; then RuntimeError, if an attention is pending. `gathers`: the model has whole
-    parameters only while it runs. Without `verify` nothing is measured.
+    Costs some forward and backward passes of 2 x 8 tokens, once. `found` has the findings, completed by `measure`. A
+    model that cannot be measured is left with the findings of tables; then RuntimeError, if an attention is pending.
+    `gathers`: the model has whole parameters only while it runs. Without `verify` nothing is measured.
     """
 
     def __init__(
@@ -101,8 +100,9 @@ class FirstBatch:
             _validate_steps(self.found, model)
             return None
         found, measured = dict(self.found), dict[str, Finding]()
+        modules = dict((*compiled_modules(model), *named_modules(model)))
         for outer, arguments in self._calls.values():
-            seen, why = self._measured(outer, arguments, found)
+            seen, why = self._measured(modules[outer], outer, arguments, found)
             inside = {name: finding for name, finding in found.items() if is_inside(name, outer)}
             _raise_if_pending(inside if why else {}, why)
             measured |= seen
@@ -138,12 +138,9 @@ class FirstBatch:
         return any(is_inside(part, name) for part in self._did_run)
 
     def _measured(
-        self, outer: str, arguments: Arguments, found: Mapping[str, Finding]
+        self, module: nn.Module, outer: str, arguments: Arguments, found: Mapping[str, Finding]
     ) -> tuple[dict[str, Finding], str]:
         """The findings by measurement, and the reason if there is none. A slice that shows too little is enlarged."""
-        model = self._model()
-        assert model is not None
-        module = dict((*compiled_modules(model), *named_modules(model)))[outer]
         measured, why = dict[str, Finding](), "its inputs are too long to be measured"
         for part in slices(arguments):
             try:
@@ -191,10 +188,9 @@ def _validate(found: Mapping[str, Finding], model: nn.Module) -> None:
 
 def _validate_steps(found: Mapping[str, Finding], model: nn.Module) -> None:
     """RuntimeError if a pending attention has gradients. Replicas of a model (DDP) may run different modules."""
-    waiting = {name: finding for name, finding in found.items() if finding.pending}
-    modules = dict(named_modules(model)) if waiting else {}
-    steps = {n: each for n, each in waiting.items() if any(p.grad is not None for p in modules[n].parameters())}
-    _raise_if_pending(steps, "it steps, and no batch ran it in this process")
+    waiting = [(name, module) for name, module in named_modules(model) if name in found and found[name].pending]
+    steps = [name for name, module in waiting if any(param.grad is not None for param in module.parameters())]
+    _raise_if_pending({name: found[name] for name in steps}, "it steps, and no batch ran it in this process")
 
 
 def _raise_if_pending(found: Mapping[str, Finding], why: str) -> None:

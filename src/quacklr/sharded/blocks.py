@@ -73,9 +73,8 @@ class ShardedBlocks(Blocks):
                 sizes = torch.bincount(block_of_row[block_of_row >= 0], minlength=weight.blocks)[blocks]
                 counted = all(dist.get_rank(other) == 0 for other in self._process_groups if other not in own_groups)
                 for same_size in by_size(blocks, sizes) if len(columns) else ():
-                    local.append(
-                        LocalBlocks(weight, same_size, self.flat_index[weight][same_size].to(self.device), parts)
-                    )
+                    index = self.flat_index[weight][same_size].to(self.device)
+                    local.append(LocalBlocks(weight, same_size, index, parts))
                     self._columns.append(columns)
                     self._counted.append(counted)
         return local
@@ -90,10 +89,7 @@ class ShardedBlocks(Blocks):
         return copies, self._sum(self._flat((blocks, norm(rows_BRC)) for blocks, rows_BRC in whole))
 
     def measure_step(self, copies: Copies) -> tuple[Tensor, Tensor]:
-        """For all blocks: Frobenius norms before a step, and upper bounds of the largest singular values of the step.
-
-        Takes two collectives: an all-to-all (block_exchange.py) and an all-reduce.
-        """
+        """As for whole weights. Takes two collectives: an all-to-all (block_exchange.py) and an all-reduce."""
         old = dict(pair for copy in copies for pair in copy.by_weight())
         steps = [each.read() - old[each] if each in old else None for each in self.local]
         whole = self._exchange.whole_blocks(steps)

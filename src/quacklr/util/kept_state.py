@@ -132,13 +132,8 @@ def _places(value: Any) -> list[Any]:
     if isinstance(value, nn.Module):
         return [vars(value), *(cls for cls in type(value).__mro__ if not cls.__module__.startswith(NOT_OWN))]
     attributes = getattr(value, "__dict__", None)
-    own = [value] if isinstance(value, CONTAINERS) or isinstance(_state(value), tuple) else []
+    own = [value] if isinstance(value, CONTAINERS) or isinstance(object.__getstate__(value), tuple) else []
     return [*own, attributes] if isinstance(attributes, dict) else own
-
-
-def _state(value: Any) -> Any:
-    """The dict of attributes, or a pair of it and of a dict of slots."""
-    return None if isinstance(value, nn.Module | tuple) else object.__getstate__(value)  # these have no slots
 
 
 def _items(place: Any) -> dict[Any, Any]:
@@ -147,7 +142,7 @@ def _items(place: Any) -> dict[Any, Any]:
         return dict(place)
     if isinstance(place, CONTAINERS):
         return dict(enumerate(place))
-    return dict(vars(place)) if isinstance(place, type) else _state(place)[1]
+    return dict(vars(place)) if isinstance(place, type) else object.__getstate__(place)[1]  # type: ignore[index]
 
 
 def _fill(place: Any, items: dict[Any, Any]) -> None:

@@ -96,15 +96,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
     tensors, and no gradients; so a graph that was made before can still be differentiated. Parameters are not copied: a
     forward that writes into a parameter changes it.
     """
-    with _random_state_restored(model), state_kept(model), _attributes_set(model.parameters(), "grad", None):
-        yield
-
-
-def _random_state_restored(model: nn.Module) -> AbstractContextManager[None]:
-    """On exit, restore the random state of torch on the model's devices."""
     devices = {x.device for x in (*model.parameters(), *model.buffers()) if x.device.type not in ("cpu", "meta")}
-    kind = next((device.type for device in devices), "cuda")
-    return torch.random.fork_rng(devices, device_type=kind)
+    random_state = torch.random.fork_rng(devices, device_type=next((device.type for device in devices), "cuda"))
+    with random_state, state_kept(model), _attributes_set(model.parameters(), "grad", None):
+        yield
 
 
 @contextmanager

@@ -22,10 +22,7 @@ KERNEL = re.compile(r"scaled_dot_product_attention|multi_head_attention_forward|
 
 
 def by_table(module: nn.Module) -> Finding | None:
-    """The finding of the first table that has the module; pending if the module only looks like an attention.
-
-    None if it does not look like one.
-    """
+    """The finding of the first table that has the module; pending if it only looks like an attention; or else None."""
     tables = [multihead] if is_trusted(module, {"torch"}) else [fused, latent, separate] if is_trusted(module) else []
     try:
         for table in tables:

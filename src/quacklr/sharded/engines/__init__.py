@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from quacklr.sharded.engines.deepspeed import deepspeed_optimizer, read_deepspeed
-from quacklr.sharded.engines.engine import Engine
+from quacklr.sharded.engines.engine import Engine, unwrapped_optimizer
 from quacklr.sharded.engines.fsdp1 import read_fsdp1
 from quacklr.sharded.engines.megatron import megatron_optimizers, read_megatron
 
@@ -26,6 +26,7 @@ def as_module(model: Any) -> nn.Module | None:
 
 def engine_of(model: nn.Module | None, optimizer: Any) -> Engine:
     """The engine whose objects are given. ValueError, by name, for one whose ranges cannot be read."""
+    optimizer = unwrapped_optimizer(optimizer)
     if (zero := deepspeed_optimizer(optimizer)) is not None:
         return read_deepspeed(zero)
     if found := megatron_optimizers(optimizer):

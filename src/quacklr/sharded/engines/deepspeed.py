@@ -22,14 +22,7 @@ from torch.optim import Optimizer
 
 from quacklr.core.local import FlatTensor
 from quacklr.core.rule import Group, Stepped
-from quacklr.sharded.engines.engine import (
-    NOT_READ,
-    Engine,
-    class_names,
-    flat_range,
-    unwrapped_optimizer,
-    validate_settings,
-)
+from quacklr.sharded.engines.engine import NOT_READ, Engine, class_names, flat_range, validate_settings
 
 ENGINES = {"deepspeed.DeepSpeedEngine", "deepspeed.PipelineEngine"}
 REFUSED = {
@@ -55,12 +48,11 @@ Flat = tuple[Tensor, list[FlatTensor]]
 
 def deepspeed_optimizer(given: Any) -> Any:
     """DeepSpeed's optimizer, if the given object is one, or an engine that has one; else None."""
-    found = unwrapped_optimizer(given)
-    if class_names(found) & ENGINES:
-        if found.optimizer is None:
+    if class_names(given) & ENGINES:
+        if given.optimizer is None:
             raise ValueError("the DeepSpeed engine has no optimizer; pass one to deepspeed.initialize")
-        return found.optimizer if _is_deepspeed(found.optimizer) else found
-    return found if _is_deepspeed(found) and not hasattr(found, "register_step_pre_hook") else None
+        return given.optimizer if _is_deepspeed(given.optimizer) else given
+    return given if _is_deepspeed(given) and not hasattr(given, "register_step_pre_hook") else None
 
 
 def _is_deepspeed(given: object) -> bool:
@@ -70,7 +62,6 @@ def _is_deepspeed(given: object) -> bool:
 def read_deepspeed(zero: Any) -> Engine:
     """The ranges that DeepSpeed steps. `zero` is its optimizer, or for stage 0 its engine."""
     groups: Any = sys.modules["deepspeed.utils.groups"]  # a module of the package that made the optimizer
-
     flats = [] if class_names(zero) & ENGINES else _flats(zero)
     of_tensor = {id(flat): [id(shard) for shard in shards] for flat, shards in flats}
     is_stage_3 = type(zero).__name__ == STAGE_3

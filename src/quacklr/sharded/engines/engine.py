@@ -26,11 +26,7 @@ PASS_ON = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")  
 
 @dataclass(frozen=True)
 class Engine:
-    """The flat ranges of an engine; by default that of no engine, where optimizers step the parameters themselves.
-
-    `validate_weight` raises ValueError for a weight that the engine divides in a way that is not supported. While
-    `filled_groups` is entered, the param groups have all tensors that the optimizers step.
-    """
+    """The flat ranges of an engine; by default that of no engine, where optimizers step the parameters themselves."""
 
     optimizers: list[Any] | None = None  # the torch optimizers that move the ranges; None if they are those given
     shards: Mapping[int, FlatTensor] = field(default_factory=dict)  # the local range of a parameter, by its id
@@ -38,8 +34,8 @@ class Engine:
     data_groups: Groups | None = None  # the process groups whose ranks see different data; None if the model shows it
     gathers: bool = False  # whether the model has whole parameters only while it runs
     tensor_parallel: bool = False  # whether the heads are divided among ranks
-    validate_weight: Callable[[Weight], None] = lambda _: None
-    filled_groups: Callable[[], AbstractContextManager[None]] = nullcontext
+    validate_weight: Callable[[Weight], None] = lambda _: None  # ValueError if its division is not supported
+    filled_groups: Callable[[], AbstractContextManager[None]] = nullcontext  # puts all tensors into them
 
     def located(self, paths: Iterable[LogitPath]) -> list[LogitPath]:
         """The same paths, over the ranges that are stepped instead of the model's parameters."""
@@ -54,10 +50,7 @@ class Engine:
 
     @contextmanager
     def whole_shapes(self) -> Iterator[None]:
-        """While entered, all parameters have their whole shapes.
-
-        Those that are gathered have no values: all their entries are in one place of memory.
-        """
+        """While entered, all parameters have their whole shapes; those that are gathered have no values."""
         shards = list(self.shards.values()) if self.gathers else []
         kept = [shard.param.data for shard in shards]
         try:

@@ -20,14 +20,7 @@ from torch.optim import Optimizer
 from quacklr.core.local import FlatTensor
 from quacklr.core.rule import Group, Stepped
 from quacklr.core.weight import Weight
-from quacklr.sharded.engines.engine import (
-    NOT_READ,
-    Engine,
-    class_names,
-    flat_range,
-    unwrapped_optimizer,
-    validate_settings,
-)
+from quacklr.sharded.engines.engine import NOT_READ, Engine, class_names, flat_range, validate_settings
 
 DISTRIBUTED, PLAIN = "megatron.DistributedOptimizer", "megatron.FP32Optimizer"
 WITH_COPIES = "megatron.Float16OptimizerWithFloat16Params"
@@ -37,15 +30,15 @@ REFUSED = {
     "optimizer_cpu_offload": ("offload of the optimizer to the CPU", "set optimizer_cpu_offload=False"),
     "use_megatron_fsdp": ("FSDP", f"{USE_DISTRIBUTED} without it"),
 }
+Ranges = list[tuple[FlatTensor, Tensor]]  # each with its tensor in a param group; an empty one, if this rank has none
 
 
 def megatron_optimizers(given: Any) -> list[Any]:
     """Megatron's optimizers, if the given object is one, or a chain of them; else none."""
-    found = unwrapped_optimizer(given)
-    if not any(name.startswith("megatron.") for name in class_names(found)):
+    if not any(name.startswith("megatron.") for name in class_names(given)):
         return []
-    chain = found.chained_optimizers if type(found).__name__ == "ChainedOptimizer" else None
-    return [found] if chain is None else [each for one in chain for each in megatron_optimizers(one)]
+    chain = given.chained_optimizers if type(given).__name__ == "ChainedOptimizer" else None
+    return [given] if chain is None else [each for one in chain for each in megatron_optimizers(one)]
 
 
 def read_megatron(optimizers: Sequence[Any]) -> Engine:
@@ -108,10 +101,6 @@ def _validate_heads(weight: Weight) -> None:
             "needs the heads of other ranks, which QuacK cannot read; use tensor parallel size 1, or the paths without "
             "it"
         )
-
-
-Ranges = list[tuple[FlatTensor, Tensor]]
-"""Each with the tensor in a param group that it is in; an empty one, if this rank has none."""
 
 
 def _distributed(optimizer: Any) -> tuple[Ranges, list[set[int]]]:
