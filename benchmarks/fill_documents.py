@@ -83,7 +83,7 @@ def main() -> int:
     options.add_argument("--check", action="store_true", help="change nothing; exit code 1 if something is out of date")
     check = options.parse_args().check
     texts = made()
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts |= {path: filled(path.read_text(), texts) for path in documents}
     stale = []
     for path, text in texts.items():
