@@ -34,9 +34,11 @@ from quacklr.lab.report.forest_figure import VERDICT_COLOURS, forest
 from quacklr.lab.report.hero import hero
 from quacklr.lab.report.markdown import table
 from quacklr.lab.report.size_figure import sizes
+from quacklr.lab.report.stress_figure import stress
 from quacklr.lab.report.style import COLOURS, hide_empty_panels
 from quacklr.lab.studies.all_claims import claim_results
 from quacklr.lab.studies.comparison import MARGIN
+from quacklr.lab.studies.limits import STRESSED
 from quacklr.lab.studies.measures import NotRun
 from quacklr.lab.studies.names import METHOD_NAMES, PAPER_METHODS, readable_number, settings_of
 from quacklr.lab.studies.questions import CONSTANT_TAUS, DECADES, QUACK_TAUS, runs_of
@@ -64,9 +66,19 @@ def runs_of_sizes(widest: int = 512) -> list[Entry]:
     return list(known.values())
 
 
+def runs_of_stress(entries: list[Entry]) -> list[Entry]:
+    """All runs of the study of stress with two seeds, and those that it selects by: the loss grows with lr."""
+    known = {entry.key: entry for entry in entries}
+    while todo := missing(runs_of("stress", SCALE, known, 2), known):
+        for config in todo:
+            entry = made(config, 2.0 + config.optimizer.lr * (1 + isinstance(config.method, Default)), 20.0, 0.1)
+            known[entry.key] = entry
+    return list(known.values())
+
+
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return Results(ledger(budgets=True) + runs_of_sizes(), SCALE)
+    return Results(runs_of_stress(ledger(budgets=True)) + runs_of_sizes(), SCALE)
 
 
 def line(axes: Any, label: str) -> Any:
@@ -196,6 +208,15 @@ def test_a_hero_without_measurements_of_a_method_is_not_drawn(results: Results) 
         hero(Results(some, SCALE))
 
 
+def test_stress_has_the_losses_at_multiples_of_the_best_learning_rate(results: Results) -> None:
+    axes, _ = stress(results).axes
+    for method in STRESSED:
+        best = results.planned_best("mla", method).cell.lr
+        times, shown = line(axes, METHOD_NAMES[method])
+        assert times == [1, 2, 4, 8]
+        assert shown[1:] == pytest.approx([2.0 + n * best * (1 + (method is Default)) for n in (2, 4, 8)], abs=1e-3)
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_legend_is_within_its_figure(name: str, results: Results) -> None:
     figure = FIGURES[name](results)
@@ -234,7 +255,7 @@ def test_a_figure_without_runs_is_left_out_and_one_with_some_shows_them(name: st
     with pytest.raises(NotRun):
         FIGURES[name](Results([], SCALE))
     some = [entry for entry in ledger() if entry.config.training.seed < 2 and entry.config.optimizer.lr == HIGH]
-    if name not in ("figure-5-sensitivity", "figure-7-sizes"):  # they need several learning rates
+    if name not in ("figure-5-sensitivity", "figure-7-sizes", "figure-9-stress"):  # they need several learning rates
         assert FIGURES[name](Results(some, SCALE)).axes
     assert draw({name: FIGURES[name]}, Results([], SCALE), tmp_path) == []
     assert not list(tmp_path.iterdir())

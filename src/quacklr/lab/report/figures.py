@@ -1,4 +1,4 @@
-"""The paper's four figures and five more, each a function of the results; parts without runs are left out.
+"""The paper's four figures and six more, each a function of the results; parts without runs are left out.
 
 Lines are means over seeds, bands their range. A method has its best setting, selected on another seed.
 The docstring of a figure is its title and its caption.
@@ -20,6 +20,7 @@ from quacklr.lab.report.forest_figure import forest
 from quacklr.lab.report.hero import hero
 from quacklr.lab.report.page import CLAIMS_FIGURE
 from quacklr.lab.report.size_figure import sizes
+from quacklr.lab.report.stress_figure import stress
 from quacklr.lab.report.style import Points, colour, legend_below, line_with_seeds, method_curve, panels, validation
 from quacklr.lab.studies.claims import BOTH
 from quacklr.lab.studies.measures import NotRun
@@ -247,4 +248,5 @@ FIGURES: dict[str, Draw] = {
     "figure-6-heatmaps": heatmaps,
     "figure-7-sizes": sizes,
     CLAIMS_FIGURE: forest,
+    "figure-9-stress": stress,
 }

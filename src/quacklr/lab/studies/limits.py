@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from quacklr.lab.methods import Default, Limit, QKClipping, QKNorm, Quack
+from quacklr.lab.methods import Default, Limit, Method, QKClipping, QKNorm, Quack
 from quacklr.lab.optim import MuonRecipe
 from quacklr.lab.studies.cell import Cell
 from quacklr.lab.studies.comparison import SAME, below, compare, difference, less, more
@@ -23,7 +23,7 @@ MUON_RATES = (0.1, 0.01, 0.001, 0.03, 0.003, 0.02)
 ADAMW_RATES = (0.03, 0.003, 0.0003, 0.001)
 MODELS = (("mha", False), ("mla", False), ("mla", True))
 TIMES_BEST = (1, 2, 4, 8)
-STRESSED: tuple[AnyMethod, ...] = (Default, Limit, Quack, QKNorm, QKClipping)
+STRESSED: tuple[type[Method], ...] = (Default, Limit, Quack, QKNorm, QKClipping)
 below_same = partial(below, limit=SAME)
 
 
