@@ -107,7 +107,8 @@ def never_worse(results: Results) -> Answer:
     pairs = [(results.runs(cell, Limit), results.runs(cell, Default)) for cell in grid(results.scale)]
     compared = [difference(*pair) for pair in pairs]
     worse = [f"{each.mean:+.3f} in {pair[0].cell}" for each, pair in zip(compared, pairs, strict=True) if each.mean > 0]
-    text = f"the mean is above that of the default in {len(worse)} of {len(pairs)} cells: {', '.join(worse)}"
+    which = f": {', '.join(worse)}" if worse else ""
+    text = f"the mean is above that of the default in {len(worse)} of {len(pairs)} cells{which}"
     return answer(text, *((below_same, each) for each in compared))
 
 
