@@ -42,7 +42,7 @@ def training() -> dict[str, Any]:
         "optimizer": optimizer,
         "quack": QuacK(model, optimizer),
         "monitor": LogitMonitor(model, probe),
-        "writer": SummaryWriter("tensorboard"),
+        "writer": SummaryWriter(str(Path("tensorboard").absolute())),
         "run": wandb.init(mode="disabled"),
         "step": 0,
     }
@@ -60,3 +60,5 @@ def test_a_block_runs(name: str, tmp_path: Path, corpus: Path, monkeypatch: pyte
         run(replace(config, shape=replace(config.shape, context=64)), tmp_path / "runs/mine")
     names = training() if name.startswith("monitor") else {}
     exec(compile(BLOCKS[name], name, "exec"), {"__name__": "docs", **names})
+    if "writer" in names:
+        names["writer"].close()  # its thread writes to a folder that is gone after the test
